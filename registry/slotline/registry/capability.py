@@ -1,0 +1,191 @@
+"""Capability classes: data with a comparison rule.
+
+A backend says what it offers with these; negotiation compares an offer with a need by calling `refusal`, which
+answers None or the sentence that goes into the plan. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, IntEnum
+from typing import Any, Generic, Protocol, TypeVar
+
+from attrs import field, frozen
+
+T = TypeVar("T")
+L = TypeVar("L", bound=IntEnum)
+
+
+class Support(Enum):
+    """How far a capability goes: five states, so that `not yet` differs from `cannot`."""
+
+    UNKNOWN = "unknown"
+    UNSUPPORTED = "unsupported"
+    NOT_IMPLEMENTED = "not implemented"
+    VERSIONED = "supported from a version on"
+    FULL = "supported"
+
+    def __bool__(self) -> bool:
+        return self in (Support.VERSIONED, Support.FULL)
+
+
+class GraphSupport(IntEnum):
+    """Which batches a backend's forward can be captured for, in rising order."""
+
+    NEVER = 0
+    SINGLE_TOKEN = 1  # one query token per request
+    UNIFORM = 2  # equal query lengths, 1 + k tokens under speculation included
+    ALWAYS = 3  # any mix of prefill and decode
+
+
+class Capability(Protocol):
+    """What every capability class can do."""
+
+    def refusal(self, need: Any) -> str | None:
+        """None if the offer covers `need`, else a sentence of the form `needs X, offers Y`."""
+        ...
+
+    def describe(self) -> str:
+        """The offer in a few words, for tables."""
+        ...
+
+
+@frozen
+class Flag:
+    """A yes or no. A need of False is always covered."""
+
+    support: Support = field(converter=lambda v: (Support.FULL if v else Support.UNSUPPORTED) if isinstance(v, bool) else v)
+    note: str = ""
+
+    def refusal(self, need: bool) -> str | None:
+        if not need or self.support:
+            return None
+        return f"needs it, {self.describe()}"
+
+    def describe(self) -> str:
+        return self.support.value + (f" ({self.note})" if self.note else "")
+
+
+@frozen
+class Set(Generic[T]):
+    """A set of values, or of pairs where only certain combinations work. `None` accepts anything."""
+
+    values: frozenset[T] | None = field(converter=lambda v: None if v is None else frozenset(v))
+
+    def refusal(self, need: T) -> str | None:
+        if self.values is None or need in self.values:
+            return None
+        return f"needs {_show(need)}, offers {self.describe()}"
+
+    def describe(self) -> str:
+        return "any" if self.values is None else _join(sorted(map(_show, self.values)))
+
+
+@frozen
+class Level(Generic[L]):
+    """A rung on an ordered scale; a need up to it is covered."""
+
+    value: L
+
+    def refusal(self, need: L) -> str | None:
+        if need <= self.value:
+            return None
+        return f"needs {need.name}, offers {self.value.name}"
+
+    def describe(self) -> str:
+        return self.value.name
+
+
+@frozen
+class Max:
+    """An upper limit; None is no limit."""
+
+    limit: int | None = None
+
+    def refusal(self, need: int) -> str | None:
+        if self.limit is None or need <= self.limit:
+            return None
+        return f"needs {need}, offers at most {self.limit}"
+
+    def describe(self) -> str:
+        return "no limit" if self.limit is None else f"<= {self.limit}"
+
+
+@frozen
+class Align:
+    """Block sizes: exact values, multiples of a base, or both. Both empty accepts any positive size."""
+
+    exact: tuple[int, ...] = ()
+    multiple_of: int | None = None
+
+    def refusal(self, need: int) -> str | None:
+        if need >= 1 and (not self.exact and self.multiple_of is None):
+            return None
+        if need in self.exact or (self.multiple_of is not None and need >= 1 and need % self.multiple_of == 0):
+            return None
+        return f"needs {need}, offers {self.describe()}"
+
+    def describe(self) -> str:
+        parts = [str(v) for v in self.exact]
+        if self.multiple_of is not None:
+            parts.append(f"multiples of {self.multiple_of}")
+        return _join(parts) if parts else "any"
+
+
+@frozen
+class Choice:
+    """An ordered preference among names, best first."""
+
+    options: tuple[str, ...] = field(converter=tuple)
+
+    def refusal(self, need: str) -> str | None:
+        if need in self.options:
+            return None
+        return f"needs {need}, offers {self.describe()}"
+
+    def describe(self) -> str:
+        return " > ".join(self.options)
+
+
+@frozen
+class Range:
+    """Integers from `minimum` to `maximum` in steps of `step` (counted from zero), plus `extra` values."""
+
+    minimum: int = 1
+    maximum: int | None = None
+    step: int = 1
+    extra: tuple[int, ...] = ()
+
+    def refusal(self, need: int) -> str | None:
+        inside = need >= self.minimum and (self.maximum is None or need <= self.maximum)
+        if need in self.extra or (inside and need % self.step == 0):
+            return None
+        return f"needs {need}, offers {self.describe()}"
+
+    def describe(self) -> str:
+        top = "" if self.maximum is None else f" to {self.maximum}"
+        step = "" if self.step == 1 else f" in steps of {self.step}"
+        extra = f", or {_join(map(str, self.extra))}" if self.extra else ""
+        return f"{self.minimum}{top or ' and up'}{step}{extra}"
+
+
+@frozen(kw_only=True)
+class Limit:
+    """A restriction that holds only together with another need: `capability` shrinks to `offer` when `when` is needed.
+
+    Example: sliding windows work, but not inside a graph of mixed batches:
+    ``Limit(when="sliding_window", capability="graphs", offer=Level(GraphSupport.UNIFORM))``.
+    """
+
+    when: str
+    capability: str
+    offer: Capability
+    note: str = ""
+
+
+def _show(value: object) -> str:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _join(parts: Iterable[str]) -> str:
+    return ", ".join(parts)

@@ -1,0 +1,159 @@
+"""The configuration as frozen classes: one class a table, one attribute a key, with its meaning beside it.
+
+These classes are the single source: the loader, the JSON Schema and docs/configuration.md are made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from slotline.registry.config.validators import at_least, fraction_or_size, positive, positive_or_auto, version_is
+
+CONFIG_VERSION = 1
+
+GraphMode = Literal["auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+
+
+def _doc(text: str) -> dict[str, str]:
+    return {"doc": text}
+
+
+@frozen(kw_only=True)
+class AttentionConfig:
+    """Which attention backend runs."""
+
+    backend: str | tuple[str, ...] | Mapping[str, str] = field(
+        default="auto",
+        metadata=_doc("'auto', a name, a list in order of preference, or a table from cache kind to name"),
+    )
+    layout: str = field(default="auto", metadata=_doc("physical order inside a cache page: 'auto', 'NHD' or 'HND'"))
+
+
+@frozen(kw_only=True)
+class CacheConfig:
+    """The KV cache."""
+
+    block_size: int | Literal["auto"] = field(
+        default="auto", validator=positive_or_auto, metadata=_doc("tokens in one block of the pool")
+    )
+    dtype: str = field(default="auto", metadata=_doc("element type of the cache; 'auto' is the model's"))
+    memory: float | str = field(
+        default=0.9,
+        validator=fraction_or_size,
+        metadata=_doc("share of the device's memory for weights and cache together, or a size for the cache alone such as '2GiB'"),
+    )
+    prefix_caching: bool = field(default=True, metadata=_doc("reuse the blocks of equal prefixes"))
+    kv_spec: Mapping[str, str] = field(
+        factory=dict, metadata=_doc("table from layer kind to the kv_spec plugin that holds it; empty chooses")
+    )
+
+
+@frozen(kw_only=True)
+class GraphsConfig:
+    """CUDA graphs."""
+
+    mode: GraphMode = field(default="auto", metadata=_doc("which batches run as captured graphs"))
+    sizes: tuple[int, ...] = field(
+        default=(1, 2, 4, 8, 16, 32, 64, 128, 256), metadata=_doc("token counts that graphs are captured for")
+    )
+
+
+@frozen(kw_only=True)
+class SchedulerConfig:
+    """What runs in a step."""
+
+    max_requests: int = field(default=256, validator=positive, metadata=_doc("rows, so requests that run at a time"))
+    max_batched_tokens: int = field(default=8192, validator=positive, metadata=_doc("tokens of one step"))
+    max_model_len: int | Literal["auto"] = field(
+        default="auto", validator=positive_or_auto, metadata=_doc("longest sequence; 'auto' is the model's, at most 8192")
+    )
+    chunked_prefill: bool = field(default=True, metadata=_doc("split long prompts over steps"))
+    policy: Literal["fcfs", "priority"] = field(default="fcfs", metadata=_doc("order of waiting requests"))
+    async_: bool | Literal["auto"] = field(
+        default="auto", alias="async_", metadata={"doc": "prepare step n+1 while step n runs", "key": "async"}
+    )
+
+
+@frozen(kw_only=True)
+class SamplingConfig:
+    """Sampling, where it is the engine's business and not a request's."""
+
+    seed: int = field(default=0, validator=at_least(0), metadata=_doc("seeds the requests that bring no seed"))
+    logprobs_mode: LogprobsMode = field(default="raw_logprobs", metadata=_doc("what `logprobs` of an output holds"))
+    max_logprobs: int = field(default=20, validator=at_least(0), metadata=_doc("most log-probabilities a request may ask for"))
+
+
+@frozen(kw_only=True)
+class DrafterConfig:
+    """Speculative decoding."""
+
+    name: str = field(default="", metadata=_doc("drafter plugin; empty for none"))
+    tokens: int = field(default=4, validator=positive, metadata=_doc("draft tokens of a step"))
+    path: str = field(default="", metadata=_doc("folder of the draft checkpoint"))
+
+
+@frozen(kw_only=True)
+class LoraConfig:
+    """LoRA adapters."""
+
+    name: str = field(default="", metadata=_doc("LoRA plugin; empty for none"))
+    max_adapters: int = field(default=4, validator=positive, metadata=_doc("adapters on the device at a time"))
+    max_rank: int = field(default=16, validator=positive, metadata=_doc("highest rank"))
+
+
+@frozen(kw_only=True)
+class PluginsConfig:
+    """Which plugins may load."""
+
+    require: tuple[str, ...] = field(default=(), metadata=_doc("distributions that must be installed, e.g. 'my-attn>=1.2'"))
+    allow: tuple[str, ...] | None = field(default=None, metadata=_doc("if given, only these names load"))
+    block: tuple[str, ...] = field(default=(), metadata=_doc("names that never load"))
+    distribution: Mapping[str, str] = field(
+        factory=dict, metadata=_doc("which distribution a name comes from, where two offer it")
+    )
+
+
+@frozen(kw_only=True)
+class ObservabilityConfig:
+    """What is measured and logged."""
+
+    profile: bool = field(default=False, metadata=_doc("time the parts of each step"))
+    count_nans: bool = field(default=False, metadata=_doc("count NaN logits of each request"))
+    check_integrity: bool = field(default=False, metadata=_doc("check rows, blocks and references after each step"))
+    progress: bool = field(default=True, metadata=_doc("show a progress bar on long work"))
+
+
+@frozen(kw_only=True)
+class Config:
+    """The whole file."""
+
+    config_version: int = field(default=CONFIG_VERSION, validator=version_is(CONFIG_VERSION), metadata=_doc("version of this format"))
+    model: str = field(default="", metadata=_doc("a local Hugging Face folder; empty for the small model that ships"))
+    tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own"))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default="auto", metadata=_doc("dtype of weights and activations"))
+    device: str = field(default="auto", metadata=_doc("'auto', 'cpu', 'cuda' or 'cuda:N'"))
+    optimize: bool = field(default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules"))
+    offload_gib: float = field(default=0.0, metadata=_doc("GiB of weights kept in host memory"))
+    strict: bool = field(default=False, metadata=_doc("every downgrade and every plugin that fails to load is an error"))
+    allow: tuple[str, ...] = field(default=(), metadata=_doc("codes that strict mode lets pass, e.g. 'N301'"))
+    plugins: tuple[str, ...] | PluginsConfig = field(
+        default=(), metadata=_doc("inline plugins such as './mine.py:Mine', or a table of rules")
+    )
+    attention: AttentionConfig = field(factory=AttentionConfig)
+    cache: CacheConfig = field(factory=CacheConfig)
+    graphs: GraphsConfig = field(factory=GraphsConfig)
+    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
+    sampling: SamplingConfig = field(factory=SamplingConfig)
+    drafter: DrafterConfig = field(factory=DrafterConfig)
+    lora: LoraConfig = field(factory=LoraConfig)
+    observability: ObservabilityConfig = field(factory=ObservabilityConfig)
+    logits_processors: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each logits processor: names it and configures it")
+    )
+    backend: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each attention or state backend's own options"))
+    kv_spec: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each cache spec's own options"))
+    model_family: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each model family's own options"))

@@ -1,0 +1,70 @@
+"""Contracts, version 1 of each kind: one module per kind, each with capabilities, build context and protocol."""
+
+from slotline.registry.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    KVCache,
+)
+from slotline.registry.contracts.drafter import Draft, DraftBatch, Drafter, DrafterCapabilities, DrafterContext
+from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
+from slotline.registry.contracts.logits_processor import (
+    LogitsBatch,
+    LogitsProcessor,
+    LogitsProcessorCapabilities,
+    LogitsProcessorContext,
+)
+from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext
+from slotline.registry.contracts.model_family import (
+    Model,
+    ModelContext,
+    ModelFacts,
+    ModelFamily,
+    ModelFamilyCapabilities,
+)
+from slotline.registry.contracts.state import (
+    StateBackend,
+    StateBatch,
+    StateCapabilities,
+    StateContext,
+    StateLayer,
+    StateTensorSpec,
+)
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionBatch",
+    "AttentionCapabilities",
+    "AttentionContext",
+    "AttentionLayer",
+    "BlockHash",
+    "Draft",
+    "DraftBatch",
+    "Drafter",
+    "DrafterCapabilities",
+    "DrafterContext",
+    "KVCache",
+    "KVSpec",
+    "KVSpecCapabilities",
+    "KVSpecContext",
+    "LogitsBatch",
+    "LogitsProcessor",
+    "LogitsProcessorCapabilities",
+    "LogitsProcessorContext",
+    "Lora",
+    "LoraCapabilities",
+    "LoraContext",
+    "Model",
+    "ModelContext",
+    "ModelFacts",
+    "ModelFamily",
+    "ModelFamilyCapabilities",
+    "StateBackend",
+    "StateBatch",
+    "StateCapabilities",
+    "StateContext",
+    "StateLayer",
+    "StateTensorSpec",
+]

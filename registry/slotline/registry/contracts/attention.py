@@ -1,0 +1,216 @@
+"""The attention contract, version 1.
+
+A backend is built once for an attention group (layers whose attention needs are equal). In each step the core calls
+`plan` once for the group, on the host, then for each layer `write` (unless the backend writes inside `forward`) and
+`forward`.
+
+What the payload means:
+
+* A window of W tokens lets a query see W keys, its own included: query position i sees keys max(0, i - W + 1) .. i.
+* `slot_mapping` names the slot of each new token, `kernel_block * kernel_block_size + offset`; slot -1 is never written.
+* Kernel block 0 is the null block: block tables point to it where a request has no block; it is never read.
+* Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
+* `seq_lens` includes the new tokens; the queries of a request are its last tokens (bottom-right causal alignment).
+* A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
+* An LSE, where returned, is in the base that the descriptor declares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from attrs import define, field, frozen
+
+from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set, Support
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+
+@frozen(kw_only=True)
+class AttentionCapabilities:
+    """What an attention backend offers.
+
+    Attributes:
+        devices: device types it runs on.
+        min_compute_capability: lowest CUDA (major, minor), None where it does not matter.
+        dtypes: pairs (dtype, cache dtype) that work together, e.g. ``("bfloat16", "float8_e4m3fn")``.
+        head_sizes: sizes of a query and key head.
+        different_value_head: whether a value head may have another size.
+        group_sizes: query heads per KV head.
+        kernel_block_sizes: tokens in one block as the kernel sees it.
+        layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
+        attention_types: of ``decoder``, ``encoder_only``, ``cross``.
+        query_len: most query tokens of one request in a batch.
+        sliding_window, soft_cap, sinks, tree_mask, cascade: features by name.
+        graphs: which batches `forward` can be captured for.
+        lse: whether `forward` can return the log-sum-exp, and `lse_base` in which base (``e`` or ``2``).
+        writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
+        batch_invariant: a request's output is bitwise the same in any batch.
+        limits: offers that shrink when another feature is needed.
+        priority: `auto` prefers the higher figure on this device; give the reason in `priority_reason`.
+    """
+
+    devices: Set[str]
+    dtypes: Set[tuple[str, str]]
+    head_sizes: Range = Range()
+    different_value_head: Flag = Flag(False)
+    group_sizes: Range = Range()
+    kernel_block_sizes: Align = Align()
+    layouts: Choice = Choice(("NHD",))
+    attention_types: Set[str] = Set(("decoder",))
+    query_len: Max = Max()
+    sliding_window: Flag = Flag(False)
+    soft_cap: Flag = Flag(False)
+    sinks: Flag = Flag(False)
+    tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
+    cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
+    graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
+    lse: Flag = Flag(False)
+    lse_base: str = "e"
+    writes_cache: bool = False
+    batch_invariant: Flag = Flag(False)
+    min_compute_capability: tuple[int, int] | None = None
+    limits: tuple[Limit, ...] = ()
+    priority: int = 0
+    priority_reason: str = ""
+
+
+@frozen(kw_only=True)
+class AttentionLayer:
+    """The static facts of one attention layer.
+
+    Attributes:
+        name: the module's path in the model.
+        index: position among the model's attention layers, from 0.
+        num_heads, num_kv_heads, head_size, head_size_v: the shape.
+        scale: factor on the scores before the soft cap.
+        window: tokens a query may see, itself included; None for all.
+        soft_cap: scores become ``cap * tanh(score / cap)``; None for none.
+        sinks: whether the layer has a learned sink logit per query head.
+        kv_kind: what kind of cache it needs, e.g. ``full`` or ``sliding``.
+        attention_type: ``decoder``, ``encoder_only`` or ``cross``.
+        shares_kv_with: index of the layer whose cache it reads, None for its own.
+    """
+
+    name: str
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    kv_kind: str = "full"
+    attention_type: str = "decoder"
+    shares_kv_with: int | None = None
+
+
+class KVCache(NamedTuple):
+    """The cache of one layer: two views, whatever the physical layout.
+
+    Both have shape [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]; strides follow the layout, the
+    last dimension is contiguous. Kernel block 0 is the null block.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@frozen(kw_only=True)
+class AttentionContext:
+    """What a backend's factory gets: exactly what was negotiated, and its own options.
+
+    Attributes:
+        contract: the bound contract version.
+        layers: the layers of the group.
+        device: torch device string.
+        dtype, kv_dtype: names such as ``bfloat16``.
+        block_size, kernel_block_size: tokens of a manager block and of a kernel block.
+        layout: ``NHD`` or ``HND``.
+        max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
+        options: the plugin's own table, an instance of its options class, or None.
+    """
+
+    contract: int
+    layers: tuple[AttentionLayer, ...]
+    device: str
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    kernel_block_size: int
+    layout: str
+    max_query_len: int
+    max_requests: int
+    max_tokens: int
+    max_model_len: int
+    options: Any = None
+
+
+@define(kw_only=True, eq=False)
+class AttentionBatch:
+    """One step's batch as a group sees it. Host copies are numpy; the core never rewrites what it handed out
+    while a copy may still read it.
+
+    Attributes:
+        num_requests, num_tokens: without padding.
+        max_query_len, max_seq_len: over the requests of this batch.
+        query_start_loc: [num_requests + 1] int32, prefix sums of query lengths, starts with 0, non-decreasing.
+        seq_lens: [num_requests] int32, tokens in the cache once this step has written.
+        block_table: [num_requests, max_blocks] int32, kernel blocks.
+        slot_mapping: [num_tokens] int64.
+        positions: [num_tokens] int64.
+        query_start_loc_cpu, seq_lens_cpu: the same on the host.
+        num_decodes: requests at the front of the batch with one query token each.
+        causal: False for encoders.
+    """
+
+    num_requests: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+    query_start_loc_cpu: npt.NDArray[np.int32]
+    seq_lens_cpu: npt.NDArray[np.int32]
+    num_decodes: int = 0
+    causal: bool = True
+    extras: dict[str, Any] = field(factory=dict)
+
+
+class AttentionBackend(Protocol):
+    """What a built attention backend can do. Tensors are on the negotiated device and of the negotiated dtype."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Host work of one step, outside graphs. The result is handed to every `write` and `forward` of the step."""
+        ...
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
+        """Store new keys [num_tokens, num_kv_heads, head_size] and values at the step's `slot_mapping`."""
+        ...
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Any,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Attention of `query` [num_tokens, num_heads, head_size] over the cache, new tokens included.
+
+        Writes [num_tokens, num_heads, head_size_v] into `out`; `key` and `value` are the step's new ones, for
+        backends that read them from there. `sinks` is [num_heads]. Inputs other than the cache stay unchanged.
+        Returns the LSE [num_heads, num_tokens] float32 where the backend declares it, else None.
+        """
+        ...

@@ -1,0 +1,113 @@
+"""The drafter contract, version 1: something that proposes tokens. The core verifies them, so a drafter can change how
+fast text comes, never which text.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import define, frozen
+
+from slotline.registry.capability import Flag, Max, Set
+
+if TYPE_CHECKING:
+    import torch
+
+
+@frozen(kw_only=True)
+class DrafterCapabilities:
+    """What a drafter offers and needs.
+
+    Attributes:
+        devices: device types.
+        max_tokens: most draft tokens it can propose in a row.
+        tree: whether it proposes a tree instead of a chain.
+        probabilities: whether it returns its own distribution, which rejection sampling then uses.
+        needs_history: reads the token history on the host.
+        needs_hidden_states: reads the last hidden states.
+        needs_layers: reads hidden states of layers it names at build time.
+        needs_kv_group: has attention layers of its own that want a cache group.
+        needs_grammar: proposes only tokens that the grammar state allows.
+    """
+
+    devices: Set[str]
+    max_tokens: Max = Max()
+    tree: Flag = Flag(False)
+    probabilities: Flag = Flag(False)
+    needs_history: bool = False
+    needs_hidden_states: bool = False
+    needs_layers: bool = False
+    needs_kv_group: bool = False
+    needs_grammar: bool = False
+
+
+@frozen(kw_only=True)
+class DrafterContext:
+    """What a drafter's factory gets. `path` is the draft checkpoint's folder or None."""
+
+    contract: int
+    num_tokens: int
+    vocab_size: int
+    hidden_size: int
+    max_requests: int
+    max_model_len: int
+    device: str
+    dtype: str
+    path: str | None = None
+    options: Any = None
+
+
+@define(kw_only=True, eq=False)
+class DraftBatch:
+    """What a drafter sees after a step. Only accepted history is visible.
+
+    Attributes:
+        rows: [num_requests] int64, permanent rows of the requests that get drafts.
+        token_table: [max_requests, max_model_len] int32 on the host, tokens by row.
+        num_tokens: [num_requests] int32 on the host, accepted tokens of each request, the newest included.
+        last_token_ids: [num_requests] int64 on the device, the newest accepted tokens.
+        positions: [num_requests] int64 on the device, positions of those.
+        hidden_states: [num_requests, hidden_size], of the last accepted position, where needed.
+        layer_hidden_states: [num_requests, layers * hidden_size], where needed.
+        temperature: [num_requests] float32 on the device.
+    """
+
+    rows: torch.Tensor
+    token_table: torch.Tensor
+    num_tokens: torch.Tensor
+    last_token_ids: torch.Tensor
+    positions: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+    layer_hidden_states: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
+
+
+@define(kw_only=True, eq=False)
+class Draft:
+    """A proposal.
+
+    Attributes:
+        token_ids: [num_requests, num_tokens] int64; -1 ends a request's proposal early.
+        probabilities: [num_requests, num_tokens, vocab_size] or None for a one-point distribution.
+        parents: [num_tokens] int64 for a tree: index of each token's parent, -1 for the root; None for a chain.
+    """
+
+    token_ids: torch.Tensor
+    probabilities: torch.Tensor | None = None
+    parents: torch.Tensor | None = None
+
+
+class Drafter(Protocol):
+    """What a built drafter can do."""
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """A request took a row; forget whatever the row held before."""
+        ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """Propose up to the negotiated number of tokens for each request."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The request left its row."""
+        ...

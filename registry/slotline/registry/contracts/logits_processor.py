@@ -1,0 +1,99 @@
+"""The logits-processor contract, version 1.
+
+A processor keeps its state by permanent row: `admit` when a request takes the row, `release` when it leaves. `apply`
+gets the rows that the logits belong to, in any order, some of them more than once under speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import define, frozen
+
+from slotline.registry.capability import Flag, Set
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+
+@frozen(kw_only=True)
+class LogitsProcessorCapabilities:
+    """What a logits processor offers.
+
+    Attributes:
+        devices: device types.
+        parameters: names in `SamplingParams` (or keys of its `extra_args`) that it consumes.
+        argmax_invariant: never changes which token is the greedy one, so greedy requests may skip it.
+        needs_history: reads the output tokens so far.
+        speculation: right at each draft position.
+        default: part of every run unless the configuration says otherwise.
+        order: processors apply in rising order; ties by name.
+    """
+
+    devices: Set[str] = Set(None)
+    parameters: tuple[str, ...] = ()
+    argmax_invariant: bool = False
+    needs_history: bool = False
+    speculation: Flag = Flag(False)
+    default: bool = False
+    order: int = 100
+
+
+@frozen(kw_only=True)
+class LogitsProcessorContext:
+    """What a processor's factory gets."""
+
+    contract: int
+    vocab_size: int
+    max_requests: int
+    max_model_len: int
+    device: str
+    options: Any = None
+
+
+@define(kw_only=True, eq=False)
+class LogitsBatch:
+    """Which logits these are.
+
+    Attributes:
+        rows: [num_logits] int64 on the host, the permanent row of each logits row.
+        draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row; zeros without speculation.
+        token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded.
+        num_tokens: [num_logits] int64 on the host, tokens known for each row, drafts excluded.
+        num_prompt_tokens: [num_logits] int64 on the host.
+        draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed; None without speculation.
+    """
+
+    rows: npt.NDArray[np.int64]
+    draft_positions: npt.NDArray[np.int64]
+    token_table: npt.NDArray[np.int32]
+    num_tokens: npt.NDArray[np.int64]
+    num_prompt_tokens: npt.NDArray[np.int64]
+    draft_token_ids: npt.NDArray[np.int64] | None = None
+
+
+class LogitsProcessor(Protocol):
+    """What a built logits processor can do."""
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        """Check a request's sampling parameters at admission.
+
+        Raises:
+            slotline.registry.errors.RequestError: naming the parameter, its value and what is allowed.
+        """
+        ...
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        """A request took `row`. Returns whether the processor has work for it; if not, the row is never shown to it."""
+        ...
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        """Change `logits` [num_logits, vocab_size] float32, in place or not, and return them."""
+        ...
+
+    def release(self, row: int) -> None:
+        """The request left its row; the row may be given to another."""
+        ...

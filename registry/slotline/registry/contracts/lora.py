@@ -1,0 +1,75 @@
+"""The LoRA contract, version 1: adapters loaded by name, held in slots, and applied by row of the batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
+
+if TYPE_CHECKING:
+    import torch
+
+
+@frozen(kw_only=True)
+class LoraCapabilities:
+    """What a LoRA plugin offers.
+
+    Attributes:
+        devices: device types.
+        dtypes: dtypes of the base model.
+        target_modules: module names that may carry an adapter.
+        max_rank, max_adapters: limits.
+        rslora, dora: variants.
+        graphs: which batches its kernels can be captured for.
+        graph_key: whether graphs differ with and without adapters.
+    """
+
+    devices: Set[str]
+    dtypes: Set[str]
+    target_modules: Set[str]
+    max_rank: Max = Max()
+    max_adapters: Max = Max()
+    rslora: Flag = Flag(False)
+    dora: Flag = Flag(False)
+    graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
+    graph_key: bool = True
+
+
+@frozen(kw_only=True)
+class LoraContext:
+    """What a LoRA plugin's factory gets. `modules` maps each target module's path to (in_features, out_features)."""
+
+    contract: int
+    modules: dict[str, tuple[int, int]]
+    max_adapters: int
+    max_rank: int
+    max_tokens: int
+    device: str
+    dtype: str
+    options: Any = None
+
+
+class Lora(Protocol):
+    """What a built LoRA plugin can do."""
+
+    def load(self, name: str, path: str) -> int:
+        """Read a PEFT folder into a slot and return the slot.
+
+        Raises:
+            slotline.registry.errors.RequestError: for a rank, target or variant that it cannot hold.
+        """
+        ...
+
+    def unload(self, name: str) -> None:
+        """Free the adapter's slot."""
+        ...
+
+    def plan(self, slots: torch.Tensor) -> None:
+        """Take the slot of each token of the step, [num_tokens] int64, -1 for none."""
+        ...
+
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        """Add the adapters' share of `module` for `inputs` [num_tokens, in_features] to `out`, in place."""
+        ...

@@ -1,0 +1,120 @@
+"""The model-family contract, version 1: how a checkpoint becomes a model that calls attention through slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from attrs import frozen
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts.attention import AttentionLayer
+
+if TYPE_CHECKING:
+    import torch
+
+    Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@frozen(kw_only=True)
+class ModelFamilyCapabilities:
+    """What a model family offers.
+
+    Attributes:
+        architectures: values of `architectures` in config.json that it loads.
+        devices: device types.
+        tasks: of ``generate`` and the pooling tasks.
+    """
+
+    architectures: Set[str]
+    devices: Set[str] = Set(None)
+    tasks: Set[str] = Set(("generate",))
+
+
+@frozen(kw_only=True)
+class ModelFacts:
+    """What can be known of a checkpoint before its weights are read.
+
+    Attributes:
+        architecture: from config.json.
+        path: the folder.
+        vocab_size, hidden_size: sizes.
+        max_model_len: longest sequence that the positions allow.
+        dtype: the checkpoint's dtype by name.
+        layers: the attention layers in call order.
+        num_parameters: from the model's definition.
+        eos_token_ids: from generation_config.json, else config.json.
+    """
+
+    architecture: str
+    path: Path
+    vocab_size: int
+    hidden_size: int
+    max_model_len: int
+    dtype: str
+    layers: tuple[AttentionLayer, ...]
+    num_parameters: int
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@frozen(kw_only=True)
+class ModelContext:
+    """What `load` gets: where, in which dtype, and whether the optimising passes may run."""
+
+    contract: int
+    facts: ModelFacts
+    device: str
+    dtype: str
+    optimize: bool = True
+    offload_bytes: int = 0
+    options: Any = None
+
+
+class Model(Protocol):
+    """A loaded model. It holds no cache; attention goes through `attend`."""
+
+    facts: ModelFacts
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Run flattened tokens through the model.
+
+        Args:
+            input_ids: [num_tokens] int64.
+            positions: [num_tokens] int64.
+            attend: called once per attention layer as ``attend(layer, query, key, value, sinks)`` with query
+                [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads]
+                or None; returns [num_tokens, num_heads, head_size_v].
+
+        Returns:
+            Last hidden states [num_tokens, hidden_size].
+        """
+        ...
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        ...
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint's weights again, in place."""
+        ...
+
+
+class ModelFamily(Protocol):
+    """A factory's product: first looks, then loads."""
+
+    def inspect(self, path: Path) -> ModelFacts:
+        """Read config.json and find the attention layers without reading weights.
+
+        Raises:
+            slotline.registry.errors.ModelError: if the folder is no checkpoint of this family.
+        """
+        ...
+
+    def load(self, context: ModelContext) -> Model:
+        """Read the weights.
+
+        Raises:
+            slotline.registry.errors.ModelError: if weights are missing or do not fit.
+        """
+        ...

@@ -1,0 +1,104 @@
+"""Descriptors: what a plugin is, as frozen data that can be read without importing torch."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Generic, TypeVar
+
+from attrs import field, frozen
+
+C = TypeVar("C")
+
+
+class Kind(str, Enum):
+    """The slots that a plugin can fill. Each has an entry-point group `slotline.<kind>`."""
+
+    ATTENTION = "attention"
+    STATE = "state"
+    KV_SPEC = "kv_spec"
+    DRAFTER = "drafter"
+    LOGITS_PROCESSOR = "logits_processor"
+    LORA = "lora"
+    MODEL_FAMILY = "model_family"
+
+    @property
+    def entry_point_group(self) -> str:
+        return f"slotline.{self.value}"
+
+
+@frozen
+class ContractRange:
+    """The contract versions that a side speaks, both ends included."""
+
+    lowest: int = field()
+    highest: int = field()
+
+    @highest.validator
+    def _ordered(self, _attribute: object, value: int) -> None:
+        if not 1 <= self.lowest <= value:
+            raise ValueError(f"contract range {self.lowest}..{value} must satisfy 1 <= lowest <= highest")
+
+    def common(self, other: ContractRange) -> int | None:
+        """The highest version both sides speak, or None."""
+        version = min(self.highest, other.highest)
+        return version if version >= max(self.lowest, other.lowest) else None
+
+    def __str__(self) -> str:
+        return str(self.lowest) if self.lowest == self.highest else f"{self.lowest}..{self.highest}"
+
+
+HOST_CONTRACTS: dict[Kind, ContractRange] = {kind: ContractRange(1, 1) for kind in Kind}
+"""The versions that this slotline speaks, by kind."""
+
+
+@frozen(kw_only=True, eq=False)
+class Descriptor(Generic[C]):
+    """One plugin: who it is, what it can do, and where its factory lives.
+
+    Attributes:
+        kind: the slot it fills.
+        name: the name that a configuration file uses; unique within its kind.
+        capabilities: the offer, a frozen attrs class of `slotline.registry.contracts` for this kind.
+        factory: called once per engine with the kind's build context and returns the built object; either a
+            callable or a dotted path ``"package.module:attribute"``, which is imported only when the plugin is built.
+        contract: the contract versions that the plugin speaks.
+        options: a frozen attrs class (or its dotted path) for the plugin's own configuration table.
+        probe: optional, a callable or dotted path; gets a `DeviceInfo`, returns capabilities no wider than these, or
+            a string that says why the plugin cannot run there. Runs before negotiation, on the real machine.
+        summary: one line for tables.
+    """
+
+    kind: Kind = field(converter=Kind)
+    name: str = field()
+    capabilities: C
+    factory: Any
+    contract: ContractRange = ContractRange(1, 1)
+    options: Any = None
+    probe: Any = None
+    summary: str = ""
+
+    @name.validator
+    def _plain(self, _attribute: object, value: str) -> None:
+        if not value or not value.replace("_", "a").replace("-", "a").isalnum():
+            raise ValueError(f"plugin name {value!r}: use letters, digits, '_' and '-' only")
+
+
+@frozen(kw_only=True)
+class DeviceInfo:
+    """The machine that a plan is made for.
+
+    Attributes:
+        type: `cpu` or `cuda`.
+        name: the marketing name.
+        compute_capability: (major, minor) on CUDA, else None.
+        features: instruction sets and the like, e.g. `avx512_bf16`.
+        total_memory: bytes.
+        cores: processor cores (CPU) or multiprocessors (CUDA).
+    """
+
+    type: str
+    name: str = ""
+    compute_capability: tuple[int, int] | None = None
+    features: frozenset[str] = frozenset()
+    total_memory: int = 0
+    cores: int = 1

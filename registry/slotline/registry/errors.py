@@ -1,0 +1,67 @@
+"""Every error that slotline raises at its edge.
+
+One root, so that a caller can catch what is ours; each error names the value at fault and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class SlotlineError(Exception):
+    """Root of all slotline errors.
+
+    Args:
+        message: what is wrong, naming the value.
+        fix: what the user can do about it; shown on a line of its own.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return self.message if self.fix is None else f"{self.message}\n  fix: {self.fix}"
+
+
+class ConfigError(SlotlineError):
+    """The configuration cannot be used; the message lists every fault found, each with its place."""
+
+
+class PluginError(SlotlineError):
+    """A plugin cannot be found, loaded or trusted."""
+
+
+class PluginNotFoundError(PluginError):
+    """No installed or inline plugin has the name that was asked for."""
+
+
+class PluginConflictError(PluginError):
+    """Two distributions offer a plugin of the same kind under one name."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin that was named failed to import or is not a descriptor; the cause is chained."""
+
+
+class ContractError(PluginError):
+    """Host and plugin have no contract version in common."""
+
+
+class NegotiationError(SlotlineError):
+    """No plan satisfies what was asked; carries the reasons and the minimal conflict."""
+
+
+class CapacityError(SlotlineError):
+    """The memory does not hold what was asked for, be it weights, cache or a single request."""
+
+
+class ModelError(SlotlineError):
+    """A checkpoint is missing, broken or of an architecture that no model family serves."""
+
+
+class RequestError(SlotlineError, ValueError):
+    """One request is wrong. Only that request fails; the engine goes on."""
+
+
+class IntegrityError(SlotlineError):
+    """The integrity checker found rows, blocks or references that contradict each other: a bug in slotline."""
