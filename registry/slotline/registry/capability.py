@@ -54,7 +54,9 @@ class Capability(Protocol):
 class Flag:
     """A yes or no. A need of False is always covered."""
 
-    support: Support = field(converter=lambda v: (Support.FULL if v else Support.UNSUPPORTED) if isinstance(v, bool) else v)
+    support: Support = field(
+        converter=lambda v: (Support.FULL if v else Support.UNSUPPORTED) if isinstance(v, bool) else v
+    )
     note: str = ""
 
     def refusal(self, need: bool) -> str | None:

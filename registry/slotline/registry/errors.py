@@ -5,6 +5,12 @@ One root, so that a caller can catch what is ours; each error names the value at
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slotline.registry.negotiation.plan import Conflict, Failure, Reason
+
 
 class SlotlineError(Exception):
     """Root of all slotline errors.
@@ -24,7 +30,15 @@ class SlotlineError(Exception):
 
 
 class ConfigError(SlotlineError):
-    """The configuration cannot be used; the message lists every fault found, each with its place."""
+    """The configuration cannot be used; the message lists every fault found, each with its place.
+
+    Attributes:
+        faults: the faults one by one, as `slotline.registry.config.Fault`.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, faults: Sequence[Any] = ()) -> None:
+        super().__init__(message, fix=fix)
+        self.faults = tuple(faults)
 
 
 class PluginError(SlotlineError):
@@ -48,7 +62,41 @@ class ContractError(PluginError):
 
 
 class NegotiationError(SlotlineError):
-    """No plan satisfies what was asked; carries the reasons and the minimal conflict."""
+    """No plan satisfies what was asked; carries the reasons and the minimal conflict.
+
+    Args:
+        failure: the record: every rejection, the conflict, the remedies. `str` renders it in full.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, failure: Failure | None = None) -> None:
+        super().__init__(message, fix=fix)
+        self.failure = failure
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Every reason of every candidate in every group."""
+        groups = () if self.failure is None else self.failure.groups
+        return tuple(reason for group in groups for item in group.rejected for reason in item.reasons)
+
+    @property
+    def conflict(self) -> tuple[Conflict, ...]:
+        """A smallest set of needs that cannot hold together."""
+        return () if self.failure is None else self.failure.conflict
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as JSON types."""
+        return {"ok": False, "message": self.message} if self.failure is None else self.failure.to_json()
+
+    def explain(self, width: int = 100) -> str:
+        """The record as text."""
+        if self.failure is None:
+            return super().__str__()
+        from slotline.registry.negotiation.explain import explain_failure
+
+        return explain_failure(self.failure, width)
+
+    def __str__(self) -> str:
+        return self.explain()
 
 
 class CapacityError(SlotlineError):

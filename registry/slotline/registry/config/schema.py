@@ -5,7 +5,7 @@ These classes are the single source: the loader, the JSON Schema and docs/config
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import field, frozen
@@ -18,8 +18,10 @@ GraphMode = Literal["auto", "none", "piecewise", "full", "full_decode_only", "fu
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 
 
-def _doc(text: str) -> dict[str, str]:
-    return {"doc": text}
+def _doc(text: str, **more: Any) -> dict[str, Any]:
+    """Metadata of a key: `doc`; `key`, its name in the file; `rest`, takes the sub-tables that no key has; `short`,
+    the key of the sub-table that a plain value stands for; `path`, a relative path counts from the naming file."""
+    return {"doc": text, **more}
 
 
 @frozen(kw_only=True)
@@ -44,7 +46,9 @@ class CacheConfig:
     memory: float | str = field(
         default=0.9,
         validator=fraction_or_size,
-        metadata=_doc("share of the device's memory for weights and cache together, or a size for the cache alone such as '2GiB'"),
+        metadata=_doc(
+            "share of the device's memory for weights and cache together, or a size for the cache alone such as '2GiB'"
+        ),
     )
     prefix_caching: bool = field(default=True, metadata=_doc("reuse the blocks of equal prefixes"))
     kv_spec: Mapping[str, str] = field(
@@ -69,12 +73,14 @@ class SchedulerConfig:
     max_requests: int = field(default=256, validator=positive, metadata=_doc("rows, so requests that run at a time"))
     max_batched_tokens: int = field(default=8192, validator=positive, metadata=_doc("tokens of one step"))
     max_model_len: int | Literal["auto"] = field(
-        default="auto", validator=positive_or_auto, metadata=_doc("longest sequence; 'auto' is the model's, at most 8192")
+        default="auto",
+        validator=positive_or_auto,
+        metadata=_doc("longest sequence; 'auto' is the model's, at most 8192"),
     )
     chunked_prefill: bool = field(default=True, metadata=_doc("split long prompts over steps"))
     policy: Literal["fcfs", "priority"] = field(default="fcfs", metadata=_doc("order of waiting requests"))
     async_: bool | Literal["auto"] = field(
-        default="auto", alias="async_", metadata={"doc": "prepare step n+1 while step n runs", "key": "async"}
+        default="auto", alias="async_", metadata=_doc("prepare step n+1 while step n runs", key="async")
     )
 
 
@@ -84,7 +90,9 @@ class SamplingConfig:
 
     seed: int = field(default=0, validator=at_least(0), metadata=_doc("seeds the requests that bring no seed"))
     logprobs_mode: LogprobsMode = field(default="raw_logprobs", metadata=_doc("what `logprobs` of an output holds"))
-    max_logprobs: int = field(default=20, validator=at_least(0), metadata=_doc("most log-probabilities a request may ask for"))
+    max_logprobs: int = field(
+        default=20, validator=at_least(0), metadata=_doc("most log-probabilities a request may ask for")
+    )
 
 
 @frozen(kw_only=True)
@@ -93,7 +101,10 @@ class DrafterConfig:
 
     name: str = field(default="", metadata=_doc("drafter plugin; empty for none"))
     tokens: int = field(default=4, validator=positive, metadata=_doc("draft tokens of a step"))
-    path: str = field(default="", metadata=_doc("folder of the draft checkpoint"))
+    path: str = field(default="", metadata=_doc("folder of the draft checkpoint", path=True))
+    options: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("the drafter's own options, in a table `[drafter.NAME]`", rest=True)
+    )
 
 
 @frozen(kw_only=True)
@@ -103,18 +114,33 @@ class LoraConfig:
     name: str = field(default="", metadata=_doc("LoRA plugin; empty for none"))
     max_adapters: int = field(default=4, validator=positive, metadata=_doc("adapters on the device at a time"))
     max_rank: int = field(default=16, validator=positive, metadata=_doc("highest rank"))
+    options: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("the LoRA plugin's own options, in a table `[lora.NAME]`", rest=True)
+    )
 
 
 @frozen(kw_only=True)
 class PluginsConfig:
     """Which plugins may load."""
 
-    require: tuple[str, ...] = field(default=(), metadata=_doc("distributions that must be installed, e.g. 'my-attn>=1.2'"))
-    allow: tuple[str, ...] | None = field(default=None, metadata=_doc("if given, only these names load"))
-    block: tuple[str, ...] = field(default=(), metadata=_doc("names that never load"))
-    distribution: Mapping[str, str] = field(
-        factory=dict, metadata=_doc("which distribution a name comes from, where two offer it")
+    require: tuple[str, ...] = field(
+        default=(), metadata=_doc("distributions that must be installed, e.g. 'my-attn>=1.2'")
     )
+    allow: tuple[str, ...] | None = field(
+        default=None,
+        metadata=_doc("if given, plugins of other distributions load only if named here ('NAME' or 'KIND:NAME')"),
+    )
+    block: tuple[str, ...] = field(default=(), metadata=_doc("'NAME' or 'KIND:NAME' that never loads, ours included"))
+    distribution: Mapping[str, str] = field(
+        factory=dict, metadata=_doc("which distribution a 'NAME' or 'KIND:NAME' comes from, where two offer it")
+    )
+    inline: tuple[str, ...] = field(
+        default=(), metadata=_doc("plugins in single files, such as './mine.py:Mine'", path=True)
+    )
+
+
+def _plugin_rules(value: PluginsConfig | Sequence[str]) -> PluginsConfig:
+    return value if isinstance(value, PluginsConfig) else PluginsConfig(inline=tuple(value))
 
 
 @frozen(kw_only=True)
@@ -131,17 +157,29 @@ class ObservabilityConfig:
 class Config:
     """The whole file."""
 
-    config_version: int = field(default=CONFIG_VERSION, validator=version_is(CONFIG_VERSION), metadata=_doc("version of this format"))
-    model: str = field(default="", metadata=_doc("a local Hugging Face folder; empty for the small model that ships"))
-    tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own"))
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(default="auto", metadata=_doc("dtype of weights and activations"))
+    config_version: int = field(
+        default=CONFIG_VERSION, validator=version_is(CONFIG_VERSION), metadata=_doc("version of this format")
+    )
+    model: str = field(
+        default="", metadata=_doc("a local Hugging Face folder; empty for the small model that ships", path=True)
+    )
+    tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own", path=True))
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+        default="auto", metadata=_doc("dtype of weights and activations")
+    )
     device: str = field(default="auto", metadata=_doc("'auto', 'cpu', 'cuda' or 'cuda:N'"))
-    optimize: bool = field(default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules"))
+    optimize: bool = field(
+        default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules")
+    )
     offload_gib: float = field(default=0.0, metadata=_doc("GiB of weights kept in host memory"))
-    strict: bool = field(default=False, metadata=_doc("every downgrade and every plugin that fails to load is an error"))
+    strict: bool = field(
+        default=False, metadata=_doc("every downgrade and every plugin that fails to load is an error")
+    )
     allow: tuple[str, ...] = field(default=(), metadata=_doc("codes that strict mode lets pass, e.g. 'N301'"))
-    plugins: tuple[str, ...] | PluginsConfig = field(
-        default=(), metadata=_doc("inline plugins such as './mine.py:Mine', or a table of rules")
+    plugins: PluginsConfig = field(
+        factory=PluginsConfig,
+        converter=_plugin_rules,
+        metadata=_doc("a table of rules; a plain list stands for its `inline`", short="inline"),
     )
     attention: AttentionConfig = field(factory=AttentionConfig)
     cache: CacheConfig = field(factory=CacheConfig)
@@ -154,6 +192,10 @@ class Config:
     logits_processors: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each logits processor: names it and configures it")
     )
-    backend: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each attention or state backend's own options"))
+    backend: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each attention or state backend's own options")
+    )
     kv_spec: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each cache spec's own options"))
-    model_family: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each model family's own options"))
+    model_family: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each model family's own options")
+    )

@@ -44,10 +44,11 @@ class LogitsProcessorCapabilities:
 
 @frozen(kw_only=True)
 class LogitsProcessorContext:
-    """What a processor's factory gets."""
+    """What a processor's factory gets. `eos_token_ids` are the model's end-of-sequence tokens."""
 
     contract: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     max_requests: int
     max_model_len: int
     device: str

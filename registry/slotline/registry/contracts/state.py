@@ -112,7 +112,9 @@ class StateBackend(Protocol):
         """Advance the state of each request by its new tokens and return their outputs, [num_tokens, ...]."""
         ...
 
-    def commit(self, layer: StateLayer, state: Mapping[str, torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor) -> None:
+    def commit(
+        self, layer: StateLayer, state: Mapping[str, torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor
+    ) -> None:
         """Make the state after `accepted` [num_requests] of the last step's tokens the current one."""
         ...
 

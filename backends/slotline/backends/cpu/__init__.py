@@ -1,0 +1,51 @@
+"""Descriptor of the `cpu` attention backend: compiled kernels that read the paged cache in place."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from slotline.registry.capability import Choice, Flag, Set
+from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+CAPABILITIES = AttentionCapabilities(
+    devices=Set(("cpu",)),
+    dtypes=Set(
+        (
+            ("float32", "float32"),
+            ("bfloat16", "bfloat16"),
+            ("float16", "float16"),
+            ("float32", "bfloat16"),
+            ("float32", "float16"),
+        )
+    ),
+    different_value_head=Flag(True),
+    layouts=Choice(("HND", "NHD")),
+    sliding_window=Flag(True),
+    soft_cap=Flag(True),
+    sinks=Flag(True),
+    lse=Flag(True, "natural log; a sink counts as one more key"),
+    priority=100,
+    priority_reason="reads the cache in place instead of gathering it",
+)
+
+
+def probe(device: DeviceInfo) -> AttentionCapabilities | str:
+    """What the backend can do here: all of it, or nothing where numba is missing."""
+    if find_spec("numba") is None:
+        return "numba is not installed; `pip install numba` makes this backend available"
+    try:
+        import numba  # noqa: F401
+    except Exception as error:  # a numba that does not fit numpy fails with more than ImportError
+        return f"numba cannot be imported: {error}"
+    return CAPABILITIES
+
+
+descriptor = Descriptor(
+    kind=Kind.ATTENTION,
+    name="cpu",
+    capabilities=CAPABILITIES,
+    factory="slotline.backends.cpu.backend:CpuBackend",
+    probe=probe,
+    summary="numba kernels for decode and verification, PyTorch's flash attention for prefill",
+)

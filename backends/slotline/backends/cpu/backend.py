@@ -1,0 +1,165 @@
+"""Attention on a CPU: compiled kernels for short queries, PyTorch's flash attention for long ones.
+
+A decode step is bound by reading keys and values, so the kernels read them once, where they lie, in the type they have.
+A prefill is bound by arithmetic, so its keys are gathered once and left to oneDNN and MKL.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.backends.cpu import kernels
+from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+MAX_KERNEL_QUERY = 16
+"""Query tokens of one request that the kernels take; above it, gathering for flash attention pays."""
+
+_TAGS = {
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+
+
+class Plan(NamedTuple):
+    """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries."""
+
+    num_tokens: int
+    rows: npt.NDArray[np.int64]
+    arrays: tuple[Any, ...] | None
+    prefills: list[Prefill]
+    all_rows: bool
+
+
+class Bound(NamedTuple):
+    """What the kernels need to know of a layer's cache. Holds the cache, so that its addresses stay valid."""
+
+    cache: KVCache
+    shape: npt.NDArray[np.int64]
+    scalars: npt.NDArray[np.float32]
+    addresses: tuple[int, int]
+    tags: tuple[Any, ...]
+
+
+class CpuBackend:
+    """Paged attention on a CPU. Implements `AttentionBackend`.
+
+    Threads: numba's, as many as torch has when the backend is built.
+    """
+
+    def __init__(self, context: AttentionContext) -> None:
+        layer = context.layers[0]
+        self._block_size = context.kernel_block_size
+        self._kv_heads = layer.num_kv_heads
+        self._window = layer.window or 0
+        # Flash attention knows no soft cap, and no value head of another size.
+        flash = layer.soft_cap is None and layer.head_size == layer.head_size_v
+        self._longest = MAX_KERNEL_QUERY if flash else context.max_model_len
+        self._dtype: torch.dtype = getattr(torch, context.dtype)
+        self._read_new = context.dtype == context.kv_dtype
+        self._bound: dict[int, Bound] = {}
+        self._no_sinks = np.empty(0, np.float32)
+        self._threads = kernels.use_threads(torch.get_num_threads())
+        rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
+        width = layer.head_size + layer.head_size_v + kernels.TILE + 2
+        self._work = np.empty((self._threads, rows * width), np.float32)
+        self._parts = np.empty((2 * self._threads, rows * (layer.head_size_v + 2)), np.float32)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        slots = batch.slot_mapping[: batch.num_tokens].numpy()
+        rows = np.empty((slots.shape[0], 3), np.int64)
+        rows = rows[: kernels.cut_rows(slots, self._block_size, rows)]
+        arrays, taken = self._kernel_arrays(batch)
+        prefills = [] if taken == batch.num_tokens else cut_prefills(batch, self._longest, self._window, self._block_size)
+        done = taken + sum(prefill.query_len for prefill in prefills)
+        return Plan(batch.num_tokens, rows, arrays, prefills, done == batch.num_tokens)
+
+    def _kernel_arrays(self, batch: AttentionBatch) -> tuple[tuple[Any, ...] | None, int]:
+        """The arrays for `kernels.attend`, None without work for it, and how many query tokens they cover."""
+        starts = np.ascontiguousarray(batch.query_start_loc_cpu)
+        lens = np.ascontiguousarray(batch.seq_lens_cpu[: batch.num_requests])
+        pieces = np.empty((batch.num_requests + batch.num_tokens // MAX_KERNEL_QUERY, 5), np.int64)
+        count = kernels.cut_pieces(starts, lens, MAX_KERNEL_QUERY, self._longest, self._window, pieces)
+        if not count:
+            return None, 0
+        pieces = pieces[:count]
+        items = np.empty((count * self._kv_heads + self._threads, 5), np.int64)
+        bins = np.empty(self._threads + 1, np.int64)
+        kernels.partition(pieces, self._kv_heads, self._threads, items, bins)
+        taken = int(pieces[:, kernels.QUERY_LEN].sum())
+        return (items, bins, pieces, np.ascontiguousarray(batch.block_table.numpy()), self._work, self._parts), taken
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        bound = self._bind(layer, cache)
+        dtype = cache.key.dtype
+        key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
+        addresses = (key.data_ptr(), value.data_ptr(), *bound.addresses)
+        strides = (key.stride(0), value.stride(0))
+        kernels.store_tokens(plan.rows, self._kv_heads, bound.shape, addresses, strides, bound.tags)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        lse = torch.empty((layer.num_heads, query.shape[0]), dtype=torch.float32)
+        if not plan.all_rows or out.shape[0] != plan.num_tokens:
+            out.zero_()  # padding, and requests that have no key at all
+            lse.fill_(-torch.inf)
+        if plan.arrays is not None:
+            self._attend(self._bind(layer, cache), _packed(query), plan, out, lse, sinks)
+        for prefill in plan.prefills:
+            fresh = (key, value) if self._read_new and prefill.complete else None
+            run_prefill(prefill, layer, query, fresh, cache, out, lse, sinks)
+        return lse
+
+    def _attend(
+        self,
+        bound: Bound,
+        query: torch.Tensor,
+        plan: Plan,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        target = _packed(out)  # a copy only where heads do not lie side by side
+        addresses = (query.data_ptr(), *bound.addresses, target.data_ptr(), lse.data_ptr())
+        strides = (query.stride(0), target.stride(0), lse.stride(0))
+        logits = self._no_sinks if sinks is None else sinks.detach().float().numpy()
+        kernels.attend(plan.arrays, (bound.shape, bound.scalars, logits), addresses, strides, bound.tags)
+        if target is not out:
+            out.copy_(target)
+
+    def _bind(self, layer: AttentionLayer, cache: KVCache) -> Bound:
+        bound = self._bound.get(layer.index)
+        if bound is None or bound.cache is not cache:
+            bound = self._bound[layer.index] = _bind(layer, cache, self._block_size, self._dtype)
+        return bound
+
+
+def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, dtype: torch.dtype) -> Bound:
+    shape = [block_size, layer.window or 0, *cache.key.stride()[:3], *cache.value.stride()[:3]]
+    sizes = (layer.num_heads // layer.num_kv_heads, layer.head_size, layer.head_size_v)
+    return Bound(
+        cache,
+        np.array(shape, np.int64),
+        np.array([layer.scale, layer.soft_cap or 0.0], np.float32),
+        (cache.key.data_ptr(), cache.value.data_ptr()),
+        (_TAGS[dtype], _TAGS[cache.key.dtype], *(np.empty(0, f"S{size}") for size in sizes)),
+    )
+
+
+def _packed(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` [tokens, heads, size] itself if a token's heads lie side by side, else a copy."""
+    return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()

@@ -1,0 +1,492 @@
+"""Paged attention compiled by numba: reads the cache where it lies, in the type it has, and computes in float32.
+
+Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no detour.
+What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag is float32,
+or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, which makes n a constant.
+
+All functions stay in this one file: numba's cache on disk notices a change of the file that a function lives in,
+but not of the files that it calls into.
+"""
+
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, config, njit, prange, set_num_threads, types
+from numba.extending import intrinsic
+
+TILE = 32
+"""Keys whose scores are computed before the running maximum is brought up to date once."""
+MIN_SPLIT = 64
+"""Fewest keys that are worth a thread of their own."""
+NO_SCORE = np.float32(-1e30)
+"""Below any real score; finite, since the compiler is told that there are no infinities."""
+
+# A piece: query tokens of one request that share one pass over its keys [START, END).
+REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
+# An item: keys [FROM, TO) of one KV head of one piece; PARTIAL is where an unfinished result goes, -1 for none.
+PIECE, HEAD, FROM, TO, PARTIAL = range(5)
+# The shape of a layer and its cache; strides in elements.
+BLOCK, WINDOW, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(8)
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
+    """An address (int64) as a pointer to elements of `tag`."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(tag.dtype)(types.int64, tag), codegen
+
+
+@intrinsic
+def _size(typingctx: Any, tag: Any) -> Any:
+    """The constant in a size tag."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(ir.IntType(64), tag.dtype.count)
+
+    return types.int64(tag), codegen
+
+
+@intrinsic
+def _widen(typingctx: Any, value: Any) -> Any:
+    """A stored element as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if value == types.float32:
+            return args[0]
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+        word = ir.IntType(32)
+        return builder.bitcast(builder.shl(builder.zext(args[0], word), ir.Constant(word, 16)), ir.FloatType())
+
+    return types.float32(value), codegen
+
+
+@intrinsic
+def _narrow(typingctx: Any, value: Any, tag: Any) -> Any:
+    """A float32 as an element of `tag`, rounded to nearest, ties to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if tag.dtype == types.float32:
+            return args[0]
+        if tag.dtype == types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+        word = ir.IntType(32)
+        bits = builder.bitcast(args[0], word)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(word, 16)), ir.Constant(word, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(word, 0x7FFF)))
+        return builder.trunc(builder.lshr(rounded, ir.Constant(word, 16)), ir.IntType(16))
+
+    return tag.dtype(types.float32, tag), codegen
+
+
+@intrinsic
+def _power_of_two(typingctx: Any, exponent: Any) -> Any:
+    """2 ** exponent for an int32 exponent from -126 to 127: the bits of a float32 are written."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        biased = builder.add(args[0], ir.Constant(word, 127))
+        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _exp(x: Any) -> Any:
+    """exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
+
+    Free of calls, so that a loop over it is vectorised. Cody-Waite reduction, Cephes polynomial (expf).
+    """
+    clamped = max(x, np.float32(-87.0))
+    n = np.floor(clamped * np.float32(1.44269504088896341) + np.float32(0.5))
+    r = clamped - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4) * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(5.0000001201e-1)
+    y = y * r * r + r + np.float32(1.0)
+    return y * _power_of_two(np.int32(n)) if x >= np.float32(-87.0) else np.float32(0.0)
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _tanh(x: Any) -> Any:
+    """tanh of a float32: the Cephes polynomial (tanhf) near zero, by exp elsewhere."""
+    z = x * x
+    y = np.float32(-5.70498872745e-3) * z + np.float32(2.06390887954e-2)
+    y = y * z + np.float32(-5.37397155531e-2)
+    y = y * z + np.float32(1.33314422036e-1)
+    y = (y * z + np.float32(-3.33332819422e-1)) * z * x + x
+    e = _exp(np.float32(-2.0) * abs(x))
+    far = (np.float32(1.0) - e) / (np.float32(1.0) + e)
+    far = far if x >= np.float32(0.0) else -far
+    return y if abs(x) < np.float32(0.625) else far
+
+
+def use_threads(wanted: int) -> int:
+    """Let kernels run on `wanted` threads, or as many as numba has; returns the number."""
+    threads = max(1, min(wanted, int(config.NUMBA_NUM_THREADS)))
+    set_num_threads(threads)
+    return threads
+
+
+@njit(nogil=True, cache=True)
+def cut_rows(slots: Any, block_size: Any, rows: Any) -> Any:
+    """Fill `rows` [n, 3] with (token, block, offset) of the tokens whose slot is not negative; returns their number."""
+    count = 0
+    for token in range(slots.shape[0]):
+        slot = slots[token]
+        if slot >= 0:
+            block = slot // block_size
+            rows[count, 0], rows[count, 1], rows[count, 2] = token, block, slot - block * block_size
+            count += 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, window: Any, pieces: Any) -> Any:
+    """Fill `pieces` [n, 5] with the queries of requests of at most `longest` query tokens, `max_rows` tokens each.
+
+    Returns their number. Requests without query tokens or keys have no piece.
+    """
+    count = 0
+    for request in range(seq_lens.shape[0]):
+        first, end, keys = query_start[request], query_start[request + 1], seq_lens[request]
+        if keys == 0 or end - first > longest:
+            continue
+        while first < end:
+            rows = min(max_rows, end - first)
+            seen = keys - (end - first - rows)
+            start = max(0, seen - rows + 1 - window) if window > 0 else 0
+            piece = pieces[count]
+            piece[REQUEST], piece[FIRST_TOKEN], piece[QUERY_LEN] = request, first, rows
+            piece[START], piece[END] = start, seen
+            count += 1
+            first += rows
+    return count
+
+
+@njit(nogil=True, cache=True)
+def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any) -> Any:
+    """Share the keys of all pieces among `threads`, equally and in order; fills `items` and `starts` [threads + 1].
+
+    A KV head of a piece is cut in two only where one thread's share ends inside it. Returns the number of partial
+    results, which are numbered in the order of the items.
+    """
+    total = 0
+    for piece in pieces:
+        total += piece[QUERY_LEN] * (piece[END] - piece[START] + TILE) * kv_heads
+    thread, count, partials, done = 1, 0, 0, 0
+    starts[0] = 0
+    for index in range(pieces.shape[0]):
+        rows, end = pieces[index, QUERY_LEN], pieces[index, END]
+        for head in range(kv_heads):
+            at, cut = pieces[index, START], False
+            while at < end:
+                share = (total * thread // threads - done) // rows  # keys until this thread has its part
+                share = max(0, share) // TILE * TILE
+                stop = end
+                if thread < threads and share < end - at:
+                    if share >= MIN_SPLIT and end - at - share >= MIN_SPLIT:
+                        stop, cut = at + share, True
+                    elif share < (end - at) // 2:
+                        starts[thread] = count
+                        thread += 1
+                        continue
+                item = items[count]
+                item[PIECE], item[HEAD], item[FROM], item[TO] = index, head, at, stop
+                item[PARTIAL] = partials if cut else -1
+                partials += 1 if cut else 0
+                count += 1
+                done += rows * (stop - at + (TILE if stop == end else 0))
+                at = stop
+                if at < end:
+                    starts[thread] = count
+                    thread += 1
+    for rest in range(thread, threads + 1):
+        starts[rest] = count
+    return partials
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _score_tile(
+    query: Any, scores: Any, offsets: Any, keys: Any, count: Any, rows: Any, group_tag: Any, size_tag: Any
+) -> None:
+    """Dot products of `rows` x group query vectors with `count` keys, into scores [rows * group, TILE]."""
+    group, size = _size(group_tag), _size(size_tag)
+    for j in range(count):
+        at = offsets[j]
+        key = keys[at : at + size]
+        for i in range(rows):
+            for g in range(group):
+                row = i * group + g
+                vector = query[row * size : row * size + size]
+                total = np.float32(0.0)
+                for d in range(size):
+                    total += vector[d] * _widen(key[d])
+                scores[row * TILE + j] = total
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any) -> None:
+    """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date."""
+    for j in range(low):
+        scores[j] = NO_SCORE
+    for j in range(high, TILE):
+        scores[j] = NO_SCORE
+    if soft_cap > np.float32(0.0):
+        for j in range(low, high):
+            scores[j] = soft_cap * _tanh(scores[j] / soft_cap)
+    best = top[0]
+    for j in range(TILE):
+        best = max(best, scores[j])
+    if best > top[0]:
+        shrink = _exp(top[0] - best)
+        top[0] = best
+        norm[0] *= shrink
+        for d in range(acc.shape[0]):
+            acc[d] *= shrink
+    total = np.float32(0.0)
+    for j in range(TILE):
+        weight = _exp(scores[j] - best)
+        scores[j] = weight
+        total += weight
+    norm[0] += total
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _add_values(
+    scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any
+) -> None:
+    """acc [num_rows, size] += weights @ values, four keys at a time so that acc is loaded a quarter as often."""
+    size = _size(size_tag)
+    j = 0
+    while j + 4 <= count:
+        a, b, c, e = offsets[j], offsets[j + 1], offsets[j + 2], offsets[j + 3]
+        va, vb, vc, ve = values[a : a + size], values[b : b + size], values[c : c + size], values[e : e + size]
+        for row in range(num_rows):
+            at = row * TILE + j
+            wa, wb, wc, we = scores[at], scores[at + 1], scores[at + 2], scores[at + 3]
+            sums = acc[row * size : row * size + size]
+            for d in range(size):
+                sums[d] += wa * _widen(va[d]) + wb * _widen(vb[d]) + wc * _widen(vc[d]) + we * _widen(ve[d])
+        j += 4
+    while j < count:
+        value = values[offsets[j] : offsets[j] + size]
+        for row in range(num_rows):
+            weight = scores[row * TILE + j]
+            sums = acc[row * size : row * size + size]
+            for d in range(size):
+                sums[d] += weight * _widen(value[d])
+        j += 1
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _tile_offsets(
+    table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any
+) -> None:
+    """Where keys `at` .. `at + count` and their values start in the cache, in elements."""
+    block_size, k_head, v_head = shape[BLOCK], head * shape[K_HEAD], head * shape[V_HEAD]
+    block = at // block_size
+    offset = at - block * block_size
+    for j in range(count):
+        number = np.int64(table[block])
+        k_offsets[j] = number * shape[K_BLOCK] + offset * shape[K_TOKEN] + k_head
+        v_offsets[j] = number * shape[V_BLOCK] + offset * shape[V_TOKEN] + v_head
+        offset += 1
+        if offset == block_size:
+            offset = 0
+            block += 1
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
+    """One item by online softmax; leaves acc [rows * group, size_v], top and norm [rows * group] unnormalised."""
+    shape, scalars, _ = layer
+    keys, values = cache
+    query, scores, offsets = work
+    acc, top, norm = result
+    group_tag, size_tag, size_v_tag = tags
+    group, size_v = _size(group_tag), _size(size_v_tag)
+    rows, head, window = piece[QUERY_LEN], item[HEAD], shape[WINDOW]
+    top[: rows * group] = NO_SCORE
+    norm[: rows * group] = np.float32(0.0)
+    acc[: rows * group * size_v] = np.float32(0.0)
+    k_offsets, v_offsets = offsets[:TILE], offsets[TILE:]
+    for at in range(item[FROM], item[TO], TILE):
+        count = min(TILE, item[TO] - at)
+        _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
+        _score_tile(query, scores, k_offsets, keys, count, rows, group_tag, size_tag)
+        for i in range(rows):
+            last = piece[END] - rows + i
+            high = min(count, last + 1 - at)
+            low = max(0, last - window + 1 - at) if window > 0 else 0
+            for row in range(i * group, i * group + group):
+                line = scores[row * TILE : row * TILE + TILE]
+                if low >= high:
+                    line[:] = np.float32(0.0)
+                else:
+                    sums = acc[row * size_v : row * size_v + size_v]
+                    _soften_tile(line, sums, top[row : row + 1], norm[row : row + 1], low, high, scalars[1])
+        _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, width: Any) -> None:
+    """The query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
+    for i in range(piece[QUERY_LEN]):
+        begin = (piece[FIRST_TOKEN] + i) * stride + head * width
+        part = source[begin : begin + width]
+        target = query[i * width : i * width + width]
+        for x in range(width):
+            target[x] = _widen(part[x]) * scale
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group_tag: Any, size_tag: Any) -> None:
+    """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp."""
+    acc, top, norm = result
+    out, out_stride, lse, lse_stride = targets
+    group, size = _size(group_tag), _size(size_tag)
+    for i in range(piece[QUERY_LEN]):
+        token = piece[FIRST_TOKEN] + i
+        for g in range(group):
+            row, query_head = i * group + g, head * group + g
+            best, total, shrink = top[row], norm[row], np.float32(1.0)
+            if sinks.shape[0] > 0:
+                best = max(best, sinks[query_head])
+                shrink = _exp(top[row] - best)
+                total = total * shrink + _exp(sinks[query_head] - best)
+            lse[query_head * lse_stride + token] = best + np.float32(math.log(total))
+            factor = shrink / total
+            begin = token * out_stride + query_head * size
+            place = out[begin : begin + size]
+            sums = acc[row * size : row * size + size]
+            for d in range(size):
+                place[d] = _narrow(sums[d] * factor, tag)
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
+    """Fold one unnormalised result into another (Milakov and Gimelshein 2018, section 3.1)."""
+    into_acc, into_top, into_norm = into
+    acc, top, norm = other
+    for row in range(num_rows):
+        best = max(into_top[row], top[row])
+        keep, add = _exp(into_top[row] - best), _exp(top[row] - best)
+        into_top[row] = best
+        into_norm[row] = into_norm[row] * keep + norm[row] * add
+        for d in range(row * size, row * size + size):
+            into_acc[d] = into_acc[d] * keep + acc[d] * add
+
+
+@njit(nogil=True, cache=True)
+def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
+    """Views acc, top, norm of a flat buffer of max_rows * (size + 2) floats."""
+    end = max_rows * size
+    return part[:end], part[end : end + max_rows], part[end + max_rows : end + 2 * max_rows]
+
+
+@njit(fastmath=True, nogil=True, cache=True)
+def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
+    """One thread's items: finished ones go to the targets, the others to the plan's partial results."""
+    items, starts, pieces, tables, work, parts = plan
+    tag, group_tag, size_tag, size_v_tag = tags
+    group, size, size_v = _size(group_tag), _size(size_tag), _size(size_v_tag)
+    source, query_stride = query
+    room = work[thread]
+    max_rows = parts.shape[1] // (size_v + 2)
+    own = _split_result(room, max_rows, size_v)
+    rest = room[max_rows * (size_v + 2) :]
+    scratch = (rest[: max_rows * size], rest[max_rows * size : max_rows * (size + TILE)], np.empty(2 * TILE, np.int64))
+    for index in range(starts[thread], starts[thread + 1]):
+        item = items[index]
+        piece = pieces[item[PIECE]]
+        head, table = item[HEAD], tables[piece[REQUEST]]
+        _load_query(source, piece, head, query_stride, layer[1][0], scratch[0], group * size)
+        result = own if item[PARTIAL] < 0 else _split_result(parts[item[PARTIAL]], max_rows, size_v)
+        _run_item(item, piece, table, layer, cache, scratch, result, (group_tag, size_tag, size_v_tag))
+        if item[PARTIAL] < 0:
+            _store(piece, head, result, layer[2], targets, tag, group_tag, size_v_tag)
+
+
+@njit(nogil=True, cache=True)
+def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
+    """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
+    items, starts, pieces, _, _, parts = plan
+    tag, group_tag, _, size_v_tag = tags
+    group, size_v = _size(group_tag), _size(size_v_tag)
+    max_rows = parts.shape[1] // (size_v + 2)
+    count, index = starts[starts.shape[0] - 1], 0
+    while index < count:
+        first = items[index]
+        index += 1
+        if first[PARTIAL] < 0:
+            continue
+        piece = pieces[first[PIECE]]
+        into = _split_result(parts[first[PARTIAL]], max_rows, size_v)
+        while index < count and items[index, PIECE] == first[PIECE] and items[index, HEAD] == first[HEAD]:
+            other = _split_result(parts[items[index, PARTIAL]], max_rows, size_v)
+            _merge(into, other, piece[QUERY_LEN] * group, size_v)
+            index += 1
+        _store(piece, first[HEAD], into, layer[2], targets, tag, group_tag, size_v_tag)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
+    """Attention of every piece of a plan over the cache of one layer.
+
+    Args:
+        plan: items [n, 5], starts [threads + 1], pieces [p, 5] int64, block tables [requests, blocks] int32,
+            work [threads, .] and partial results [., max_rows * (size_v + 2)] float32.
+        layer: shape int64, (scale, soft cap or 0) float32, sinks [heads] float32 or empty.
+        addresses: of query, first key, first value, output, log-sum-exp.
+        strides: of a token in query and output, of a head in the log-sum-exp, in elements.
+        tags: element tags of query and cache, size tags of group, head and value head.
+    """
+    q_tag, kv_tag, group_tag, size_tag, size_v_tag = tags
+    unbounded = 1 << 60
+    float_tag = plan[4]
+    cache = (carray(_pointer(addresses[1], kv_tag), unbounded), carray(_pointer(addresses[2], kv_tag), unbounded))
+    query = (carray(_pointer(addresses[0], q_tag), unbounded), strides[0])
+    out = carray(_pointer(addresses[3], q_tag), unbounded)
+    targets = (out, strides[1], carray(_pointer(addresses[4], float_tag), unbounded), strides[2])
+    inner_tags = (q_tag, group_tag, size_tag, size_v_tag)
+    for thread in prange(plan[1].shape[0] - 1):
+        _run_thread(thread, plan, layer, cache, query, targets, inner_tags)
+    _finish_partials(plan, layer, targets, inner_tags)
+
+
+@njit(nogil=True, cache=True)
+def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: Any, heads: Any, size: Any) -> None:
+    """Copy tokens [heads, size] to blocks and offsets; `rows` [n, 3] holds token, block and offset."""
+    for index in range(rows.shape[0]):
+        begin = rows[index, 0] * token_stride
+        place = rows[index, 1] * strides[0] + rows[index, 2] * strides[1]
+        for head in range(heads):
+            target[place : place + size] = source[begin : begin + size]
+            begin += size
+            place += strides[2]
+
+
+@njit(nogil=True, cache=True)
+def store_tokens(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tags: Any) -> None:
+    """Write new keys and values, of the cache's element type, where `rows` [n, 3] (token, block, offset) says.
+
+    `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in key and value.
+    """
+    _, kv_tag, _, size_tag, size_v_tag = tags
+    unbounded = 1 << 60
+    key, value = carray(_pointer(addresses[0], kv_tag), unbounded), carray(_pointer(addresses[1], kv_tag), unbounded)
+    keys, values = carray(_pointer(addresses[2], kv_tag), unbounded), carray(_pointer(addresses[3], kv_tag), unbounded)
+    _copy_rows(rows, key, strides[0], keys, shape[K_BLOCK : K_HEAD + 1], kv_heads, _size(size_tag))
+    _copy_rows(rows, value, strides[1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, _size(size_v_tag))

@@ -1,0 +1,107 @@
+"""Long queries on a CPU: the request's keys are gathered once, PyTorch's flash attention does the rest.
+
+A KV head is a row of the flash kernel's batch and the query heads of its group are its heads, so keys and values are
+shared by a stride of zero and never repeated in memory.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
+
+MAX_MASKED_QUERY = 1024
+"""Query tokens per call where a mask is needed: bounds the mask's memory."""
+
+
+class Prefill(NamedTuple):
+    """Query tokens `first_token .. + query_len` of one request, and the keys that they see.
+
+    Attributes:
+        blocks: [n] int64, the kernel blocks that hold the keys.
+        skip, num_keys: the keys are `skip .. + num_keys` of those blocks' slots.
+        mask: [query_len, num_keys] float32 to add to the scores; None where plain causal masking is right.
+        complete: whether the keys are exactly this step's new tokens.
+    """
+
+    first_token: int
+    query_len: int
+    blocks: torch.Tensor
+    skip: int
+    num_keys: int
+    mask: torch.Tensor | None
+    complete: bool
+
+
+def cut_prefills(batch: AttentionBatch, longer_than: int, window: int, block_size: int) -> list[Prefill]:
+    """The requests of more than `longer_than` query tokens, in calls of flash attention. A window of 0 is none."""
+    starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
+    prefills = []
+    for request, length in enumerate(batch.seq_lens_cpu[: batch.num_requests].tolist()):
+        first, end = starts[request], starts[request + 1]
+        if end - first <= longer_than or not length:
+            continue
+        plain = length == end - first and (not window or window >= length)
+        step = end - first if plain else MAX_MASKED_QUERY
+        for at in range(first, end, step):
+            stop = min(at + step, end)
+            seen = length - (end - stop)
+            prefills.append(_cut(batch, request, at, stop, seen, window, block_size, plain))
+    return prefills
+
+
+def _cut(
+    batch: AttentionBatch, request: int, first: int, stop: int, seen: int, window: int, block_size: int, plain: bool
+) -> Prefill:
+    start = max(0, seen - (stop - first) + 1 - window) if window else 0
+    first_block = start // block_size
+    blocks = batch.block_table[request, first_block : -(-seen // block_size)].long()
+    mask = None if plain else _mask(stop - first, seen - start, window)
+    return Prefill(first, stop - first, blocks, start - first_block * block_size, seen - start, mask, plain)
+
+
+def _mask(query_len: int, num_keys: int, window: int) -> torch.Tensor:
+    """[query_len, num_keys] float32: 0 where a query sees a key, -inf elsewhere; the last query is the last key."""
+    mask = torch.full((query_len, num_keys), -torch.inf).triu_(num_keys - query_len + 1)
+    if window:
+        mask += torch.full_like(mask, -torch.inf).tril_(num_keys - query_len - window)
+    return mask
+
+
+def run_prefill(
+    prefill: Prefill,
+    layer: AttentionLayer,
+    query: torch.Tensor,
+    fresh: tuple[torch.Tensor, torch.Tensor] | None,
+    cache: KVCache,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    """Fill the prefill's rows of out [tokens, H, D] and lse [H, tokens]. `fresh` holds the keys if they are all new."""
+    rows = slice(prefill.first_token, prefill.first_token + prefill.query_len)
+    if fresh is None:
+        keys, values = (_gather(part, prefill).to(query.dtype) for part in cache)
+    else:
+        keys, values = fresh[0][rows], fresh[1][rows]  # [L, Hkv, D]
+    group = layer.num_heads // layer.num_kv_heads
+    heads = query[rows].unflatten(1, (layer.num_kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
+    keys, values = (t.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values))  # [Hkv, G, L, D]
+    result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale
+    )  # [Hkv, G, q, D], [Hkv, G, q]
+    result, norm = result.flatten(0, 1).transpose(0, 1), norm.flatten(0, 1)
+    if sinks is not None:
+        # A sink is one more key without value: it takes exp(sink) of the sum under the softmax.
+        logits = sinks.float().unsqueeze(1)  # [H, 1]
+        result = result * torch.sigmoid(norm - logits).T.unsqueeze(2)
+        norm = torch.logaddexp(norm, logits)
+    out[rows] = result.to(out.dtype)
+    lse[:, rows] = norm
+
+
+def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:
+    """The keys or values of a prefill out of the cache: [num_keys, Hkv, D]."""
+    return part.index_select(0, prefill.blocks).flatten(0, 1)[prefill.skip : prefill.skip + prefill.num_keys]

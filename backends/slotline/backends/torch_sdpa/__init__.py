@@ -1,0 +1,39 @@
+"""Descriptor of the `torch` attention backend: plain PyTorch on any device, the one that others are compared with."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from slotline.registry.capability import Choice, Flag, Limit, Set
+from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+descriptor = Descriptor(
+    kind=Kind.ATTENTION,
+    name="torch",
+    capabilities=AttentionCapabilities(
+        devices=Set(("cpu", "cuda")),
+        dtypes=Set(product(FLOATS, FLOATS)),
+        different_value_head=Flag(True),
+        layouts=Choice(("NHD", "HND")),
+        attention_types=Set(("decoder", "encoder_only")),
+        sliding_window=Flag(True),
+        soft_cap=Flag(True),
+        sinks=Flag(True),
+        lse=Flag(True, "natural log; a sink counts as one more key"),
+        limits=(
+            Limit(
+                when="sliding_window",
+                capability="attention_types",
+                offer=Set(("decoder",)),
+                note="the contract defines windows for causal attention alone",
+            ),
+        ),
+        priority=10,
+        priority_reason="runs everywhere, gathers the cache before it computes",
+    ),
+    factory="slotline.backends.torch_sdpa.backend:TorchBackend",
+    summary="gather and matrix products in float32; any device, any feature",
+)

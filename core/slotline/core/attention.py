@@ -1,0 +1,70 @@
+"""Attention as the model sees it: one callable that routes each layer to its group's backend and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+import torch
+from attrs import define
+
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
+
+Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+@define(kw_only=True, eq=False)
+class AttentionGroup:
+    """Layers with equal needs and the backend that was built for them.
+
+    Attributes:
+        name: as in the plan.
+        backend: the built object.
+        writes_cache: whether `forward` stores the new keys and values itself.
+        cache_group: index of the cache group whose tables it reads.
+        layers: in call order.
+    """
+
+    name: str
+    backend: AttentionBackend
+    writes_cache: bool
+    cache_group: int
+    layers: tuple[AttentionLayer, ...]
+
+
+class AttentionRouter:
+    """Plans each group once per step and then serves the layers' calls."""
+
+    def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
+        self.groups = tuple(groups)
+        self._routes = {
+            layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
+            for position, group in enumerate(groups)
+            for layer in group.layers
+        }
+
+    def plan(self, batches: Sequence[AttentionBatch]) -> Attend:
+        """Host work of every group for this step; returns the callable that the model's layers call.
+
+        Args:
+            batches: one per cache group.
+        """
+        plans = [group.backend.plan(batches[group.cache_group]) for group in self.groups]
+        routes = self._routes
+
+        def attend(
+            layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+        ) -> torch.Tensor:
+            write, forward, cache, position = routes[layer.index]
+            plan = plans[position]
+            if write is not None:
+                write(layer, key, value, cache, plan)
+            # [num_tokens, num_heads, head_size_v]
+            out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+            forward(layer, query, key, value, cache, plan, out, sinks)
+            return out
+
+        return attend
+
+    @staticmethod
+    def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
+        """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
+        return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write

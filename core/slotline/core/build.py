@@ -1,0 +1,306 @@
+"""From a plan to an engine: every factory is called here, once, with exactly what was negotiated for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import define
+
+from slotline.core.attention import AttentionGroup, AttentionRouter
+from slotline.core.block_pool import BlockPool
+from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.engine import Engine, EngineLimits
+from slotline.core.inputs import InputGatherer
+from slotline.core.memory import MemoryReport, size_pool
+from slotline.core.planning import Planned, make_plan
+from slotline.core.processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.profiling import StepProfiler
+from slotline.core.rows import Rows
+from slotline.core.runner import Runner
+from slotline.core.sampler import warm_up
+from slotline.core.scheduler import Scheduler
+from slotline.core.staging import staging_for
+from slotline.core.tokenizer import Tokenizer
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import (
+    AttentionContext,
+    KVCache,
+    KVSpec,
+    KVSpecContext,
+    LogitsProcessorContext,
+    Model,
+    ModelContext,
+)
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.discovery import bind_contract, resolve_factory, resolve_options
+from slotline.registry.errors import CapacityError, ModelError
+
+_PROCESSED = frozenset({"logit_bias", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+"""Sampling parameters that only a logits processor can honour."""
+_CPU_PROFILE_TOKENS = 256
+
+
+def build_engine(loaded: LoadedConfig) -> Engine:
+    """Plan, load and allocate.
+
+    Raises:
+        SlotlineError: of the kind that fits.
+    """
+    return EngineBuilder(make_plan(loaded)).build()
+
+
+@define(eq=False)
+class EngineBuilder:
+    """Builds the parts of an engine in order; each method makes one part."""
+
+    planned: Planned
+
+    def build(self) -> Engine:
+        """All parts, and the engine around them."""
+        planned, config = self.planned, self.planned.loaded.config
+        model = self._model()
+        specs = self._specs()
+        rows = Rows(config.scheduler.max_requests, planned.max_model_len)
+        groups = self._cache_groups(specs)
+        profiler = StepProfiler(enabled=config.observability.profile)
+        pipeline = self._pipeline(rows)
+        attention = self._attention_groups()
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler)
+        memory = self._size(runner, gatherer, specs, model)
+        runner.router = self._router(attention, specs, memory.num_blocks)
+        cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
+        engine = Engine(
+            plan=planned.plan,
+            rows=rows,
+            scheduler=self._scheduler(rows, cache),
+            gatherer=gatherer,
+            runner=runner,
+            pipeline=pipeline,
+            profiler=profiler,
+            limits=self._limits(),
+            eos_token_ids=planned.facts.eos_token_ids,
+            tokenizer=self._tokenizer(),
+            check=config.observability.check_integrity,
+        )
+        engine.memory = memory
+        self._warm_up(engine)
+        return engine
+
+    def _model(self) -> Model:
+        planned, config = self.planned, self.planned.loaded.config
+        context = ModelContext(
+            contract=bind_contract(planned.family_descriptor),
+            facts=planned.facts,
+            device=planned.device,
+            dtype=planned.plan.dtype,
+            optimize=config.optimize,
+            offload_bytes=int(config.offload_gib * 2**30),
+            options=self._options(planned.family_descriptor),
+        )
+        return planned.family.load(context)
+
+    def _specs(self) -> list[KVSpec]:
+        specs = []
+        for group in self.planned.plan.cache_groups:
+            descriptor = self.planned.registry.load(Kind.KV_SPEC, group.kv_spec, required=True)
+            context = KVSpecContext(
+                contract=group.contract,
+                layers=group.layers,
+                block_size=group.block_size,
+                kernel_block_size=group.kernel_block_size,
+                layout=group.layout,
+                kv_dtype=self.planned.plan.kv_dtype,
+                max_model_len=self.planned.max_model_len,
+                options=self._options(descriptor),
+            )
+            specs.append(resolve_factory(descriptor)(context))
+        return specs
+
+    def _cache_groups(self, specs: list[KVSpec]) -> list[CacheGroup]:
+        rows, length = self.planned.loaded.config.scheduler.max_requests, self.planned.max_model_len
+        return [
+            CacheGroup(index, spec, group.block_size, group.kernel_block_size, rows, length)
+            for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
+        ]
+
+    def _attention_groups(self) -> list[AttentionGroup]:
+        names = [group.name for group in self.planned.plan.cache_groups]
+        scheduler = self.planned.loaded.config.scheduler
+        built = []
+        for group in self.planned.plan.groups:
+            descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
+            context = AttentionContext(
+                contract=group.contract,
+                layers=group.layers,
+                device=self.planned.device,
+                dtype=group.dtype,
+                kv_dtype=group.kv_dtype,
+                block_size=group.block_size,
+                kernel_block_size=group.kernel_block_size,
+                layout=group.layout,
+                max_query_len=group.max_query_len,
+                max_requests=scheduler.max_requests,
+                max_tokens=scheduler.max_batched_tokens,
+                max_model_len=self.planned.max_model_len,
+                options=self._options(descriptor),
+            )
+            built.append(
+                AttentionGroup(
+                    name=group.name,
+                    backend=resolve_factory(descriptor)(context),
+                    writes_cache=descriptor.capabilities.writes_cache,
+                    cache_group=names.index(group.cache_group),
+                    layers=group.layers,
+                )
+            )
+        return built
+
+    def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
+        """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
+        caches: dict[int, KVCache] = {}
+        for group, spec in zip(self.planned.plan.cache_groups, specs, strict=True):
+            for layer in group.layers:
+                raw = torch.zeros(num_blocks * spec.page_bytes(layer), dtype=torch.uint8, device=self.planned.device)
+                caches[layer.index] = spec.bind(raw, layer, num_blocks)
+        for layer in self.planned.facts.layers:
+            if layer.shares_kv_with is not None:
+                caches[layer.index] = caches[layer.shares_kv_with]
+        return AttentionRouter(attention, caches)
+
+    def _runner(
+        self,
+        model: Model,
+        rows: Rows,
+        groups: list[CacheGroup],
+        attention: list[AttentionGroup],
+        specs: list[KVSpec],
+        pipeline: ProcessorPipeline,
+        profiler: StepProfiler,
+    ) -> tuple[InputGatherer, Runner]:
+        config, staging = self.planned.loaded.config, staging_for(self.planned.device)
+        kernel_sizes = [group.kernel_block_size for group in self.planned.plan.cache_groups]
+        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, config.scheduler.max_batched_tokens)
+        runner = Runner(
+            model,
+            self._router(attention, specs, num_blocks=1),  # the null block alone, for profiling
+            rows,
+            pipeline,
+            staging,
+            profiler,
+            logprobs_mode=config.sampling.logprobs_mode,
+            count_nans=config.observability.count_nans,
+        )
+        return gatherer, runner
+
+    def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], model: Model) -> MemoryReport:
+        config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
+        budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
+        tokens = budget if device.startswith("cuda") else min(budget, _CPU_PROFILE_TOKENS)
+
+        def profile() -> float:
+            runner.run(gatherer.dummy(even_split(tokens, min(requests, tokens))))
+            warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
+            return budget / tokens
+
+        held = [spec.max_blocks_held() for spec in specs]
+        block_bytes = sum(s.page_bytes(layer) for g, s in zip(plan.cache_groups, specs, strict=True) for layer in g.layers)
+        report = size_pool(
+            config.cache.memory,
+            explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
+            device=device,
+            block_bytes=block_bytes,
+            useful_blocks=requests * sum(held),
+            profile=profile,
+        )
+        if report.num_blocks - 1 < sum(held):
+            raise CapacityError(
+                f"the cache holds {report.num_blocks - 1} blocks and one request of max_model_len="
+                f"{self.planned.max_model_len} tokens needs {sum(held)}",
+                fix="lower scheduler.max_model_len or raise cache.memory",
+            )
+        return report
+
+    def _scheduler(self, rows: Rows, cache: CacheManager) -> Scheduler:
+        config = self.planned.loaded.config
+        return Scheduler(
+            rows,
+            cache,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=config.scheduler.chunked_prefill,
+            default_seed=config.sampling.seed,
+        )
+
+    def _pipeline(self, rows: Rows) -> ProcessorPipeline:
+        facts, slots = self.planned.facts, []
+        for descriptor in self.planned.processors:
+            context = LogitsProcessorContext(
+                contract=bind_contract(descriptor),
+                vocab_size=facts.vocab_size,
+                eos_token_ids=facts.eos_token_ids,
+                max_requests=rows.max_requests,
+                max_model_len=rows.max_model_len,
+                device=self.planned.device,
+                options=self._options(descriptor),
+            )
+            processor = resolve_factory(descriptor)(context)
+            active = np.zeros(rows.max_requests, bool)
+            slots.append(
+                ProcessorSlot(name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active)
+            )
+        return ProcessorPipeline(slots, rows, _PROCESSED)
+
+    def _limits(self) -> EngineLimits:
+        config = self.planned.loaded.config
+        return EngineLimits(
+            max_model_len=self.planned.max_model_len,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            max_logprobs=config.sampling.max_logprobs,
+            vocab_size=self.planned.facts.vocab_size,
+            chunked_prefill=config.scheduler.chunked_prefill,
+            priorities=config.scheduler.policy == "priority",
+        )
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
+        from pathlib import Path
+
+        named = self.planned.loaded.config.tokenizer
+        try:
+            return Tokenizer(Path(named) if named else self.planned.facts.path)
+        except ModelError:
+            if named:
+                raise
+            return None
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
+        longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
+        for query_lens in ([1], [longest]):
+            engine.runner.run(engine.gatherer.dummy(query_lens))
+        engine.profiler.reset()
+
+    def _options(self, descriptor: Descriptor[Any]) -> Any:
+        options = resolve_options(descriptor)
+        return None if options is None else self.planned.loaded.options(descriptor.kind, descriptor.name, options)
+
+
+def even_split(num_tokens: int, num_requests: int) -> list[int]:
+    """Query lengths of a profiling batch: as even as can be, the rest on the last; they sum to `num_tokens`."""
+    each, rest = divmod(num_tokens, num_requests)
+    lens = [each] * num_requests
+    lens[-1] += rest
+    return lens
+
+
+def mixed_split(num_tokens: int, max_requests: int) -> list[int]:
+    """Query lengths of a mixed batch: half of the tokens as decodes, the rest as one prefill."""
+    decodes = min(max_requests - 1, num_tokens // 2)
+    return [1] * decodes + [num_tokens - decodes]
+
+
+def uniform_split(num_tokens: int, query_len: int) -> list[int]:
+    """Query lengths of a uniform decode batch; the last request takes the rest."""
+    full, rest = divmod(num_tokens, query_len)
+    return [query_len] * full + ([rest] if rest else [])

@@ -1,0 +1,195 @@
+"""The cache manager: block tables of the rows, and which prefixes are cached.
+
+One `CacheGroup` per set of layers that share a block table; what a group needs is asked of its `kv_spec` plugin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.request import Request
+from slotline.core.rows import NO_LIMIT, Rows
+from slotline.registry.contracts import BlockHash, KVSpec
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+
+
+class CacheGroup:
+    """The block tables of one cache group.
+
+    Attributes:
+        spec: the kv_spec plugin's object.
+        block_size: tokens of a manager block; `ratio` kernel blocks make one.
+        table: [max_requests, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none.
+        blocks: manager blocks of each row, in order.
+        capacity: [max_requests] int64, tokens that the row's blocks can hold.
+        num_freed: [max_requests] int64, leading blocks given back early.
+    """
+
+    def __init__(self, index: int, spec: KVSpec, block_size: int, kernel_block_size: int, max_requests: int, max_model_len: int):
+        self.index = index
+        self.spec = spec
+        self.block_size = block_size
+        self.ratio = block_size // kernel_block_size
+        self.table = np.zeros((max_requests, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
+        self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
+        self.capacity = np.zeros(max_requests, np.int64)
+        self.num_freed = np.zeros(max_requests, np.int64)
+        self.frees_early = spec.blocks_freeable(max_model_len) > 0
+        self._blocks_at_most = spec.blocks_needed(max_model_len)
+        self._offsets = np.arange(self.ratio, dtype=np.int32)
+
+    def missing(self, row: int, num_tokens: int) -> int:
+        """Blocks to add before the row can hold `num_tokens`."""
+        return max(0, self.spec.blocks_needed(num_tokens) - len(self.blocks[row]))
+
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append manager blocks to the row's table."""
+        held = self.blocks[row]
+        start = len(held) * self.ratio
+        ids = np.asarray(blocks, np.int32)[:, None] * self.ratio + self._offsets
+        self.table[row, start : start + ids.size] = ids.reshape(-1)
+        held.extend(blocks)
+        everything = len(held) >= self._blocks_at_most
+        self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
+
+    def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
+        """Blocks that no later token reads; the table points to the null block in their place."""
+        first, last = int(self.num_freed[row]), self.spec.blocks_freeable(num_computed_tokens)
+        if last <= first:
+            return []
+        freed = self.blocks[row][first:last]
+        self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
+        self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
+        self.num_freed[row] = last
+        return freed
+
+    def clear(self, row: int) -> list[int]:
+        """Empty the row's table and return what it held."""
+        held, self.blocks[row] = self.blocks[row], []
+        self.table[row, : len(held) * self.ratio] = NULL_BLOCK
+        self.capacity[row] = self.num_freed[row] = 0
+        return held
+
+
+class CacheManager:
+    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable."""
+
+    def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup], *, prefix_caching: bool) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.prefix_caching = prefix_caching
+        self.hash_block_size = min((g.block_size for g in groups), default=1)
+
+    def rows_short(self, rows: Int, num_tokens: Int) -> Int:
+        """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
+        short = np.zeros(len(rows), bool)
+        for group in self.groups:
+            short |= group.capacity[rows] < num_tokens
+        return np.flatnonzero(short)
+
+    def try_grow(self, row: int, num_tokens: int) -> bool:
+        """Give the row blocks for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        missing = [group.missing(row, num_tokens) for group in self.groups]
+        if sum(missing) > self.pool.num_free:
+            return False
+        for group, count in zip(self.groups, missing, strict=True):
+            group.extend(row, self.pool.allocate(count))
+        return True
+
+    def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
+        if not self.prefix_caching or request.params.prompt_logprobs is not None:
+            return 0, [[] for _ in self.groups]
+        limit = (len(token_ids) - 1) // self.hash_block_size
+        hashes = self._hashes(request, token_ids, limit)[:limit]
+        while True:
+            hits = [g.spec.prefix_hit(hashes, lambda h, g=g: self.pool.lookup(g.index, h)) for g in self.groups]  # type: ignore[misc]
+            shortest = min(map(len, hits), default=0)
+            if shortest == len(hashes) or all(len(hit) == shortest for hit in hits):
+                return shortest * self.hash_block_size, [hit[:shortest] for hit in hits]
+            hashes = hashes[:shortest]
+
+    def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
+        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        wake = sum(1 for blocks in prefix for b in set(blocks) if b != NULL_BLOCK and self.pool.ref_count[b] == 0)
+        new = sum(g.spec.blocks_needed(num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
+        if wake + new > self.pool.num_free:
+            return False
+        for group, blocks in zip(self.groups, prefix, strict=True):
+            self.pool.share(blocks)
+            group.extend(row, blocks)
+        return self.try_grow(row, num_tokens)
+
+    def commit(self, rows: Rows, changed: Int, before: Int) -> None:
+        """After a step: make blocks that became full findable, give back what no later token reads.
+
+        Args:
+            changed: the step's rows.
+            before: tokens that were computed before the step, by entry of `changed`.
+        """
+        after = rows.num_computed_tokens[changed]
+        if self.prefix_caching:
+            size = self.hash_block_size
+            full = np.flatnonzero(after // size > before // size)
+            for row, first in zip(changed[full].tolist(), (before[full] // size).tolist(), strict=True):
+                self._remember(rows, row, first)
+        for group in self.groups:
+            if group.frees_early:
+                for row in changed[after // group.block_size > before // group.block_size].tolist():
+                    self.pool.release(group.free_leading(row, int(rows.num_computed_tokens[row])))
+
+    def release(self, row: int) -> None:
+        """Give back all blocks of the row; cached ones stay findable until taken."""
+        for group in self.groups:
+            self.pool.release(group.clear(row))
+
+    def blocks_for_one(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` needs at a time, alone in the pool."""
+        return sum(min(g.spec.blocks_needed(num_tokens), g.spec.max_blocks_held()) for g in self.groups)
+
+    def check(self, rows: Rows) -> None:
+        """Raise IntegrityError unless tables, reference counts and rows agree."""
+        held = np.zeros(self.pool.num_blocks, np.int64)
+        for group in self.groups:
+            for row, blocks in enumerate(group.blocks):
+                self._check_row(group, row, blocks, rows)
+                np.add.at(held, [b for b in blocks if b != NULL_BLOCK], 1)
+        if not np.array_equal(held, self.pool.ref_count):
+            wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
+            raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
+        self.pool.check()
+
+    def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: Rows) -> None:
+        expected = (np.asarray(blocks, np.int64)[:, None] * group.ratio + group._offsets).reshape(-1)
+        expected[np.repeat(np.asarray(blocks) == NULL_BLOCK, group.ratio) if blocks else []] = NULL_BLOCK
+        table = group.table[row]
+        if not np.array_equal(table[: expected.size], expected) or table[expected.size :].any():
+            raise IntegrityError(f"the table of row {row} differs from its blocks")
+        if rows.requests[row] is None and blocks:
+            raise IntegrityError(f"row {row} is free but holds blocks")
+        if rows.num_computed_tokens[row] > group.capacity[row]:
+            raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
+
+    def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
+        """Extend the request's chain of block hashes to `count` blocks and return it."""
+        chain, size = request.block_hashes, self.hash_block_size
+        parent = chain[-1] if chain else request.cache_salt.encode()
+        for start in range(len(chain) * size, count * size, size):
+            parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes()).digest()
+            chain.append(parent)
+        return chain
+
+    def _remember(self, rows: Rows, row: int, first: int) -> None:
+        """Make the row's full blocks from the `first` on findable."""
+        request, full = rows.request(row), int(rows.num_computed_tokens[row]) // self.hash_block_size
+        hashes = self._hashes(request, rows.token_ids[row], full)
+        for group in self.groups:
+            for index in range(first, full):
+                self.pool.remember(group.index, group.blocks[row][index], hashes[index])

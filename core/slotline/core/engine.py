@@ -1,0 +1,347 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field
+
+from slotline.core.detokenizer import Detokenizer
+from slotline.core.inputs import InputGatherer
+from slotline.core.integrity import check_integrity
+from slotline.core.logprobs import with_text
+from slotline.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from slotline.core.padding import padded_size
+from slotline.core.processors import ProcessorPipeline
+from slotline.core.profiling import StepProfiler
+from slotline.core.request import Request, Status
+from slotline.core.rows import Rows
+from slotline.core.runner import Runner, StepOutput
+from slotline.core.sampling_params import SamplingParams
+from slotline.core.scheduler import Schedule, Scheduler
+from slotline.core.tokenizer import Tokenizer
+from slotline.registry.errors import CapacityError, RequestError
+
+if TYPE_CHECKING:
+    from slotline.registry.negotiation import Plan
+
+Int = npt.NDArray[np.int64]
+
+
+@define(kw_only=True, eq=False)
+class StepResult:
+    """What a step handed out.
+
+    Attributes:
+        rows: [n] int64, rows that got a token; `token_ids` [n] int32.
+        progressed: requests among them that are read while they run (streamed, or with stop strings).
+        finished: requests that ended in this step; they hold no row any more.
+    """
+
+    rows: Int = field(factory=lambda: np.zeros(0, np.int64))
+    token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
+    progressed: list[Request] = field(factory=list)
+    finished: list[Request] = field(factory=list)
+
+
+@define(kw_only=True)
+class EngineLimits:
+    """Bounds that requests are checked against at admission."""
+
+    max_model_len: int
+    max_batched_tokens: int
+    max_logprobs: int
+    vocab_size: int
+    chunked_prefill: bool
+    priorities: bool
+
+
+class Engine:
+    """Schedules, runs and hands out; owns the rows, the cache and the built parts."""
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rows: Rows,
+        scheduler: Scheduler,
+        gatherer: InputGatherer,
+        runner: Runner,
+        pipeline: ProcessorPipeline,
+        profiler: StepProfiler,
+        limits: EngineLimits,
+        eos_token_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+        graph_sizes: tuple[int, ...] = (),
+        check: bool = False,
+    ) -> None:
+        self.plan = plan
+        self.rows = rows
+        self.scheduler = scheduler
+        self.gatherer = gatherer
+        self.runner = runner
+        self.pipeline = pipeline
+        self.profiler = profiler
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.graph_sizes = graph_sizes
+        self.check = check
+        self.requests: dict[str, Request] = {}
+        self._arrivals = 0
+        self._is_eos = np.zeros(limits.vocab_size, bool)
+        self._is_eos[[token for token in eos_token_ids if token < limits.vocab_size]] = True
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.requests)
+
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
+        index: int = 0,
+        stream: bool = False,
+    ) -> Request:
+        """Check a request and queue it.
+
+        Args:
+            stream: whether its text is read while it runs.
+
+        Raises:
+            RequestError: naming what is wrong; nothing is queued then, and the engine goes on.
+        """
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=list(prompt_token_ids),
+            params=params,
+            prompt=prompt,
+            priority=priority,
+            cache_salt=cache_salt,
+            index=index,
+            arrival=self._arrivals,
+        )
+        self.validate(request)
+        if params.stop or (stream and params.detokenize):
+            request.detokenizer = self._detokenizer(request)
+        self._arrivals += 1
+        self.requests[request_id] = request
+        self.scheduler.add(request)
+        return request
+
+    def validate(self, request: Request) -> None:
+        """Refuse what cannot run, before it takes anything.
+
+        Raises:
+            RequestError: with the value and the fix.
+        """
+        limits, params, length = self.limits, request.params, len(request.prompt_token_ids)
+        if request.request_id in self.requests:
+            raise RequestError(f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end")
+        if length == 0:
+            raise RequestError("the prompt is empty", fix="give at least one token")
+        if length >= limits.max_model_len:
+            raise RequestError(
+                f"the prompt has {length} tokens; at most {limits.max_model_len - 1} fit beside one output token "
+                f"into max_model_len={limits.max_model_len}",
+                fix="shorten the prompt or raise scheduler.max_model_len",
+            )
+        wrong = [t for t in request.prompt_token_ids if not 0 <= t < limits.vocab_size]
+        if wrong:
+            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}", fix="use this model's tokenizer")
+        if not limits.chunked_prefill and length > limits.max_batched_tokens:
+            raise RequestError(
+                f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
+                fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
+            )
+        if request.priority and not limits.priorities:
+            raise RequestError(f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"')
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > limits.max_logprobs:
+                raise RequestError(
+                    f"{name}={getattr(params, name)} is above sampling.max_logprobs={limits.max_logprobs}",
+                    fix=f"ask for at most {limits.max_logprobs} or raise sampling.max_logprobs",
+                )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids")
+        self._validate_capacity(request)
+        self.pipeline.validate(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; what it sampled so far stays in it. None if no such request is unfinished."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish([request], ["abort"], [None])
+        return request
+
+    def step(self) -> StepResult:
+        """Run one step over everything that is ready."""
+        with self.profiler.scope("schedule"):
+            schedule = self.scheduler.schedule()
+        if schedule.num_tokens == 0:
+            return StepResult()
+        for request in schedule.admitted:
+            self._admit(request)
+        with self.profiler.scope("gather"):
+            inputs = self.gatherer.gather(schedule, padded_size(schedule.num_tokens, self.graph_sizes))
+        output = self.runner.run(inputs)
+        with self.profiler.scope("hand_out"):
+            result = self._hand_out(schedule, output)
+        if self.check:
+            check_integrity(self.scheduler)
+        return result
+
+    def output(self, requests: Sequence[Request]) -> RequestOutput:
+        """The public form of a prompt's requests (one per output)."""
+        first = requests[0]
+        return RequestOutput(
+            request_id=first.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.prompt_token_ids,
+            prompt_logprobs=first.prompt_logprobs and self._with_text(first.prompt_logprobs),
+            outputs=[self._completion(request) for request in requests],
+            finished=all(request.finished for request in requests),
+            metrics=first.metrics,
+        )
+
+    def _admit(self, request: Request) -> None:
+        """A request joins the running ones: the first time, or again after preemption."""
+        if request.metrics.num_preemptions > 0:
+            return
+        if request.params.logprobs is not None:
+            request.logprobs = []
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self.pipeline.admit(request)
+
+    def _hand_out(self, schedule: Schedule, output: StepOutput) -> StepResult:
+        """Write the step's results into rows, cache and requests, and let finished requests go."""
+        rows = self.rows
+        rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed)
+        rows.append(output.rows, output.token_ids)
+        self._record(output)
+        stopped, reasons, causes = self._stopped(output)
+        progressed = [rows.request(row) for row in output.rows[rows.streams[output.rows]].tolist()]
+        finished = [rows.request(row) for row in stopped]
+        self._finish(finished, reasons, causes)
+        return StepResult(rows=output.rows, token_ids=output.token_ids, progressed=progressed, finished=finished)
+
+    def _record(self, output: StepOutput) -> None:
+        """Keep log-probabilities, NaN counts and first-token times."""
+        rows = self.rows
+        for row, entry in output.logprobs.items():
+            rows.request(row).logprobs.append(entry)  # type: ignore[union-attr]
+        for row, (first, entries) in output.prompt_logprobs.items():
+            rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
+        for row, count in output.num_nans.items():
+            rows.request(row).metrics.num_nans += count
+        fresh = output.rows[rows.num_tokens[output.rows] == rows.num_prompt_tokens[output.rows] + 1]
+        if len(fresh):
+            now = monotonic()
+            for row in fresh.tolist():
+                request = rows.request(row)
+                request.metrics.time_to_first_token = now - request.arrival_time
+
+    def _stopped(self, output: StepOutput) -> tuple[list[int], list[str], list[str | int | None]]:
+        """Rows that end with this step's token, the finish reason of each, and what stopped it."""
+        rows, which, tokens = self.rows, output.rows, output.token_ids
+        known = rows.num_tokens[which]
+        may_stop = known >= rows.min_length[which]
+        at_eos = self._is_eos[tokens] & ~rows.ignore_eos[which] & may_stop
+        too_long = known >= rows.length_limit[which]
+        ended: dict[int, tuple[str, str | int | None]] = {row: ("length", None) for row in which[too_long].tolist()}
+        for i in np.flatnonzero(rows.has_stop_tokens[which] & may_stop).tolist():
+            if int(tokens[i]) in rows.request(int(which[i])).params.stop_token_ids:
+                ended[int(which[i])] = ("stop", int(tokens[i]))
+        ended |= {row: ("stop", None) for row in which[at_eos].tolist()}
+        for i in np.flatnonzero(rows.streams[which]).tolist():
+            self._detokenize(int(which[i]), int(tokens[i]), bool(may_stop[i]), ended)
+        return list(ended), [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()]
+
+    def _detokenize(self, row: int, token: int, may_stop: bool, ended: dict[int, tuple[str, str | int | None]]) -> None:
+        request = self.rows.request(row)
+        if ended.get(row, ("", None))[0] == "stop" and not request.params.include_stop_str_in_output:
+            return  # the stop token is no part of the text
+        stop = request.detokenizer.append(token, may_stop=may_stop)  # type: ignore[union-attr]
+        if stop is not None:
+            ended[row] = ("stop", stop)
+
+    def _finish(self, requests: list[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
+        if not requests:
+            return
+        now = monotonic()
+        for request, reason, cause in zip(requests, reasons, causes, strict=True):
+            request.finish_reason, request.stop_reason = reason, cause
+            request.metrics.time_in_all = now - request.arrival_time
+            if request.row >= 0:
+                request.output_token_ids = self.rows.output_token_ids(request.row)
+                self.pipeline.release(request.row)
+            self._finish_text(request)
+            del self.requests[request.request_id]
+        running = [request for request in requests if request.status is Status.RUNNING]
+        for request in requests:
+            if request.status is not Status.RUNNING:
+                self.scheduler.remove(request)
+        self.scheduler.remove_running(running)
+
+    def _finish_text(self, request: Request) -> None:
+        """The whole text of a request that nobody read on the way, or the rest of one that was."""
+        if request.detokenizer is None:
+            if self.tokenizer is None or not request.params.detokenize:
+                return
+            request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            tokens = request.output_token_ids
+            ends_with_stop_token = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
+            for token in tokens[:-1] if ends_with_stop_token else tokens:
+                request.detokenizer.append(token)
+        if not isinstance(request.stop_reason, str):
+            request.detokenizer.finish()
+        request.text = request.detokenizer.text
+
+    def _completion(self, request: Request) -> CompletionOutput:
+        tokens = request.output_token_ids
+        if not request.finished and request.row >= 0:
+            tokens = self.rows.output_token_ids(request.row)
+        logprobs: list[TokenLogprobs] | None = None
+        if request.logprobs is not None:
+            logprobs = [entry for entry in self._with_text(request.logprobs) if entry is not None]
+        text = request.text if request.finished or request.detokenizer is None else request.detokenizer.settled
+        return CompletionOutput(
+            index=request.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=request.finish_reason,
+            stop_reason=request.stop_reason,
+            cumulative_logprob=None if logprobs is None else sum(next(iter(e.values())).logprob for e in logprobs),
+        )
+
+    def _with_text(self, entries: Sequence[TokenLogprobs | None]) -> list[TokenLogprobs | None]:
+        if self.tokenizer is None:
+            return list(entries)
+        tokens = {token for entry in entries if entry for token in entry}
+        return with_text(entries, {token: self.tokenizer.decode([token]) for token in tokens})
+
+    def _detokenizer(self, request: Request) -> Detokenizer | None:
+        return None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+
+    def _validate_capacity(self, request: Request) -> None:
+        """Refuse a request that would not fit into the pool even if it were alone."""
+        cache, length = self.scheduler.cache, len(request.prompt_token_ids)
+        tokens = min(length + (request.params.max_tokens or self.limits.max_model_len), self.limits.max_model_len)
+        needed, usable = cache.blocks_for_one(tokens), cache.pool.num_blocks - 1
+        if needed > usable:
+            raise RequestError(
+                f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; the pool has {usable}",
+                fix="lower max_tokens, shorten the prompt, or raise cache.memory",
+            ) from CapacityError(f"{needed} blocks needed, {usable} in all")

@@ -1,0 +1,208 @@
+"""`LLM`: the offline front end. Prompts in, `RequestOutput` out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from slotline.core.build import build_engine
+from slotline.core.engine import Engine
+from slotline.core.outputs import RequestOutput
+from slotline.core.progress import progress_bar
+from slotline.core.request import Request
+from slotline.core.sampling_params import SamplingParams
+from slotline.core.tokenizer import Tokenizer
+from slotline.registry.config import LoadedConfig, load_config
+from slotline.registry.errors import RequestError
+from slotline.registry.negotiation import Plan
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+_SHORT = {
+    "backend": "attention.backend",
+    "block_size": "cache.block_size",
+    "kv_cache_dtype": "cache.dtype",
+    "memory": "cache.memory",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "max_model_len": "scheduler.max_model_len",
+    "max_num_seqs": "scheduler.max_requests",
+    "max_num_batched_tokens": "scheduler.max_batched_tokens",
+    "seed": "sampling.seed",
+}
+
+
+class LLM:
+    """A model behind its slots, ready to generate.
+
+    Example:
+        >>> llm = LLM()  # the small model that ships with slotline
+        >>> llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    Args:
+        config: a TOML file, a checkpoint folder, or None.
+        overrides: settings in the form `a.b=value`, as on the command line.
+        settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
+            mapping, `**{"cache.block_size": 32}`.
+
+    Raises:
+        SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
+    """
+
+    def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+        values = {_SHORT.get(key, key): value for key, value in settings.items()}
+        if config is not None and Path(config).is_dir():
+            values.setdefault("model", str(config))
+            config = None
+        self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
+        self.engine: Engine = build_engine(self.loaded)
+        self._ids = itertools.count()
+
+    @property
+    def plan(self) -> Plan:
+        """What runs and why."""
+        return self.engine.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: if the model has none.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one or many; each a text, token ids, or a mapping with `prompt` or `prompt_token_ids` and
+                optionally `priority`, `cache_salt`, `request_id`.
+            sampling_params: one for all, or one for each.
+            progress: show a progress bar; by default as `observability.progress` says, on a terminal.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
+        """
+        groups = self._add_all(_as_prompts(prompts), sampling_params)
+        wanted = {request.request_id for group in groups for request in group}
+        shown = self.loaded.config.observability.progress if progress is None else progress
+        with progress_bar(len(wanted), enabled=shown, forced=progress is True) as bar:
+            try:
+                while wanted:
+                    result = self.engine.step()
+                    bar.advance(len(result.finished), tokens=len(result.token_ids))
+                    wanted.difference_update(request.request_id for request in result.finished)
+            except BaseException:
+                for request_id in wanted:
+                    self.engine.abort(request_id)
+                raise
+        return [self.engine.output(group) for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn of one conversation or of many."""
+        first = messages[0] if messages else None
+        if first is None:
+            raise RequestError("the conversation has no messages", fix="give at least one message")
+        conversations: Iterable[Any] = [messages] if isinstance(first, Mapping) else messages
+        prompts = [{"prompt_token_ids": self.tokenizer.chat_prompt(c, **template_options)} for c in conversations]
+        return self.generate(prompts, sampling_params, progress=progress)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
+        (group,) = self._add_all([prompt], sampling_params, stream=True)
+        try:
+            while not all(request.finished for request in group):
+                self.engine.step()
+                yield self.engine.output(group)
+        finally:
+            for request in group:
+                self.engine.abort(request.request_id)
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        stream: bool = False,
+    ) -> list[list[Request]]:
+        """Queue every prompt, or none if one is wrong."""
+        params = _as_params(sampling_params, len(prompts))
+        groups: list[list[Request]] = []
+        try:
+            for position, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+                groups.append([])
+                self._add(prompt, one, groups[-1], stream=stream)
+        except BaseException as error:
+            for request in itertools.chain.from_iterable(groups):
+                self.engine.abort(request.request_id)
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                raise RequestError(f"prompt {position}: {error.message}", fix=error.fix) from error
+            raise
+        return groups
+
+    def _add(self, prompt: Prompt, params: SamplingParams, group: list[Request], *, stream: bool) -> None:
+        """Queue one prompt, `params.n` times with seeds of their own."""
+        fields = self._fields(prompt)
+        request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
+        for index in range(params.n):
+            seed = None if params.seed is None else params.seed + index
+            one = evolve(params, n=1, seed=seed) if params.n > 1 else params
+            name = request_id if params.n == 1 else f"{request_id}/{index}"
+            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The arguments of `Engine.add` that a prompt stands for."""
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "prompt_token_ids": self._encode(prompt)}
+        if not isinstance(prompt, Mapping):
+            return {"prompt_token_ids": prompt}
+        fields = dict(prompt)
+        unknown = set(fields) - {"prompt", "prompt_token_ids", "priority", "cache_salt", "request_id"}
+        if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
+            raise RequestError(
+                f"a prompt with the keys {sorted(fields)} cannot be read",
+                fix="give 'prompt' or 'prompt_token_ids', and optionally 'priority', 'cache_salt', 'request_id'",
+            )
+        if "prompt_token_ids" not in fields:
+            fields["prompt_token_ids"] = self._encode(fields["prompt"])
+        return fields
+
+    def _encode(self, text: str) -> list[int]:
+        if not text:
+            raise RequestError("the prompt is empty", fix="give at least one character")
+        return self.tokenizer.encode(text)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt as a list of one; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if len(prompts) == 0:
+        raise RequestError("no prompt was given", fix="give at least one; an empty list of token ids is no prompt")
+    return [prompts] if isinstance(prompts[0], int) else prompts  # type: ignore[list-item, return-value]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"{len(params)} sampling parameters for {count} prompts", fix="give one, or one for each prompt")
+    return params

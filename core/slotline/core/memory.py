@@ -1,0 +1,105 @@
+"""Sizing the pool: how many blocks the memory holds beside weights and activations."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Callable
+
+import psutil
+import torch
+from attrs import frozen
+
+from slotline.registry.errors import CapacityError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, unless its owner says so
+
+
+@frozen(kw_only=True)
+class MemoryReport:
+    """Where the memory goes, in bytes.
+
+    Attributes:
+        total: of the device.
+        activations: peak of a profiling step beyond the weights.
+        cache: for the pool.
+        block: one block over all layers.
+        num_blocks: blocks in the pool, the null block included.
+    """
+
+    total: int
+    activations: int
+    cache: int
+    block: int
+    num_blocks: int
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size such as `2GiB` or `512MB`."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if match is None or match[2] not in _UNITS:
+        raise CapacityError(f"cache.memory = {text!r} is no size", fix="write a share such as 0.9 or a size such as '2GiB'")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def size_pool(
+    asked: float | str,
+    *,
+    explicit: bool,
+    device: str,
+    block_bytes: int,
+    useful_blocks: int,
+    profile: Callable[[], float],
+) -> MemoryReport:
+    """The pool that `cache.memory` allows.
+
+    Args:
+        asked: a share of the device's memory, or a size for the cache.
+        explicit: whether the user named it.
+        block_bytes: bytes of one block over all layers.
+        useful_blocks: more than this no set of running requests can use at a time.
+        profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
+
+    Raises:
+        CapacityError: if not even one block fits.
+    """
+    activations = _measure(device, profile)
+    total = _total(device)
+    if isinstance(asked, str):
+        cache = parse_size(asked)
+    elif device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(device)
+        cache = int(asked * total) - (total - free) - activations
+    else:
+        cache = int(asked * psutil.virtual_memory().available) - activations
+        cache = cache if explicit else min(cache, _CPU_DEFAULT_LIMIT)
+    num_blocks = min(cache // max(block_bytes, 1), useful_blocks) + 1  # one more for the null block
+    if num_blocks < 2:
+        raise CapacityError(
+            f"cache.memory = {asked!r} leaves {max(cache, 0)} bytes for the cache and one block takes {block_bytes}",
+            fix="raise cache.memory, lower scheduler.max_batched_tokens, or take a smaller model or dtype",
+        )
+    return MemoryReport(total=total, activations=activations, cache=num_blocks * block_bytes, block=block_bytes, num_blocks=num_blocks)
+
+
+def _total(device: str) -> int:
+    return torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else psutil.virtual_memory().total
+
+
+def _measure(device: str, profile: Callable[[], float]) -> int:
+    """Peak memory of the profiled step beyond what was in use before, in bytes."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        factor = profile()
+        torch.cuda.synchronize(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()
+        return int((peak - before) * factor)
+    before = psutil.Process().memory_info().rss
+    factor = profile()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(max(0, peak - before) * factor)

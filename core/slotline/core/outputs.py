@@ -1,0 +1,83 @@
+"""What a request gives back, under the field's names. Torch-free."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from attrs import define, field
+
+
+class Logprob(NamedTuple):
+    """A token's log-probability (or logit, by `sampling.logprobs_mode`), its rank from 1, and its text."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]
+"""The sampled token and the top tokens at one position, by token id."""
+
+
+@define(kw_only=True)
+class CompletionOutput:
+    """One of the outputs of a request.
+
+    Attributes:
+        index: which of the n outputs.
+        text: the output's text; empty with `detokenize=False`.
+        token_ids: the output's tokens, a stop token included.
+        logprobs: one entry per token, None unless asked for.
+        finish_reason: `stop`, `length`, `abort`, or None while running.
+        stop_reason: the stop string or token id that ended it, None for end-of-sequence.
+        cumulative_logprob: sum over the sampled tokens, None unless logprobs were asked for.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    cumulative_logprob: float | None = None
+
+
+@define(kw_only=True)
+class RequestMetrics:
+    """Times in seconds since the request arrived, and counts.
+
+    Attributes:
+        time_to_first_token, time_in_all: None until known.
+        num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
+        num_preemptions: how often the request lost its blocks and was computed again.
+        num_nans: NaN logits seen, where `observability.count_nans` is on.
+    """
+
+    time_to_first_token: float | None = None
+    time_in_all: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_nans: int = 0
+
+
+@define(kw_only=True)
+class RequestOutput:
+    """A request and its outputs so far.
+
+    Attributes:
+        request_id: as given or made up at admission.
+        prompt: the prompt's text, None if it came as token ids.
+        prompt_token_ids: the prompt's tokens.
+        prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
+        outputs: one entry per output.
+        finished: whether all outputs are.
+        metrics: times and counts, of the first output.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    metrics: RequestMetrics = field(factory=RequestMetrics)

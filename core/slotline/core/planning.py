@@ -1,0 +1,172 @@
+"""From a configuration to a plan: which model, which device, which plugins, and why. Reads no weights."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from slotline.core.device import describe_device, resolve_device
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import ModelFacts, ModelFamily
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.discovery import PluginRegistry, resolve_factory
+from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.negotiation import (
+    Part,
+    Plan,
+    attention_candidates,
+    kv_spec_candidates,
+    negotiate,
+    prepare_request,
+)
+
+LONGEST_BY_DEFAULT = 8192
+SMALL_MODEL = Path(__file__).parent / "small_model"
+"""The folder of the model that ships with slotline."""
+
+
+@frozen(kw_only=True, eq=False)
+class Planned:
+    """A plan and what building it needs.
+
+    Attributes:
+        loaded: the configuration.
+        registry: the plugins.
+        facts: what is known of the model.
+        family_descriptor, family: the model family that loads it.
+        processors: descriptors of the logits processors, in no order.
+        device: torch device string.
+        dtype, kv_dtype: names, as resolved.
+        max_model_len: tokens.
+        plan: the negotiated plan.
+    """
+
+    loaded: LoadedConfig
+    registry: PluginRegistry
+    facts: ModelFacts
+    family_descriptor: Descriptor[Any]
+    family: ModelFamily
+    processors: tuple[Descriptor[Any], ...]
+    device: str
+    max_model_len: int
+    plan: Plan
+
+
+def make_plan(loaded: LoadedConfig) -> Planned:
+    """Discover, look at the model, negotiate.
+
+    Raises:
+        SlotlineError: of the kind that fits; nothing has been allocated then.
+    """
+    config = loaded.config
+    registry = PluginRegistry.discover(loaded)
+    _refuse_unserved(loaded, registry)
+    device = resolve_device(config.device)
+    info = describe_device(device)
+    path = Path(config.model) if config.model else SMALL_MODEL
+    family_descriptor, family = _family_for(registry, path)
+    facts = family.inspect(path)
+    max_model_len = _max_model_len(loaded, facts)
+    processors = _processors(loaded, registry)
+    request = prepare_request(
+        loaded,
+        facts,
+        info,
+        max_model_len=max_model_len,
+        dtype_fallbacks=_dtype_fallbacks(facts, info),
+        parts=tuple(_part(registry, d) for d in (family_descriptor, *processors)),
+    )
+    plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
+    return Planned(
+        loaded=loaded,
+        registry=registry,
+        facts=facts,
+        family_descriptor=family_descriptor,
+        family=family,
+        processors=processors,
+        device=device,
+        max_model_len=max_model_len,
+        plan=plan,
+    )
+
+
+def _family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
+    """The model family that serves the checkpoint's architecture."""
+    architectures = _architectures(path)
+    candidates = registry.candidates(Kind.MODEL_FAMILY)
+    for descriptor in candidates:
+        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
+            return descriptor, resolve_factory(descriptor)()
+    served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
+    close = difflib.get_close_matches(architectures[0], served, n=1)
+    hint = f"; the closest served one is {close[0]}" if close else ""
+    raise ModelError(
+        f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
+        fix=f"served: {', '.join(served)}; others need a model_family plugin",
+    )
+
+
+def _architectures(path: Path) -> list[str]:
+    """The names under `architectures` in config.json."""
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ModelError(f"there is no folder {str(path)!r}", fix="model must name a local Hugging Face folder; leave it out for the small model")
+    if not file.is_file():
+        raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
+    try:
+        names: list[str] = json.loads(file.read_text()).get("architectures") or []
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ModelError(f"{str(file)!r} is not a JSON object: {error}", fix="restore the checkpoint's config.json") from error
+    if not names:
+        raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
+    return names
+
+
+def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
+    asked = loaded.config.scheduler.max_model_len
+    if asked == "auto":
+        return min(facts.max_model_len, LONGEST_BY_DEFAULT)
+    if asked > facts.max_model_len:
+        raise NegotiationError(
+            f"scheduler.max_model_len = {asked}, but the model's positions end at {facts.max_model_len}",
+            fix=f"set scheduler.max_model_len = {facts.max_model_len} or less",
+        )
+    return asked
+
+
+def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
+    """Dtypes to try, in order, where none is named: the checkpoint's, unless this processor has no arithmetic for it."""
+    if info.type == "cpu" and (facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)):
+        return ("float32",)
+    return (facts.dtype, "float32")
+
+
+def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descriptor[Any], ...]:
+    """The default logits processors and those that the configuration names."""
+    named = loaded.config.logits_processors
+    chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
+    for name in named:
+        chosen[name] = registry.load(Kind.LOGITS_PROCESSOR, name, required=True)
+    return tuple(chosen.values())
+
+
+def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
+    """Drafters and LoRA have contracts, and no step of this version calls them: say so instead of ignoring them."""
+    for kind, name in ((Kind.DRAFTER, loaded.config.drafter.name), (Kind.LORA, loaded.config.lora.name)):
+        if name:
+            registry.load(kind, name, required=True)
+            raise NegotiationError(
+                f"{kind.value}.name = {name!r}: this version of the runner has no step that calls a {kind.value}",
+                fix=f"remove [{kind.value}] from the configuration",
+            )
+
+
+def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:
+    record = registry.record(descriptor.kind, descriptor.name)
+    return Part(
+        kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution or "", version=record.version or ""
+    )

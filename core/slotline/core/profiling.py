@@ -1,0 +1,44 @@
+"""Named scopes of a step: seconds and counts by part, and ranges in torch's profiler. Free when switched off."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from time import perf_counter
+
+import torch
+
+
+class StepProfiler:
+    """Times the parts of a step.
+
+    Attributes:
+        seconds: by scope, summed.
+        counts: by scope.
+    """
+
+    def __init__(self, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.counts: defaultdict[str, int] = defaultdict(int)
+        self._off = nullcontext()
+
+    def scope(self, name: str) -> AbstractContextManager[None]:
+        """Time what runs inside under `name`."""
+        return self._timed(name) if self.enabled else self._off
+
+    def reset(self) -> None:
+        """Forget what was timed."""
+        self.seconds.clear()
+        self.counts.clear()
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(f"slotline.{name}"):
+            start = perf_counter()
+            try:
+                yield
+            finally:
+                self.seconds[name] += perf_counter() - start
+                self.counts[name] += 1

@@ -1,0 +1,126 @@
+"""Permanent rows: the numbers of all admitted requests, as arrays.
+
+A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never moved;
+each step gathers what it needs from them. That makes the host work of a step a handful of array operations, whatever the
+number of requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.request import Request
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+NO_LIMIT = np.iinfo(np.int64).max
+
+
+class Rows:
+    """Struct of arrays, indexed by row.
+
+    Attributes:
+        token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
+        num_tokens: known tokens, prompt and sampled.
+        num_prompt_tokens: of those, the prompt's.
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        length_limit: number of tokens at which the request stops for length.
+        min_length: number of tokens below which no stop token counts.
+        temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
+        seed: uint64, one per request.
+        num_logprobs, num_prompt_logprobs: -1 for none.
+        ignore_eos, has_stop_tokens, streams: flags; `streams` rows are detokenised in every step.
+        requests: the request of each row, or None.
+    """
+
+    def __init__(self, max_requests: int, max_model_len: int) -> None:
+        self.max_requests = max_requests
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_requests, np.int64)
+        self.num_prompt_tokens = np.zeros(max_requests, np.int64)
+        self.num_computed_tokens = np.zeros(max_requests, np.int64)
+        self.length_limit = np.zeros(max_requests, np.int64)
+        self.min_length = np.zeros(max_requests, np.int64)
+        self.temperature = np.zeros(max_requests, np.float32)
+        self.top_k = np.zeros(max_requests, np.int64)
+        self.top_p = np.ones(max_requests, np.float32)
+        self.min_p = np.zeros(max_requests, np.float32)
+        self.seed = np.zeros(max_requests, np.uint64)
+        self.num_logprobs = np.full(max_requests, -1, np.int64)
+        self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
+        self.ignore_eos = np.zeros(max_requests, bool)
+        self.has_stop_tokens = np.zeros(max_requests, bool)
+        self.streams = np.zeros(max_requests, bool)
+        self.requests: list[Request | None] = [None] * max_requests
+        self._free = list(range(max_requests))  # a heap: the lowest free row is taken first
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request holds."""
+        return len(self._free)
+
+    def admit(self, request: Request, default_seed: int) -> int:
+        """Give the request the lowest free row and write its numbers there."""
+        row = heapq.heappop(self._free)
+        request.row = row
+        self.requests[row] = request
+        self._write_lengths(row, request)
+        self._write_sampling(row, request, default_seed)
+        return row
+
+    def release(self, request: Request) -> None:
+        """Take the row back; its numbers are stale from now on.
+
+        Raises:
+            IntegrityError: if the request does not hold the row.
+        """
+        row = request.row
+        if row < 0 or self.requests[row] is not request:
+            raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
+        self.requests[row] = None
+        self.num_tokens[row] = self.num_computed_tokens[row] = 0
+        request.row = -1
+        heapq.heappush(self._free, row)
+
+    def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
+        """Add one sampled token to each of `rows`."""
+        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+        self.num_tokens[rows] += 1
+
+    def output_token_ids(self, row: int) -> list[int]:
+        """The tokens sampled so far."""
+        tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
+        return tokens
+
+    def request(self, row: int) -> Request:
+        """The request that holds `row`."""
+        request = self.requests[row]
+        if request is None:
+            raise IntegrityError(f"row {row} is free but was scheduled")
+        return request
+
+    def _write_lengths(self, row: int, request: Request) -> None:
+        num_prompt, params = len(request.prompt_token_ids), request.params
+        self.token_ids[row, :num_prompt] = request.prompt_token_ids
+        self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
+        self.num_computed_tokens[row] = 0
+        limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
+        self.length_limit[row] = min(limit, self.max_model_len)
+        self.min_length[row] = num_prompt + params.min_tokens
+
+    def _write_sampling(self, row: int, request: Request, default_seed: int) -> None:
+        params = request.params
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = (default_seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.ignore_eos[row] = params.ignore_eos
+        self.has_stop_tokens[row] = bool(params.stop_token_ids)
+        self.streams[row] = request.detokenizer is not None

@@ -1,0 +1,142 @@
+"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; everything it calls was built for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
+
+from slotline.core.attention import Attend, AttentionRouter
+from slotline.core.inputs import StepInputs
+from slotline.core.logprobs import LogprobTable, gather_logprobs
+from slotline.core.outputs import TokenLogprobs
+from slotline.core.processors import ProcessorPipeline
+from slotline.core.profiling import StepProfiler
+from slotline.core.rows import Rows
+from slotline.core.sampler import SamplingBatch, sample
+from slotline.core.staging import Staging
+from slotline.registry.contracts import Model
+
+Int = npt.NDArray[np.int64]
+_PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
+
+
+@define(kw_only=True, eq=False)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        rows: [n] int64, permanent rows that got a token.
+        token_ids: [n] int32.
+        logprobs: by row, where asked for.
+        prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
+        num_nans: by row, only rows with NaN logits.
+    """
+
+    rows: Int
+    token_ids: npt.NDArray[np.int32]
+    logprobs: dict[int, TokenLogprobs] = field(factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    num_nans: dict[int, int] = field(factory=dict)
+
+
+class Runner:
+    """Runs steps; the same `run` serves profiling, warm-up and real requests."""
+
+    def __init__(
+        self,
+        model: Model,
+        router: AttentionRouter,
+        rows: Rows,
+        pipeline: ProcessorPipeline,
+        staging: Staging,
+        profiler: StepProfiler,
+        *,
+        logprobs_mode: str = "raw_logprobs",
+        count_nans: bool = False,
+    ) -> None:
+        self.model = model
+        self.router = router
+        self.rows = rows
+        self.pipeline = pipeline
+        self.staging = staging
+        self.profiler = profiler
+        when, _, what = logprobs_mode.partition("_")
+        self.raw_logprobs = when == "raw"
+        self.normalise_logprobs = what == "logprobs"
+        self.count_nans = count_nans
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs) -> StepOutput:
+        """One step: plan attention, forward, logits, processors, sample, log-probabilities."""
+        scope = self.profiler.scope
+        with scope("plan"):
+            attend = self.router.plan(inputs.batches)
+        with scope("forward"):
+            hidden = self.forward(inputs, attend)
+        with scope("logits"):
+            logits = self.model.compute_logits(hidden[inputs.logits_indices])
+        batch = SamplingBatch.gather(self.rows, inputs.logits_rows)
+        with scope("process"):
+            processed = self.pipeline.apply(logits, batch.rows, all_greedy=batch.all_greedy)
+        with scope("sample"):
+            tokens, final = sample(processed, batch)
+        with scope("output"):
+            return self._output(inputs, hidden, logits, final, tokens, batch)
+
+    def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
+        """The model's forward pass: hidden states [num_padded_tokens, hidden_size]."""
+        return self.model.forward(inputs.input_ids, inputs.positions, attend)
+
+    def _output(
+        self,
+        inputs: StepInputs,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        final: torch.Tensor,
+        tokens: torch.Tensor,
+        batch: SamplingBatch,
+    ) -> StepOutput:
+        output = StepOutput(rows=batch.rows, token_ids=self.staging.download(tokens).astype(np.int32))
+        if (self.rows.num_logprobs[batch.rows] >= 0).any():
+            output.logprobs = self._logprobs(logits if self.raw_logprobs else final, tokens, batch.rows)
+        if (self.rows.num_prompt_logprobs[inputs.rows] >= 0).any():
+            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
+        if self.count_nans:
+            counts = self.staging.download(logits.isnan().sum(dim=-1))
+            output.num_nans = {int(batch.rows[i]): int(counts[i]) for i in np.flatnonzero(counts)}
+        return output
+
+    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Int) -> dict[int, TokenLogprobs]:
+        wanted = np.flatnonzero(self.rows.num_logprobs[rows] >= 0)
+        tops = self.rows.num_logprobs[rows[wanted]]
+        index = torch.from_numpy(wanted).to(scores.device)
+        table = self._table(scores[index], tokens[index], int(tops.max()))
+        return {int(rows[w]): table.entry(i, int(tops[i])) for i, w in enumerate(wanted)}
+
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
+        starts = inputs.batches[0].query_start_loc_cpu
+        result = {}
+        for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
+            row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
+            first = int(inputs.batches[0].seq_lens_cpu[i]) - count
+            count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
+            if count <= 0:
+                continue
+            targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
+            chunk = hidden[int(starts[i]) : int(starts[i]) + count]
+            top = int(self.rows.num_prompt_logprobs[row])
+            result[row] = (first + 1, self._score(chunk, targets.to(hidden.device), top))
+        return result
+
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, top: int) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        for states, tokens in zip(hidden.split(_PROMPT_LOGITS_AT_A_TIME), targets.split(_PROMPT_LOGITS_AT_A_TIME), strict=True):
+            table = self._table(self.model.compute_logits(states), tokens, top)
+            entries += [table.entry(i, top) for i in range(len(tokens))]
+        return entries
+
+    def _table(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> LogprobTable:
+        return gather_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)

@@ -1,0 +1,116 @@
+"""What a request asks for: sampling parameters under the names that the field uses. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from attrs import asdict, field, frozen
+
+from slotline.registry.errors import RequestError
+
+_Check = Callable[[Any, Any, Any], None]
+
+
+def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
+    """A validator that refuses with the parameter's name, its value and what is allowed."""
+
+    def validate(_instance: Any, attribute: Any, value: Any) -> None:
+        try:
+            accepted = accepts(value)
+        except TypeError:
+            accepted = False
+        if not accepted:
+            raise RequestError(f"{attribute.name}={value!r} is not allowed", fix=f"{attribute.name} must be {allowed}")
+
+    return validate
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def _ints(value: Sequence[int] | None) -> tuple[int, ...]:
+    return () if value is None else tuple(value)
+
+
+@frozen(kw_only=True)
+class SamplingParams:
+    """How to sample one request's output.
+
+    Attributes:
+        n: outputs per prompt, sampled independently.
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches p.
+        min_p: drop tokens less likely than min_p times the most likely one.
+        presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or per occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens.
+        seed: makes the request's text independent of everything else in the batch.
+        stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
+        stop_token_ids: tokens that end the output.
+        ignore_eos: go on past the model's end-of-sequence tokens.
+        max_tokens: most output tokens; None for as many as the model's length allows.
+        min_tokens: no stop token before so many output tokens.
+        logprobs: return the log-probabilities of the sampled token and of so many top tokens.
+        prompt_logprobs: the same for the prompt's tokens.
+        logit_bias: token id to a number added to its logit.
+        detokenize: whether the output carries text.
+        skip_special_tokens: leave special tokens out of the text.
+        extra_args: parameters of third-party logits processors.
+
+    Raises:
+        RequestError: naming the parameter, its value and what is allowed.
+    """
+
+    n: int = field(default=1, validator=_check(lambda v: _is_int(v) and v >= 1, "an integer >= 1"))
+    temperature: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
+    top_k: int = field(default=0, validator=_check(lambda v: _is_int(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens"))
+    top_p: float = field(default=1.0, validator=_check(lambda v: 0 < v <= 1, "in (0, 1]"))
+    min_p: float = field(default=0.0, validator=_check(lambda v: 0 <= v <= 1, "in [0, 1]"))
+    presence_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
+    frequency_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
+    repetition_penalty: float = field(default=1.0, validator=_check(lambda v: 0 < v < float("inf"), "a number > 0"))
+    seed: int | None = field(
+        default=None, validator=_check(lambda v: v is None or (_is_int(v) and -(2**63) <= v < 2**63), "a 64-bit integer or None")
+    )
+    stop: tuple[str, ...] = field(
+        default=(), converter=_strings, validator=_check(lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings")
+    )
+    stop_token_ids: tuple[int, ...] = field(
+        default=(), converter=_ints, validator=_check(lambda v: all(_is_int(t) and t >= 0 for t in v), "token ids >= 0")
+    )
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = field(
+        default=16, validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1, or None for no limit")
+    )
+    min_tokens: int = field(default=0, validator=_check(lambda v: _is_int(v) and v >= 0, "an integer >= 0"))
+    logprobs: int | None = field(default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None"))
+    prompt_logprobs: int | None = field(
+        default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None")
+    )
+    logit_bias: Mapping[int, float] | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    extra_args: Mapping[str, Any] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", fix="lower min_tokens or raise max_tokens"
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    def as_mapping(self) -> dict[str, Any]:
+        """All parameters by name, `extra_args` merged in, as logits processors read them."""
+        values = asdict(self, recurse=False)
+        return {**values, **(values.pop("extra_args") or {})}

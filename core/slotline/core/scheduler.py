@@ -1,0 +1,215 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
+difference. Running requests go first, in order; then waiting ones are admitted while tokens, rows and blocks last. When
+blocks run out, the running request that is last in order loses its own and is computed again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from slotline.core.cache_manager import CacheManager
+from slotline.core.request import Request, Status
+from slotline.core.rows import Rows
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(kw_only=True, eq=False)
+class Schedule:
+    """What one step computes.
+
+    Attributes:
+        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first.
+        num_scheduled: [num_requests] int64, tokens of each, at least 1.
+        num_computed: [num_requests] int64, tokens of each that were computed before.
+        num_tokens: sum of `num_scheduled`.
+        num_decodes: leading requests with one token.
+        admitted, preempted: requests that joined or lost their blocks in this step.
+    """
+
+    rows: Int
+    num_scheduled: Int
+    num_computed: Int
+    num_tokens: int
+    num_decodes: int
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = field(default=())
+
+
+class Scheduler:
+    """Token budget, first-come-first-served or priority order, preemption by recomputation."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        cache: CacheManager,
+        *,
+        max_batched_tokens: int,
+        chunked_prefill: bool = True,
+        default_seed: int = 0,
+    ) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.max_batched_tokens = max_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.default_seed = default_seed
+        self.running: list[Request] = []
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._running_rows: Int = np.zeros(0, np.int64)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: new and preempted ones."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's tokens and give their requests rows and blocks."""
+        rows, counts, preempted = self._schedule_running()
+        admitted: list[Request] = []
+        if self._waiting and not preempted:
+            admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+            rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)])
+            counts = np.concatenate([counts, np.array(more, np.int64)])
+        return self._in_batch_order(rows, counts, admitted, preempted)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give back its row and blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._refresh()
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        self._leave(request)
+
+    def remove_running(self, requests: list[Request]) -> None:
+        """The same for many running requests at once."""
+        leaving = set(map(id, requests))
+        self.running = [r for r in self.running if id(r) not in leaving]
+        self._refresh()
+        for request in requests:
+            self._leave(request)
+
+    def _schedule_running(self) -> tuple[Int, Int, list[Request]]:
+        rows = self._running_rows
+        counts = self._counts(rows)
+        after = self.rows.num_computed_tokens[rows] + counts
+        preempted: list[Request] = []
+        for position in self.cache.rows_short(rows, after).tolist():
+            request = self.running[position] if position < len(self.running) else None
+            if request is None:  # preempted below by a request before it
+                break
+            while not self.cache.try_grow(request.row, int(after[position])):
+                victim = self._preempt_last()
+                preempted.append(victim)
+                if victim is request:
+                    break
+        if preempted:
+            rows = self._running_rows
+            counts = self._counts(rows)
+        scheduled = counts > 0
+        return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
+
+    def _counts(self, rows: Int) -> Int:
+        """Tokens of each running row in this step: what is left to compute, cut where the budget ends."""
+        left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
+        if int(left.sum()) <= self.max_batched_tokens:
+            return left
+        before = np.cumsum(left) - left
+        return np.clip(self.max_batched_tokens - before, 0, left)
+
+    def _preempt_last(self) -> Request:
+        """Take the blocks of the running request that is last in order and queue it again."""
+        victim = self.running.pop()
+        self.cache.release(victim.row)
+        self.rows.num_computed_tokens[victim.row] = 0
+        victim.status = Status.PREEMPTED
+        victim.metrics.num_preemptions += 1
+        heapq.heappush(self._waiting, (victim.order, victim))
+        self._refresh()
+        return victim
+
+    def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
+        admitted: list[Request] = []
+        counts: list[int] = []
+        while self._waiting and budget > 0:
+            request = self._waiting[0][1]
+            if request.row < 0 and self.rows.num_free == 0:
+                break
+            count = self._try_admit(request, budget)
+            if count == 0:
+                break
+            heapq.heappop(self._waiting)
+            admitted.append(request)
+            counts.append(count)
+            budget -= count
+        if admitted:
+            self.running.extend(admitted)
+            self.running.sort(key=lambda r: r.order)
+            self._refresh()
+        return admitted, counts
+
+    def _try_admit(self, request: Request, budget: int) -> int:
+        """Tokens of the request that fit into this step; 0 if it has to wait, and nothing is taken then."""
+        known = self._known_tokens(request)
+        hit, prefix = self.cache.find_prefix(request, known)
+        count = len(known) - hit
+        if count > budget:
+            if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
+                return 0
+            count = budget
+        fresh = request.row < 0
+        row = self.rows.admit(request, self._seed(request)) if fresh else request.row
+        if not self.cache.try_admit(row, prefix, hit + count):
+            if fresh:
+                self.rows.release(request)
+            return 0
+        self.rows.num_computed_tokens[row] = hit
+        if request.status is Status.WAITING:
+            request.metrics.num_cached_tokens = hit
+        request.status = Status.RUNNING
+        return count
+
+    def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
+        if request.row < 0:
+            return np.asarray(request.prompt_token_ids, np.int32)
+        return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
+
+    def _seed(self, request: Request) -> int:
+        """A seed of its own for a request that brings none, from the engine's seed and its order of arrival."""
+        return (self.default_seed * 0x9E3779B97F4A7C15 + request.arrival * 0xD1342543DE82EF95 + request.index + 1) % 2**64
+
+    def _in_batch_order(self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]) -> Schedule:
+        longer = counts > 1
+        num_decodes = len(counts) - int(longer.sum())
+        if 0 < num_decodes < len(counts):
+            order = np.argsort(longer, kind="stable")
+            rows, counts = rows[order], counts[order]
+        return Schedule(
+            rows=rows,
+            num_scheduled=counts,
+            num_computed=self.rows.num_computed_tokens[rows],
+            num_tokens=int(counts.sum()),
+            num_decodes=num_decodes,
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+        )
+
+    def _refresh(self) -> None:
+        self._running_rows = np.array([r.row for r in self.running], np.int64)
+
+    def _leave(self, request: Request) -> None:
+        if request.row >= 0:
+            self.cache.release(request.row)
+            self.rows.release(request)
+        request.status = Status.FINISHED

@@ -1,0 +1,62 @@
+"""How a page of keys and values lies in memory.
+
+One manager block of one layer is a *page*. It is `ratio` consecutive kernel blocks, and each kernel block holds its
+keys, then its values. With equal head sizes the memory is therefore, outermost first,
+
+* ``NHD``: [num_blocks * ratio, 2, kernel_block_size, num_kv_heads, head_size]
+* ``HND``: [num_blocks * ratio, 2, num_kv_heads, kernel_block_size, head_size]
+
+so a page is one contiguous piece whichever layout is chosen, and can be copied or shared as bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.errors import CapacityError, PluginError
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype called `name`. Raises PluginError for a name that torch does not know."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PluginError(f"cache dtype {name!r} is no torch dtype", fix="use a name such as 'bfloat16'")
+    return dtype
+
+
+def token_bytes(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """Bytes of one token's key and value in `layer`."""
+    return layer.num_kv_heads * (layer.head_size + layer.head_size_v) * dtype.itemsize
+
+
+def bind_pages(
+    raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int, layout: str
+) -> KVCache:
+    """View `raw` (uint8, exactly the bytes of `num_kernel_blocks` kernel blocks of `size` tokens) as a cache.
+
+    Raises CapacityError if `raw` has another length, PluginError for an unknown `layout`.
+    """
+    expected = num_kernel_blocks * size * token_bytes(layer, dtype)
+    if raw.numel() != expected:
+        raise CapacityError(
+            f"layer {layer.name!r}: the cache buffer has {raw.numel()} bytes, {num_kernel_blocks} kernel blocks of "
+            f"{size} tokens need {expected}",
+            fix="allocate num_blocks * page_bytes(layer)",
+        )
+    blocks = raw.view(dtype).view(num_kernel_blocks, -1)  # [num_kernel_blocks, elements of K and V]
+    split = size * layer.num_kv_heads * layer.head_size
+    heads = layer.num_kv_heads
+    return KVCache(
+        _logical(blocks[:, :split], size, heads, layer.head_size, layout),
+        _logical(blocks[:, split:], size, heads, layer.head_size_v, layout),
+    )
+
+
+def _logical(part: torch.Tensor, size: int, num_kv_heads: int, head_size: int, layout: str) -> torch.Tensor:
+    """[num_kernel_blocks, size * num_kv_heads * head_size] as [num_kernel_blocks, size, num_kv_heads, head_size]."""
+    if layout == "NHD":
+        return part.unflatten(1, (size, num_kv_heads, head_size))
+    if layout == "HND":
+        return part.unflatten(1, (num_kv_heads, size, head_size)).transpose(1, 2)
+    raise PluginError(f"cache layout {layout!r} is unknown", fix="use 'NHD' or 'HND'")

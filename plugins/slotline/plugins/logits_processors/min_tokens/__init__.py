@@ -1,0 +1,12 @@
+"""Logits processor `min_tokens`: no stop token before so many output tokens."""
+
+from slotline.registry.contracts import LogitsProcessorCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+descriptor = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="min_tokens",
+    summary="no stop token before so many output tokens",
+    capabilities=LogitsProcessorCapabilities(parameters=("min_tokens",), needs_history=False, default=True, order=30),
+    factory="slotline.plugins.logits_processors.min_tokens.processor:MinTokens",
+)

@@ -1,0 +1,47 @@
+"""Keeps stop tokens out until a request has its minimum of output tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
+
+
+class MinTokens:
+    """Keeps each row's minimum and the tokens that would end it."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self._eos = context.eos_token_ids
+        self._device = context.device
+        self._vocab_size = context.vocab_size
+        self._minimum = np.zeros(context.max_requests, np.int64)
+        self._stops: dict[int, torch.Tensor] = {}
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        """The parameter's own range is checked by `SamplingParams`."""
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        """Collect the tokens that end this request."""
+        minimum = params.get("min_tokens") or 0
+        stops = {*params.get("stop_token_ids", ()), *(() if params.get("ignore_eos") else self._eos)}
+        stops = {token for token in stops if token < self._vocab_size}
+        if minimum <= 0 or not stops:
+            return False
+        self._minimum[row] = minimum
+        self._stops[row] = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
+        return True
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        """Set the stop tokens of rows that are too short to minus infinity, in place."""
+        num_output = batch.num_tokens - batch.num_prompt_tokens + batch.draft_positions
+        for position in np.flatnonzero(num_output < self._minimum[batch.rows]).tolist():
+            logits[position, self._stops[int(batch.rows[position])]] = -torch.inf
+        return logits
+
+    def release(self, row: int) -> None:
+        """Forget the row."""
+        del self._stops[row]

@@ -1,0 +1,1 @@
+"""Model families: how a checkpoint becomes a model that calls attention through slots."""

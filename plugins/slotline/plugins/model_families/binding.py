@@ -1,0 +1,115 @@
+"""How attention of a transformers model reaches the attend callable of the current forward.
+
+transformers looks an attention function up by the name in the model's configuration and calls it with the attention
+module. Each attention module carries a slot object, and the slot knows its layer's facts and the model's holder of
+the current attend callable; so nothing lives in a module global, and two models do not meet.
+
+No mask function is registered under the name: transformers then builds no masks at all, and skips the check for
+packed sequences, which would cost a device synchronisation in every forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import define
+from transformers import AttentionInterface
+
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.errors import ModelError
+
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import Attend
+
+ATTENTION_NAME = "slotline"
+"""The attention implementation's name in transformers' configurations."""
+
+SLOT_ATTRIBUTE = "slotline_slot"
+"""The attribute of an attention module that holds its `AttentionSlot`."""
+
+
+def no_attend(layer: AttentionLayer, *_tensors: Any) -> torch.Tensor:
+    """Stands in the holder between forwards.
+
+    Raises:
+        ModelError: always.
+    """
+    raise ModelError(
+        f"attention layer {layer.name!r} was called outside Model.forward",
+        fix="call Model.forward with an attend callable instead of the transformers model",
+    )
+
+
+class AttendHolder:
+    """The attend callable of one model's current forward."""
+
+    __slots__ = ("attend",)
+
+    def __init__(self) -> None:
+        self.attend: Attend = no_attend
+
+
+@define(eq=False)
+class AttentionSlot:
+    """What an attention module needs to reach `attend`.
+
+    Attributes:
+        layer: the layer's facts.
+        holder: the model's holder; its `attend` takes (layer, query [num_tokens, num_heads, head_size], key, value
+            [num_tokens, num_kv_heads, ...], sinks or None) and returns [num_tokens, num_heads, head_size_v].
+    """
+
+    layer: AttentionLayer
+    holder: AttendHolder
+
+
+def slot_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls. Scale, window and soft cap are known from the layer's facts.
+
+    Args:
+        query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads.
+        s_aux: the sink logits [num_heads] of models that learn them.
+
+    Returns:
+        [1, num_tokens, num_heads, head_size_v], and no weights.
+    """
+    slot = module.slotline_slot
+    # Views only: transformers made these by transposing [1, num_tokens, heads, size].
+    out = slot.holder.attend(
+        slot.layer, query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0], s_aux
+    )
+    return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
+
+
+def register(name: str, function: Any) -> None:
+    """Make an attention function known to transformers; registering the same one again changes nothing."""
+    AttentionInterface.register(name, function)
+
+
+def bind(hf_model: torch.nn.Module, layers: Iterable[AttentionLayer]) -> AttendHolder:
+    """Give every attention module its slot.
+
+    Raises:
+        ModelError: if the model has no module of a layer's name.
+    """
+    holder = AttendHolder()
+    for layer in layers:
+        try:
+            module = hf_model.get_submodule(layer.name)
+        except AttributeError as error:
+            raise ModelError(
+                f"the loaded model has no attention module {layer.name!r}",
+                fix="inspect the checkpoint again: the facts belong to another model",
+            ) from error
+        setattr(module, SLOT_ATTRIBUTE, AttentionSlot(layer, holder))
+    return holder

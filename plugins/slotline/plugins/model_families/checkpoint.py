@@ -1,0 +1,180 @@
+"""Reads what a Hugging Face folder says about itself: its files, configuration, end tokens and longest sequence."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from attrs import frozen
+
+from slotline.plugins.model_families.decoder import ARCHITECTURES
+from slotline.registry.errors import ModelError
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+EXTENDING_ROPE_TYPES = ("linear", "yarn")
+"""Rope scalings that stretch the positions by `factor`. Others state the stretched length in the configuration, and
+`dynamic` is not stretched at all: see `rope`."""
+
+
+@frozen(kw_only=True)
+class Checkpoint:
+    """A folder that holds a served architecture.
+
+    Attributes:
+        path: the folder.
+        architecture: the class's name in transformers.
+        model_class: the transformers class.
+        config: its configuration; do not change it, ask `read` for another.
+        generation: generation_config.json, empty if there is none.
+    """
+
+    path: Path
+    architecture: str
+    model_class: Any
+    config: Any
+    generation: Mapping[str, Any]
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end a generation: generation_config.json's, else config.json's; negative ones mean none."""
+        found = self.generation.get("eos_token_id")
+        if found is None:
+            found = getattr(self.config, "eos_token_id", None)
+        ids = found if isinstance(found, list) else [] if found is None else [found]
+        return tuple(token for token in ids if token >= 0)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype's name: the configuration's, else that of the first stored weight, else float32."""
+        declared = getattr(self.config, "dtype", None)
+        if declared is not None:
+            return str(declared).removeprefix("torch.")
+        return _stored_dtype(self.path)
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence that the positions allow, rope scaling included."""
+        return _scaled_length(self.config)
+
+
+def read(path: Path) -> Checkpoint:
+    """Read a folder's configuration files.
+
+    Raises:
+        ModelError: if the folder, its config.json or its weights are missing, or if its model is not served.
+    """
+    raw = _read_config_json(path)
+    architecture = _served_architecture(path, raw)
+    model_class = getattr(transformers, architecture, None)
+    if model_class is None:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no class {architecture!r} for {path}",
+            fix="install a newer transformers",
+        )
+    try:
+        config = model_class.config_class.from_pretrained(path, local_files_only=True)
+    except Exception as error:  # transformers and its dataclass validators raise many kinds
+        raise ModelError(
+            f"{path / 'config.json'} is no valid configuration of {architecture}: {error}",
+            fix="download config.json again",
+        ) from error
+    _refuse_unserved_features(path, config)
+    return Checkpoint(
+        path=path,
+        architecture=architecture,
+        model_class=model_class,
+        config=config,
+        generation=_read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {},
+    )
+
+
+def require_weights(path: Path) -> None:
+    """Check that the folder holds weights.
+
+    Raises:
+        ModelError: if it holds neither safetensors nor a torch file.
+    """
+    if not any(True for pattern in WEIGHT_FILES for _ in path.glob(pattern)):
+        raise ModelError(
+            f"{path} holds no weights: none of {', '.join(WEIGHT_FILES)}",
+            fix="download the checkpoint's weight files into this folder",
+        )
+
+
+def _read_config_json(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        raise ModelError(f"there is no folder {str(path)!r}", fix="set `model` to a local Hugging Face folder")
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"{str(path)!r} has no config.json, so it is no Hugging Face checkpoint",
+            fix="set `model` to the folder that holds config.json and the weights",
+        )
+    return _read_json(file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{file} cannot be read as JSON: {error}", fix="download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{file} holds a {type(content).__name__}, not an object", fix="download the file again")
+    return content
+
+
+def _served_architecture(path: Path, raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures") or []
+    if raw.get("is_encoder_decoder"):
+        raise ModelError(
+            f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); this family runs decoders only",
+            fix="use a decoder-only checkpoint",
+        )
+    for architecture in named:
+        if architecture in ARCHITECTURES:
+            return str(architecture)
+    asked = named[0] if named else f"(none named; model_type {raw.get('model_type')!r})"
+    closest = difflib.get_close_matches(str(asked), ARCHITECTURES, n=1, cutoff=0.0)
+    raise ModelError(
+        f"architecture {asked!r} of {path} is not served; served are {', '.join(ARCHITECTURES)}",
+        fix=f"the closest served architecture is {closest[0]}; use such a checkpoint or a plugin that serves this one",
+    )
+
+
+def _refuse_unserved_features(path: Path, config: Any) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{path} holds quantized weights (quantization_config), which this family cannot read",
+            fix="use the checkpoint in bfloat16, float16 or float32",
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ModelError(
+            f"{path} sets use_bidirectional_attention, so it is no causal decoder",
+            fix="use a checkpoint without it",
+        )
+
+
+def _stored_dtype(path: Path) -> str:
+    from safetensors import safe_open
+
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - safe_open is no mapping
+                return names.get(opened.get_slice(key).get_dtype(), "float32")
+    return "float32"
+
+
+def _scaled_length(config: Any) -> int:
+    length = int(config.max_position_embeddings)
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type")
+    # Rope parameters by layer type (Gemma 3) come with a configuration that already states the full length.
+    if rope_type not in EXTENDING_ROPE_TYPES:
+        return length
+    original = rope.get("original_max_position_embeddings") if rope_type == "yarn" else None
+    return int((original or length) * float(rope.get("factor", 1.0)))

@@ -1,0 +1,50 @@
+"""Decoder-only language models of transformers, with attention bound to slots. This module does not import torch."""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts.model_family import ModelFamilyCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+ARCHITECTURES: tuple[str, ...] = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+    "GraniteForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "MixtralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Starcoder2ForCausalLM",
+)
+"""Every one is compared with transformers' own logits by the tests."""
+
+
+@frozen(kw_only=True)
+class DecoderOptions:
+    """The plugin's own table.
+
+    Attributes:
+        lean: run the decoder layers in a loop of ours where that gives the same logits (checked at load); false
+            always calls transformers' own forward.
+    """
+
+    lean: bool = True
+
+
+descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
+    kind=Kind.MODEL_FAMILY,
+    name="transformers_decoder",
+    capabilities=ModelFamilyCapabilities(
+        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",))
+    ),
+    factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
+    options="slotline.plugins.model_families.decoder:DecoderOptions",
+    summary="decoder-only checkpoints in Hugging Face format, through transformers' own modules",
+)

@@ -1,0 +1,77 @@
+"""Reads a checkpoint's weights into a transformers model that calls our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers.utils import logging as transformers_logging
+
+from slotline.plugins.model_families import binding, checkpoint
+from slotline.registry.contracts.model_family import ModelContext
+from slotline.registry.errors import ModelError
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of a name such as ``bfloat16``.
+
+    Raises:
+        ModelError: if weights cannot have it.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ModelError(f"dtype {name!r} is no dtype for weights", fix="use float32, bfloat16 or float16")
+    return dtype
+
+
+def load_transformers_model(context: ModelContext) -> Any:
+    """The model in host memory: weights read, cast and checked, evaluation mode, no gradients.
+
+    Raises:
+        ModelError: if weights are missing or do not fit the model.
+    """
+    path = context.facts.path
+    found = checkpoint.read(path)
+    checkpoint.require_weights(path)
+    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    try:
+        with _no_progress_bars():
+            model, report = found.model_class.from_pretrained(
+                path,
+                config=found.config,
+                dtype=torch_dtype(context.dtype),
+                attn_implementation=binding.ATTENTION_NAME,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise ModelError(
+            f"the weights of {path} cannot be read: {error}", fix="download the checkpoint again"
+        ) from error
+    _refuse_incomplete(context, report)
+    return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _refuse_incomplete(context: ModelContext, report: dict[str, Any]) -> None:
+    for what in ("missing_keys", "mismatched_keys"):
+        names = sorted(map(str, report.get(what) or ()))
+        if names:
+            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+            raise ModelError(
+                f"{what.replace('_keys', '')} weights in {context.facts.path}: {shown}",
+                fix="download the checkpoint again, or use the config.json that belongs to these weights",
+            )

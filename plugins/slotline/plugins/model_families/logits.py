@@ -1,0 +1,32 @@
+"""From hidden states to logits, with what some families do to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class LogitsHead:
+    """The output projection with the configuration's logit scaling and final soft cap.
+
+    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Gemma 2 caps with
+    `final_logit_softcapping`.
+    """
+
+    def __init__(self, hf_model: Any) -> None:
+        config = hf_model.config
+        self._model = hf_model
+        self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._factor = getattr(config, "logit_scale", None) or 1.0
+        self._factor = self._factor / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        # `lm_head` is looked up in each call: adapters may have replaced it.
+        logits: torch.Tensor = self._model.lm_head(hidden_states).float()  # [n, vocab_size]
+        if self._factor != 1.0:
+            logits = logits * self._factor
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits

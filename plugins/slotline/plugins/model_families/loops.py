@@ -1,0 +1,148 @@
+"""The two ways through the decoder layers: transformers' own forward, and a loop that leaves out what we never use.
+
+transformers' forward collects outputs, merges configuration defaults, plans masks and caches; all of it is host time in
+every step. The lean loop calls the same modules with position embeddings alone. It is used only after it has given the
+same logits as the whole transformers model on a probe at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slotline.plugins.model_families.binding import AttendHolder, no_attend
+from slotline.plugins.model_families.logits import LogitsHead
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.errors import ModelError
+
+Loop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+PROBE_TOKENS = 5
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest difference of logits, relative to the largest logit, that counts as the same computation."""
+
+
+class TransformersLoop:
+    """Calls the base model's own forward."""
+
+    def __init__(self, hf_model: Any) -> None:
+        self._base = hf_model.base_model
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size] of input_ids and positions [num_tokens]."""
+        outputs = self._base(
+            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True
+        )
+        hidden_states: torch.Tensor = outputs.last_hidden_state
+        return hidden_states
+
+
+class LeanLoop:
+    """Embeds, computes the position embeddings once, runs the layers, norms; modules are looked up in each call."""
+
+    def __init__(self, hf_model: Any) -> None:
+        self._base = hf_model.base_model
+        # A rope type by layer type means one set of position embeddings for each (Gemma 3).
+        by_type = isinstance(getattr(self._base.rotary_emb, "rope_type", None), dict)
+        self._layer_types: tuple[str, ...] = tuple(hf_model.config.layer_types) if by_type else ()
+        self._multiplier: float | None = getattr(hf_model.config, "embedding_multiplier", None)
+
+    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size] of input_ids and positions [num_tokens]."""
+        base = self._base
+        hidden_states: torch.Tensor = base.embed_tokens(input_ids.unsqueeze(0))  # [1, num_tokens, hidden_size]
+        if self._multiplier is not None:
+            hidden_states = hidden_states * self._multiplier
+        for layer, embeddings in zip(base.layers, self._position_embeddings(hidden_states, positions), strict=True):
+            hidden_states = layer(hidden_states, position_embeddings=embeddings)
+        normed: torch.Tensor = base.norm(hidden_states)
+        return normed
+
+    def _position_embeddings(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
+        """The (cos, sin) of each layer, [1, num_tokens, rotary_size] each."""
+        position_ids = positions.unsqueeze(0)  # [1, num_tokens]
+        rotary = self._base.rotary_emb
+        if not self._layer_types:
+            return [rotary(hidden_states, position_ids)] * len(self._base.layers)
+        by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(self._layer_types)}
+        return [by_type[name] for name in self._layer_types]
+
+
+def choose_loop(
+    hf_model: Any, holder: AttendHolder, head: LogitsHead, device: torch.device, *, lean: bool
+) -> tuple[Loop, tuple[str, ...]]:
+    """The fastest loop that gives the model's own logits, and a note on it.
+
+    Raises:
+        ModelError: if not even transformers' own layers with our head give them.
+    """
+    probe = _Probe(hf_model, holder, head, device)
+    reason = "asked for by lean = false"
+    if lean:
+        try:
+            candidate = LeanLoop(hf_model)
+            difference = probe.difference(candidate)
+        except Exception as error:  # an unknown family may fail in any way; the note says how
+            reason = f"the lean loop failed: {type(error).__name__}: {error}"
+        else:
+            if difference <= probe.tolerance:
+                return candidate, (f"lean loop over the layers, checked against transformers ({difference:.1e})",)
+            reason = f"the lean loop's logits differ by {difference:.1e}"
+    generic = TransformersLoop(hf_model)
+    difference = probe.difference(generic)
+    if not difference <= probe.tolerance:
+        raise ModelError(
+            f"{type(hf_model).__name__} treats its logits in a way this family does not know: they differ by "
+            f"{difference:.1e} of the largest",
+            fix="use a model family plugin that serves this architecture",
+        )
+    return generic, (f"transformers' own forward: {reason}",)
+
+
+class _Probe:
+    """A few tokens and the logits that the whole transformers model gives for them, under a plain causal attention."""
+
+    def __init__(self, hf_model: Any, holder: AttendHolder, head: LogitsHead, device: torch.device) -> None:
+        self._holder, self._head = holder, head
+        vocab_size = int(hf_model.config.vocab_size)
+        self.tolerance = TOLERANCES.get(hf_model.dtype, 5e-2)
+        self._positions = torch.arange(PROBE_TOKENS, device=device)  # [PROBE_TOKENS]
+        self._input_ids = (self._positions * 7 + 1) % vocab_size  # [PROBE_TOKENS]
+        self._expected = self._run(lambda: self._logits_of_transformers(hf_model))  # [PROBE_TOKENS, vocab_size]
+
+    def difference(self, loop: Loop) -> float:
+        """Largest difference of a loop's logits, relative to the largest expected one."""
+        found = self._run(lambda: self._head(loop(self._input_ids, self._positions)[0]))
+        return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
+
+    def _logits_of_transformers(self, hf_model: Any) -> torch.Tensor:
+        outputs = hf_model(
+            input_ids=self._input_ids.unsqueeze(0), position_ids=self._positions.unsqueeze(0), use_cache=False
+        )
+        logits: torch.Tensor = outputs.logits[0]
+        return logits.float()
+
+    def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self._holder.attend = _plain_attend
+        try:
+            with torch.no_grad():
+                return compute()
+        finally:
+            self._holder.attend = no_attend
+
+
+def _plain_attend(
+    layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    """Causal attention without window, cap and sinks: enough to tell two loops apart."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        is_causal=True,
+        scale=layer.scale,
+        enable_gqa=layer.num_heads != layer.num_kv_heads,
+    )  # [1, num_heads, num_tokens, head_size_v]
+    return out[0].transpose(0, 1)

@@ -1,0 +1,75 @@
+"""Gated MLPs with activation and product inside the matrix products.
+
+``down(act(gate(x)) * up(x))`` becomes three oneDNN calls: gate with the activation as its last step, up with the
+product as its last step, down. Nothing else touches the intermediate values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slotline.plugins.model_families.passes.equality import equal
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, is_plain_linear
+from slotline.plugins.model_families.passes.target import Target, slots
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+ACTIVATIONS = (("swish", ""), ("gelu", "tanh"), ("gelu", "none"), ("relu", ""))
+"""oneDNN's (operation, algorithm) names, tried in turn."""
+
+_linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
+
+
+class FusedGatedMLP(nn.Module):
+    """A gated MLP; its projections stay children by their usual names, so that adapters can replace them.
+
+    Attributes:
+        gate_proj, up_proj, down_proj: packed linear layers, or whatever an adapter put there.
+        act_fn: the original activation, for projections that were replaced.
+    """
+
+    def __init__(self, gate: PackedLinear, up: PackedLinear, down: PackedLinear, act_fn: nn.Module, index: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj, self.act_fn = gate, up, down, act_fn
+        self._operation, self._algorithm = ACTIVATIONS[index]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., hidden_size]."""
+        children = self._modules
+        gate, up, down = children["gate_proj"], children["up_proj"], children["down_proj"]
+        if type(gate) is not PackedLinear or type(up) is not PackedLinear:
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        # [..., intermediate_size] both
+        gate_weight, gate_bias = gate._buffers["packed"], gate._parameters["bias"]
+        up_weight, up_bias = up._buffers["packed"], up._parameters["bias"]
+        gated = _linear(x, gate_weight, gate_bias, self._operation, [], self._algorithm)
+        gated = _linear_binary(x, gated, up_weight, up_bias, "mul")
+        return down(gated)  # type: ignore[misc, no-any-return]
+
+
+def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
+    """Replace every gated MLP whose fused form is equal."""
+    if not target.packs:
+        return ()
+    count = 0
+    for parent, name, child in slots(model):
+        fused = _fuse(child, target)
+        if fused is not None:
+            setattr(parent, name, fused)
+            count += 1
+    return (f"fused activation and product into {count} gated MLPs",) if count else ()
+
+
+def _fuse(module: nn.Module, target: Target) -> FusedGatedMLP | None:
+    if set(PROJECTIONS) | {"act_fn"} != set(module._modules) or has_hooks(module):
+        return None
+    linears = [module.get_submodule(name) for name in PROJECTIONS]
+    if not all(is_plain_linear(linear, target) for linear in linears) or module._parameters:
+        return None
+    gate, up, down = (PackedLinear(linear.weight, linear.bias) for linear in linears)  # type: ignore[arg-type]
+    for index in range(len(ACTIVATIONS)):
+        fused = FusedGatedMLP(gate, up, down, module.get_submodule("act_fn"), index)
+        if equal(module, fused, gate.in_features, linears[0].weight):  # type: ignore[arg-type]
+            return fused
+    return None

@@ -1,0 +1,113 @@
+"""Query, key and value projections as one matrix product.
+
+The three modules stay where the attention module looks for them. Whichever is called first with a tensor computes all
+three outputs; the others, called with the very same tensor, hand out their part. A call with any other tensor starts
+anew, so the result never depends on the order or the number of calls.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, is_plain_linear
+from slotline.plugins.model_families.passes.target import Target
+
+SIBLINGS = ("q_proj", "k_proj", "v_proj")
+
+
+class PlainMerged(nn.Module):
+    """The merged projection where weights are not packed."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., all out_features]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class _Shared:
+    """The merged layer and the parts of its last output that nobody has taken yet."""
+
+    __slots__ = ("linear", "parts", "sizes", "version", "x")
+
+    def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
+        self.linear, self.sizes = linear, sizes
+        self.x: torch.Tensor | None = None
+        self.version = 0
+        self.parts: list[torch.Tensor | None] = []
+
+    def take(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        # The reference kept in self.x makes `is` safe; the version tells of writes, which inference tensors hide.
+        if self.x is not x or self.version != _version(x) or self.parts[index] is None:
+            self.parts = list(self.linear(x).split(self.sizes, -1))
+            self.x, self.version = x, _version(x)
+        part = self.parts[index]
+        self.parts[index] = None
+        if not any(other is not None for other in self.parts):
+            self.x = None
+        return part  # type: ignore[return-value]
+
+
+class MergedProjection(nn.Module):
+    """One of several projections that share a matrix product.
+
+    The outputs are views into one tensor [..., all out_features]: contiguous in the last dimension only.
+
+    Attributes:
+        in_features, out_features: sizes of this projection.
+    """
+
+    def __init__(self, shared: _Shared, index: int, in_features: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, shared.sizes[index]
+        if index == 0:
+            self.merged = shared.linear  # one place in the module tree, so that its weights are listed once
+        self._shared, self._index = shared, index
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        return self._shared.take(self._index, x)
+
+    @property
+    def shared_linear(self) -> nn.Module:
+        """The layer that computes all siblings at once."""
+        return self._shared.linear
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """This projection's weight [out_features, in_features]; a copy where weights are packed."""
+        start = sum(self._shared.sizes[: self._index])
+        whole: torch.Tensor = self._shared.linear.weight  # type: ignore[assignment]
+        return whole[start : start + self.out_features]
+
+
+def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
+    """Merge the projections of every attention module that has three plain ones of equal input."""
+    count = 0
+    for module in list(model.modules()):
+        children = (module._modules.get(name) for name in SIBLINGS)
+        linears = [child for child in children if is_plain_linear(child, target)]
+        count += len(linears) == len(SIBLINGS) and _merge(module, linears, target)
+    return (f"merged q, k, v projections in {count} layers",) if count else ()
+
+
+def _merge(module: nn.Module, linears: list[nn.Linear], target: Target) -> bool:
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    if len({linear.in_features for linear in linears}) != 1 or len(biases) not in (0, len(linears)):
+        return False
+    weight = torch.cat([linear.weight.detach() for linear in linears])  # [all out_features, in_features]
+    bias = torch.cat([bias.detach() for bias in biases]) if biases else None  # [all out_features]
+    merged = PackedLinear(weight, bias) if target.packs else PlainMerged(weight, bias)
+    shared = _Shared(merged, [linear.out_features for linear in linears])
+    for index, name in enumerate(SIBLINGS):
+        setattr(module, name, MergedProjection(shared, index, linears[0].in_features))
+    return True
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version

@@ -1,0 +1,60 @@
+"""What a pass may count on: the device and dtype, and which of the CPU's kernels this build of torch has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from slotline.registry.errors import ModelError
+
+PACKABLE = (torch.float32, torch.bfloat16)
+"""Dtypes with oneDNN packed kernels; float16 needs AVX-512 FP16 and is slower than plain torch without it."""
+
+
+@frozen
+class Target:
+    """Where an optimised model will run.
+
+    Attributes:
+        device: device type, ``cpu`` or ``cuda``.
+        dtype: the weights' dtype.
+    """
+
+    device: str
+    dtype: torch.dtype
+
+    @property
+    def packs(self) -> bool:
+        """Whether linear layers can hold their weight in oneDNN's blocked layout."""
+        return self.device == "cpu" and self.dtype in PACKABLE and _has_packed_kernels(self.dtype)
+
+    @property
+    def has_row_kernels(self) -> bool:
+        """Whether the compiled kernels of `row_kernels` serve it."""
+        return self.device == "cpu" and self.dtype in PACKABLE
+
+
+def target_of(device: str, dtype: str | torch.dtype) -> Target:
+    """The target for a device such as ``cuda:0`` and a dtype or its name.
+
+    Raises:
+        ModelError: if the dtype's name is unknown.
+    """
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ModelError(f"dtype {dtype!r} is no dtype for weights", fix="use float32, bfloat16 or float16")
+    return Target(torch.device(device).type, found)
+
+
+def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Every (parent, attribute name, child) of the model, listed first, so that children may be replaced meanwhile."""
+    yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _has_packed_kernels(dtype: torch.dtype) -> bool:
+    if not torch._C._has_mkldnn or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,132 @@
+"""The model family: looks at a checkpoint, loads it, and runs flattened tokens through transformers' modules."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slotline.plugins.model_families import binding, inspection, loading, offload, rope
+from slotline.plugins.model_families.decoder import DecoderOptions
+from slotline.plugins.model_families.logits import LogitsHead
+from slotline.plugins.model_families.loops import choose_loop
+from slotline.registry.contracts.model_family import ModelContext, ModelFacts
+from slotline.registry.errors import ModelError
+
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import Attend
+
+
+class TransformersDecoder:
+    """Serves every decoder of `decoder.ARCHITECTURES`; it keeps no state, so one may load many models."""
+
+    def __init__(self, context: object = None) -> None:
+        """The family needs nothing at build time; `load` gets its context later."""
+
+    def inspect(self, path: Path) -> ModelFacts:
+        """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
+        return inspection.inspect(Path(path))
+
+    def load(self, context: ModelContext) -> DecoderModel:
+        """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
+        return DecoderModel(context)
+
+
+class DecoderModel:
+    """A loaded decoder.
+
+    Attributes:
+        facts: what `inspect` found.
+        hf_model: the transformers model itself, for plugins that replace its modules.
+        notes: what was done while loading, in words.
+        load_seconds: wall time of loading, probes included.
+        weight_bytes: bytes of all parameters and buffers, those in host memory included.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        started = time.perf_counter()
+        self.facts = context.facts
+        self._context = context
+        self.hf_model, self._holder, notes = _build(context)
+        self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
+        self._head = LogitsHead(self.hf_model)
+        options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
+        self._loop, loop_notes = choose_loop(
+            self.hf_model, self._holder, self._head, torch.device(context.device), lean=options.lean
+        )
+        self.notes: tuple[str, ...] = notes + loop_notes
+        self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
+        self.load_seconds = time.perf_counter() - started
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `slotline.registry.contracts.model_family.Model.forward`."""
+        holder = self._holder
+        holder.attend = attend
+        try:
+            return self._loop(input_ids, positions)[0]  # [num_tokens, hidden_size]
+        finally:
+            holder.attend = binding.no_attend
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        return self._head(hidden_states)
+
+    def reload_weights(self) -> None:
+        """Read the checkpoint's weights again, in place: addresses stay, so captured graphs stay valid.
+
+        The new weights pass through host memory; where passes have changed the model, a second copy of it lives on
+        the device while this runs, since the passes must run over the new weights too.
+
+        Raises:
+            ModelError: if the weights are missing or do not fit the loaded model any more.
+        """
+        new = _tensors(self._read_again())
+        changed = [name for name in sorted(self._tensors.keys() | new.keys()) if not self._fits(name, new)]
+        if changed:
+            raise ModelError(
+                f"weights of {self.facts.path} do not fit the loaded model any more: {', '.join(changed[:4])}",
+                fix="put back the checkpoint that the model was loaded from, or build the engine again",
+            )
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(new[name])
+
+    def _read_again(self) -> Any:
+        if self._context.optimize:
+            return _build(self._context)[0]
+        fresh = loading.load_transformers_model(self._context)
+        rope.freeze(fresh, self.facts.max_model_len)
+        return fresh
+
+    def _fits(self, name: str, new: dict[str, torch.Tensor]) -> bool:
+        return name in new and name in self._tensors and new[name].shape == self._tensors[name].shape
+
+
+def _build(context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
+    """Read, bind, place and optimise; returns the model, its holder and notes.
+
+    Passes run on the device, where they are fast; but before placing where not all weights may go there.
+    """
+    hf_model = loading.load_transformers_model(context)
+    holder = binding.bind(hf_model, context.facts.layers)
+    notes = rope.freeze(hf_model, context.facts.max_model_len)
+    device = torch.device(context.device)
+    if context.offload_bytes:
+        notes += _optimize(hf_model, context)
+        return hf_model, holder, notes + offload.place(hf_model, device, context.offload_bytes)
+    offload.place(hf_model, device, 0)
+    return hf_model, holder, notes + _optimize(hf_model, context)
+
+
+def _optimize(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
+    if not context.optimize:
+        return ()
+    from slotline.plugins.model_families.passes import optimize
+
+    return optimize(hf_model, device=context.device, dtype=context.dtype)
+
+
+def _tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(hf_model.named_parameters()) | dict(hf_model.named_buffers())

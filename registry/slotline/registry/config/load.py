@@ -1,0 +1,151 @@
+"""Loading a configuration: layers merged, typed and checked, every value with its origin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, overload
+
+import attrs
+from attrs import field, frozen
+
+from slotline.registry.config.faults import Fault, raise_faults
+from slotline.registry.config.fields import is_table, key_paths, rest_field, table_fields
+from slotline.registry.config.plugin_tables import absent_plugins, options_path
+from slotline.registry.config.schema import Config, PluginsConfig
+from slotline.registry.config.sources import arguments_layer, environment_layer, file_layer, overrides_layer
+from slotline.registry.config.structure import dotted, structure
+from slotline.registry.config.toml_text import toml_value
+from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Origin, Table, find, leaves, merge
+from slotline.registry.descriptor import Kind
+
+T = TypeVar("T")
+
+
+@frozen(kw_only=True, eq=False)
+class LoadedConfig:
+    """A configuration and how it came about.
+
+    Attributes:
+        config: what was asked for; nothing rewrites it.
+        origins: where each value came from, by dotted key; defaults included.
+        files: the files read, in the order of merging, so that the last one wins.
+        warnings: what is odd but no error.
+        tree: the values as written.
+    """
+
+    config: Config
+    origins: Mapping[str, Origin]
+    files: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    tree: Table = field(repr=False)
+
+    @property
+    def plugin_rules(self) -> PluginsConfig:
+        """Which plugins may load."""
+        return self.config.plugins
+
+    @property
+    def inline_plugins(self) -> tuple[str, ...]:
+        """``path:attribute`` of each inline plugin, its path resolved against the file that names it."""
+        return tuple(_resolved(text, self.origins["plugins.inline"]) for text in self.config.plugins.inline)
+
+    def path(self, key: str) -> Path | None:
+        """The path in a key such as ``model``, resolved against the file that names it; None if it is empty."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name)
+        return Path(_resolved(value, self.origins[key])) if value else None
+
+    @overload
+    def options(self, kind: Kind, name: str, options_class: type[T]) -> T: ...
+    @overload
+    def options(self, kind: Kind, name: str, options_class: None) -> None: ...
+    def options(self, kind: Kind, name: str, options_class: type[T] | None) -> T | None:
+        """The plugin's own table as an object of its class, defaults where the file has none.
+
+        Raises:
+            ConfigError: for every key that is wrong, or for any key at all where the plugin takes no options.
+        """
+        path = options_path(kind, name)
+        tree = find(self.tree, path) or Table({}, DEFAULT)
+        if options_class is None:
+            raise_faults(_surplus(path, tree, f"the {kind.value} plugin {name!r} takes no options"))
+            return None
+        known = (*key_paths(Config), *key_paths(options_class, path))
+        options, faults = structure(options_class, tree, known, path)
+        raise_faults(faults)
+        return options
+
+    def check_plugin_tables(self, installed: Mapping[Kind, Collection[str]]) -> LoadedConfig:
+        """Look for tables of plugins that are not installed, and return this with a warning for each.
+
+        Raises:
+            ConfigError: in strict mode, or if the table asks for the plugin, as ``[logits_processors.NAME]`` does.
+        """
+        absent = list(absent_plugins(self.tree, installed))
+        raise_faults([fault for asked, fault in absent if asked or self.config.strict])
+        return attrs.evolve(self, warnings=(*self.warnings, *(str(fault) for _, fault in absent)))
+
+
+def load_config(
+    path: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> LoadedConfig:
+    """Read, merge and check a configuration.
+
+    Later layers win: defaults, the files that the file extends, the file, the environment, `overrides`, `values`.
+
+    Args:
+        path: a TOML file; None for none.
+        overrides: ``a.b=value`` as of ``--set``; the value is TOML, or a text without quotes.
+        values: keyword values, with dotted or nested keys.
+        environ: the environment; None for that of the process.
+
+    Raises:
+        ConfigError: listing every fault with file and line, key, value and what was probably meant.
+    """
+    faults: list[Fault] = []
+    files: list[str] = []
+    tree = Table({}, DEFAULT)
+    if path is not None:
+        tree = merge(tree, file_layer(Path(path), faults, files))
+    tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults))
+    tree = merge(tree, overrides_layer(overrides, faults))
+    tree = merge(tree, arguments_layer(values or {}))
+    config, found = structure(Config, tree, key_paths(Config))
+    raise_faults(faults + found)
+    if config is None:  # structure() names a fault whenever it makes no object
+        raise RuntimeError("the configuration was not built, and no fault says why")
+    origins = MappingProxyType(dict(_origins(config, Config, tree)))
+    return LoadedConfig(config=config, origins=origins, files=tuple(files), tree=tree)
+
+
+def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iterator[tuple[str, Origin]]:
+    for key, item in table_fields(cls).items():
+        inner = (*path, key)
+        node = find(tree, (key,))
+        if is_table(item.type):
+            below = node if isinstance(node, Table) else Table({}, DEFAULT)
+            yield from _origins(getattr(config, item.name), item.type, below, inner)  # type: ignore[arg-type]
+        elif node is None:
+            yield dotted(inner), attrs.evolve(DEFAULT, text=toml_value(getattr(config, item.name)))
+        else:
+            yield from ((dotted(at), leaf.origin) for at, leaf in leaves(node, inner))
+    if rest_field(cls) is not None:
+        rest = ((key, node) for key, node in tree.items.items() if key not in table_fields(cls))
+        yield from ((dotted(at), leaf.origin) for key, node in rest for at, leaf in leaves(node, (*path, key)))
+
+
+def _resolved(text: str, origin: Origin) -> str:
+    return os.path.normpath(origin.folder / os.path.expanduser(text)) if origin.folder else text
+
+
+def _surplus(path: KeyPath, tree: Leaf | Table, message: str) -> list[Fault]:
+    values = [] if isinstance(tree, Table) and not tree.items else leaves(tree, path)
+    return [Fault(leaf.origin, dotted(at), message) for at, leaf in values]

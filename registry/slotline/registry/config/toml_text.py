@@ -1,0 +1,40 @@
+"""Values and keys as TOML text."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+_BARE = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def toml_key(key: str) -> str:
+    """A key, in quotes where TOML needs them."""
+    return key if _BARE.fullmatch(key) else toml_value(key)
+
+
+def toml_value(value: Any) -> str:
+    """A value on one line; None, which TOML lacks, is shown as ``none``."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{toml_key(str(k))} = {toml_value(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    return str(value)
+
+
+def parse_toml_value(text: str) -> Any:
+    """The TOML value that `text` is; None if it is not one."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return None
+    return parsed["value"] if len(parsed) == 1 else None

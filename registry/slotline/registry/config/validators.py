@@ -1,0 +1,106 @@
+"""Validators of configuration values: each raises a ValueError that names the value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from attrs import frozen
+
+Validator = Callable[[Any, Any, Any], None]
+
+SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*([KkMmGgTt][Ii]?[Bb])\s*$"
+_SIZE = re.compile(SIZE_PATTERN)
+_UNITS = {
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+    "KIB": 2**10,
+    "MIB": 2**20,
+    "GIB": 2**30,
+    "TIB": 2**40,
+}
+
+
+def is_integer(value: object) -> bool:
+    """Whether `value` is an int proper; True and False are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@frozen
+class AtLeast:
+    """An integer or float not below `minimum`; the string 'auto' too, if `auto` says so."""
+
+    minimum: float
+    auto: bool = False
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        if self.auto and value == "auto":
+            return
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or value < self.minimum:
+            other = " or 'auto'" if self.auto else ""
+            raise ValueError(f"{value!r} is too small: use a number >= {self.minimum}{other}")
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"minimum": self.minimum}  # JSON Schema applies it to numbers alone
+
+
+@frozen
+class VersionIs:
+    """Exactly the version of the format that this slotline reads."""
+
+    version: int
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        if not is_integer(value) or value != self.version:
+            raise ValueError(f"{value!r} is not a version that this slotline reads: use {self.version}")
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"const": self.version}
+
+
+@frozen
+class FractionOrSize:
+    """A float in (0, 1], or a size such as '2GiB' or '512MB'."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        if isinstance(value, str):
+            size_in_bytes(value)
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ValueError(
+                f"{value!r} is neither a share nor a size: use a number in (0, 1] or a text such as '2GiB'"
+            )
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"exclusiveMinimum": 0, "maximum": 1, "pattern": SIZE_PATTERN}
+
+
+def at_least(minimum: float) -> AtLeast:
+    """A number that is `minimum` or more."""
+    return AtLeast(minimum)
+
+
+def version_is(version: int) -> VersionIs:
+    """The number `version` and no other."""
+    return VersionIs(version)
+
+
+positive = AtLeast(1)
+positive_or_auto = AtLeast(1, auto=True)
+fraction_or_size = FractionOrSize()
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes of a size such as '2GiB' (powers of 1024) or '512MB' (powers of 1000).
+
+    Raises:
+        ValueError: if `text` is not a positive number with a unit.
+    """
+    match = _SIZE.match(text)
+    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2].upper()])
+    if size <= 0:
+        raise ValueError(f"{text!r} is not a size: use a positive number with KB, MB, GB, TB, KiB, MiB, GiB or TiB")
+    return size

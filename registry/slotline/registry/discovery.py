@@ -1,0 +1,260 @@
+"""Discovery: which plugins there are, and loading the ones that are needed. Imports no torch.
+
+Metadata is read without importing. A plugin that is named must load, else the error says why; one that is only a
+candidate becomes a row with its error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn, overload
+
+import attrs
+
+from slotline.registry.config.faults import similar
+from slotline.registry.config.load import load_config
+from slotline.registry.config.schema import PluginsConfig
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.errors import (
+    ContractError,
+    PluginConflictError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFoundError,
+)
+from slotline.registry.hooks import HookHost
+from slotline.registry.inline import inline_records
+from slotline.registry.loading import bind_contract, import_dotted, label_of, one_line, resolve_options, to_descriptor
+from slotline.registry.records import HOOKS, PROJECT, PluginRecord, PluginState, canonical, installed_records
+from slotline.registry.rules import apply_lists, check_required, settle_duplicates, unused_rules
+
+_OPEN = (PluginState.AVAILABLE, PluginState.LOADED, PluginState.SELECTED)
+_BROKEN = (PluginState.FAILED, PluginState.INCOMPATIBLE)
+
+
+class PluginRegistry:
+    """The plugins of this environment and what became of each.
+
+    Attributes:
+        hooks: the host of the hook plugins.
+        warnings: rules of the configuration that nothing answers to.
+    """
+
+    def __init__(self, rows: Sequence[PluginRecord], *, strict: bool = False, warnings: Sequence[str] = ()) -> None:
+        self.hooks = HookHost()
+        self.warnings = tuple(warnings)
+        self._rows = list(rows)
+        self._strict = strict
+        self._causes: dict[str, PluginError] = {}
+
+    @classmethod
+    def discover(
+        cls,
+        rules: PluginsConfig | None = None,
+        *,
+        inline: Sequence[str | Path] | None = None,
+        blocked: Sequence[str] = (),
+        strict: bool = False,
+        tolerant: bool = False,
+    ) -> PluginRegistry:
+        """Read the metadata of installed plugins, load the inline ones and the hook plugins.
+
+        Args:
+            rules: the `[plugins]` table; None for what the environment says.
+            inline: ``path:attribute`` of inline plugins, as `LoadedConfig.inline_plugins` gives them; None for those of
+                `rules`, which then count from the current folder.
+            blocked: names or ``kind:name`` that must not load, beside those of `rules`.
+            strict: a candidate that fails to load is an error, not a row.
+            tolerant: for lists: two distributions with one name are failed rows, not an error.
+
+        Raises:
+            PluginError: if slotline itself is not installed, or `require` is not met.
+            PluginConflictError: if two distributions offer one name and the rules do not choose.
+            PluginLoadError: if an inline plugin fails, or a hook plugin's hooks are not ours.
+        """
+        rules = load_config().plugin_rules if rules is None else rules
+        check_required(rules.require)
+        installed = installed_records()
+        _check_own(installed)
+        rows = apply_lists([*installed, *inline_records(rules.inline if inline is None else inline)], rules, blocked)
+        rows = settle_duplicates(rows, rules, tolerant=tolerant)
+        registry = cls(rows, strict=strict, warnings=unused_rules(rows, rules))
+        for row in registry._inline():
+            registry._accept(row, row.descriptor)
+        registry._load_hooks(rules, blocked, tolerant)
+        return registry
+
+    def records(self) -> tuple[PluginRecord, ...]:
+        """Every row, by kind and name."""
+        return tuple(sorted(self._rows, key=lambda row: (row.label, row.distribution)))
+
+    def names(self, kind: Kind) -> tuple[str, ...]:
+        """The names of a kind that can be asked for; broken ones are among them, so that asking says why."""
+        states = (*_OPEN, *_BROKEN)
+        return tuple(sorted({row.name for row in self._rows if row.kind == kind and row.state in states}))
+
+    def installed(self) -> dict[Kind, tuple[str, ...]]:
+        """`names` of every kind."""
+        return {kind: self.names(kind) for kind in Kind}
+
+    def descriptor(self, kind: Kind, name: str) -> Descriptor[Any]:
+        """The descriptor of a named plugin; the same as `load(kind, name, required=True)`."""
+        return self.load(kind, name, required=True)
+
+    @overload
+    def load(self, kind: Kind, name: str, *, required: Literal[True] = True) -> Descriptor[Any]: ...
+    @overload
+    def load(self, kind: Kind, name: str, *, required: bool) -> Descriptor[Any] | None: ...
+    def load(self, kind: Kind, name: str, *, required: bool = True) -> Descriptor[Any] | None:
+        """Import a plugin's descriptor, once.
+
+        Args:
+            kind: the slot.
+            name: the plugin.
+            required: whether somebody named it. If not, a plugin that is missing or broken gives None.
+
+        Raises:
+            PluginNotFoundError: with the names that there are.
+            PluginLoadError: with the cause chained.
+            ContractError: if the versions do not meet.
+            PluginError: if it is blocked.
+        """
+        row = self._find(kind, name)
+        if row is not None and row.state is PluginState.AVAILABLE:
+            row = self._import(row)
+        if row is not None and row.state in _OPEN:
+            return row.descriptor
+        if required:
+            self._refuse(kind, name, row)
+        return None
+
+    def candidates(self, kind: Kind) -> list[Descriptor[Any]]:
+        """The descriptors of every plugin of a kind that loads, by name. The others become rows with their error.
+
+        Raises:
+            PluginError: in strict mode, for the first plugin that does not load.
+        """
+        found = [self.load(kind, name, required=self._strict) for name in self.names(kind)]
+        return [descriptor for descriptor in found if descriptor is not None]
+
+    def option_classes(self) -> dict[tuple[Kind, str], type]:
+        """The options class of every plugin that loads and has one, for the JSON Schema."""
+        found = {(kind, plugin.name): resolve_options(plugin) for kind in Kind for plugin in self.candidates(kind)}
+        return {key: options for key, options in found.items() if options is not None}
+
+    def mark_selected(self, kind: Kind, name: str) -> None:
+        """Note that a plan uses the plugin."""
+        row = self._find(kind, name)
+        if row is None or row.state not in _OPEN:
+            self._refuse(kind, name, row)
+        self._replace(row, state=PluginState.SELECTED)
+
+    def _find(self, kind: Kind, name: str) -> PluginRecord | None:
+        rows = [row for row in self._rows if row.kind == kind and row.name == name]
+        rows.sort(key=lambda row: row.state in (PluginState.BLOCKED, PluginState.SHADOWED))
+        return rows[0] if rows else None
+
+    def _replace(self, row: PluginRecord, **changes: Any) -> PluginRecord:
+        new = attrs.evolve(row, **changes)
+        self._rows[next(i for i, other in enumerate(self._rows) if other is row)] = new
+        return new
+
+    def _import(self, row: PluginRecord) -> PluginRecord:
+        what = f"plugin {row.label!r} of {row.source}"
+        try:
+            descriptor = to_descriptor(import_dotted(row.value, what), what)
+            _check_identity(row, descriptor, what)
+        except PluginError as error:
+            return self._fail(row, error)
+        return self._accept(row, descriptor)
+
+    def _accept(self, row: PluginRecord, descriptor: Descriptor[Any] | None) -> PluginRecord:
+        if descriptor is None:
+            return row
+        try:
+            bind_contract(descriptor)
+        except ContractError as error:
+            return self._fail(row, error, PluginState.INCOMPATIBLE)
+        return self._replace(row, state=PluginState.LOADED, descriptor=descriptor)
+
+    def _fail(self, row: PluginRecord, error: PluginError, state: PluginState = PluginState.FAILED) -> PluginRecord:
+        self._causes[row.label] = error
+        cause = error.__cause__
+        return self._replace(row, state=state, error=one_line(cause) if cause else error.message.splitlines()[0])
+
+    def _refuse(self, kind: Kind, name: str, row: PluginRecord | None) -> NoReturn:
+        label = f"{kind.value}:{name}"
+        if label in self._causes:
+            raise self._causes[label]
+        if row is not None and row.state is PluginState.FAILED:
+            raise PluginConflictError(row.error)
+        if row is not None:
+            raise PluginError(
+                f"plugin {label!r} of {row.source} is {row.state.value}: {row.error}",
+                fix="change [plugins] block, allow or distribution, or ask for another plugin",
+            )
+        names = self.names(kind)
+        raise PluginNotFoundError(
+            f"there is no {kind.value} plugin {name!r}{similar(name, names)}",
+            fix=f"install one, or use one of: {', '.join(names) or '(none is installed)'}",
+        )
+
+    def _inline(self) -> list[PluginRecord]:
+        return [row for row in self._rows if row.inline and row.state in _OPEN]
+
+    def _load_hooks(self, rules: PluginsConfig, blocked: Sequence[str], tolerant: bool) -> None:
+        for row in [row for row in self._rows if row.kind == HOOKS and row.state is PluginState.AVAILABLE]:
+            offered = apply_lists(self._hook_plugin(row, tolerant), rules, blocked)
+            self._rows = settle_duplicates([*self._rows, *offered], rules, tolerant=tolerant)
+            for new in offered:
+                if new.state is PluginState.AVAILABLE and any(other is new for other in self._rows):
+                    self._accept(new, new.descriptor)
+
+    def _hook_plugin(self, row: PluginRecord, tolerant: bool) -> list[PluginRecord]:
+        """Load a hook plugin; the rows of what it registers. A misspelt hook is an error, any other failure a row."""
+        what = f"hook plugin {row.label!r} of {row.source}"
+        collected = _Collected(row)
+        stop = self._strict
+        try:
+            plugin = import_dotted(row.value, what, module=True)
+            stop = not tolerant
+            self.hooks.add(plugin, row.label)
+            stop = self._strict
+            self.hooks.register(row.label, collected)
+        except PluginError as error:
+            self.hooks.remove(row.label)
+            self._fail(row, error)
+            if stop:
+                raise
+            return []
+        self._replace(row, state=PluginState.LOADED)
+        return collected.rows
+
+
+class _Collected:
+    """The registrar that a hook plugin's `slotline_register` gets."""
+
+    def __init__(self, row: PluginRecord) -> None:
+        self._row = row
+        self.rows: list[PluginRecord] = []
+
+    def add(self, descriptor: Descriptor[Any]) -> None:
+        found = to_descriptor(descriptor, f"what hook plugin {self._row.label!r} registers")
+        self.rows.append(attrs.evolve(self._row, kind=found.kind, name=found.name, descriptor=found))
+
+
+def _check_own(rows: Sequence[PluginRecord]) -> None:
+    if not any(canonical(row.distribution) == PROJECT for row in rows):
+        raise PluginError(
+            "slotline is not installed: its own plugins come from entry points, and there are none",
+            fix="pip install -e . in the source folder",
+        )
+
+
+def _check_identity(row: PluginRecord, descriptor: Descriptor[Any], what: str) -> None:
+    if descriptor.kind != row.kind or descriptor.name != row.name:
+        raise PluginLoadError(
+            f"{what}: its descriptor says {label_of(descriptor)!r}",
+            fix="give the entry point and the descriptor one group and one name",
+        )

@@ -1,0 +1,158 @@
+"""From a dotted path to a checked descriptor, factory or options class."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from slotline.registry.descriptor import HOST_CONTRACTS, Descriptor, Kind
+from slotline.registry.errors import ContractError, PluginLoadError
+
+_CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.ATTENTION: "AttentionCapabilities",
+        Kind.STATE: "StateCapabilities",
+        Kind.KV_SPEC: "KVSpecCapabilities",
+        Kind.DRAFTER: "DrafterCapabilities",
+        Kind.LOGITS_PROCESSOR: "LogitsProcessorCapabilities",
+        Kind.LORA: "LoraCapabilities",
+        Kind.MODEL_FAMILY: "ModelFamilyCapabilities",
+    }
+)
+
+
+def label_of(descriptor: Descriptor[Any]) -> str:
+    """``kind:name``."""
+    return f"{descriptor.kind.value}:{descriptor.name}"
+
+
+def import_dotted(target: str, what: str, *, module: bool = False) -> Any:
+    """The object at ``package.module:attribute``.
+
+    Args:
+        target: the dotted path; the attribute may have dots of its own.
+        what: who asks, for the message.
+        module: whether a path without an attribute, so a module, will do.
+
+    Raises:
+        PluginLoadError: with the cause chained.
+    """
+    module_name, colon, attribute = target.partition(":")
+    if not module_name.strip() or not (attribute.strip() or (module and not colon)):
+        raise PluginLoadError(f"{what}: {target!r} is not a path of the form 'package.module:attribute'")
+    try:
+        found: Any = importlib.import_module(module_name.strip())
+        for part in filter(None, attribute.split("[")[0].strip().split(".")):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
+        raise PluginLoadError(f"{what}: cannot load {target!r}: {one_line(error)}", fix=_load_fix(error)) from error
+    return found
+
+
+def one_line(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    text = error.message if hasattr(error, "message") else str(error)
+    first = str(text).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+def _load_fix(error: BaseException) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        package = error.name.partition(".")[0]
+        return f"install what provides the module {package!r}, or ask for another plugin"
+    return "repair or update the plugin, or ask for another one; the traceback above names the line"
+
+
+def to_descriptor(target: Any, what: str) -> Descriptor[Any]:
+    """The descriptor that an entry point's object stands for.
+
+    `target` may be a descriptor, a class with an attribute `descriptor` (whose factory is the class itself if it names
+    none), or a callable without arguments that returns a descriptor.
+
+    Raises:
+        PluginLoadError: if it is none of these, or the descriptor is incomplete.
+    """
+    found = target
+    if isinstance(target, type):
+        found = getattr(target, "descriptor", target)
+        if isinstance(found, Descriptor) and not found.factory:
+            found = attrs.evolve(found, factory=target)
+    elif not isinstance(target, Descriptor) and callable(target):
+        found = _called(target, what)
+    if not isinstance(found, Descriptor):
+        raise PluginLoadError(
+            f"{what}: {target!r} is not a descriptor",
+            fix="point it to a Descriptor, to a class with one as `descriptor`, or to a function that returns one",
+        )
+    _check(found, what)
+    return found
+
+
+def _called(target: Callable[[], Any], what: str) -> Any:
+    try:
+        return target()
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(f"{what}: calling {target!r} failed: {one_line(error)}", fix=_load_fix(error)) from error
+
+
+def _check(descriptor: Descriptor[Any], what: str) -> None:
+    from slotline.registry import contracts
+
+    if not descriptor.factory:
+        raise PluginLoadError(f"{what}: its descriptor names no factory", fix="set factory='package.module:attribute'")
+    wanted = getattr(contracts, _CAPABILITIES[descriptor.kind])
+    if not isinstance(descriptor.capabilities, wanted):
+        raise PluginLoadError(
+            f"{what}: the capabilities of a {descriptor.kind.value} plugin must be {wanted.__name__}, "
+            f"not {type(descriptor.capabilities).__name__}"
+        )
+
+
+def bind_contract(descriptor: Descriptor[Any]) -> int:
+    """The contract version that host and plugin both speak, the highest one.
+
+    Raises:
+        ContractError: if there is none, with the side that must move.
+    """
+    host = HOST_CONTRACTS[descriptor.kind]
+    version = host.common(descriptor.contract)
+    if version is not None:
+        return version
+    newer = descriptor.contract.lowest > host.highest
+    raise ContractError(
+        f"{label_of(descriptor)} speaks contract {descriptor.contract} of kind {descriptor.kind.value!r}, "
+        f"this slotline speaks {host}",
+        fix="upgrade slotline" if newer else f"upgrade the distribution that brings {descriptor.name!r}",
+    )
+
+
+def resolve_factory(descriptor: Descriptor[Any]) -> Callable[..., Any]:
+    """The plugin's factory, imported if the descriptor gives a path.
+
+    Raises:
+        PluginLoadError: if it cannot be imported or called.
+    """
+    what = f"the factory of {label_of(descriptor)}"
+    factory = descriptor.factory
+    factory = import_dotted(factory, what) if isinstance(factory, str) else factory
+    if not callable(factory):
+        raise PluginLoadError(f"{what} is {factory!r}, which cannot be called")
+    return factory  # type: ignore[no-any-return]
+
+
+def resolve_options(descriptor: Descriptor[Any]) -> type | None:
+    """The class of the plugin's own table, or None if it takes no options.
+
+    Raises:
+        PluginLoadError: if it cannot be imported or is not an attrs class.
+    """
+    what = f"the options class of {label_of(descriptor)}"
+    options = descriptor.options
+    options = import_dotted(options, what) if isinstance(options, str) else options
+    if options is not None and not (isinstance(options, type) and attrs.has(options)):
+        raise PluginLoadError(f"{what} is {options!r}, which is not an attrs class")
+    return options

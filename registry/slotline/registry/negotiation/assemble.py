@@ -1,0 +1,227 @@
+"""From a solution to the plan: the decisions in the engine's terms, and why every other candidate was passed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from slotline.registry.negotiation import graphs
+from slotline.registry.negotiation.changes import changes_of, is_downgrade, resolved_phases, with_ways_out
+from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.offers import Offer
+from slotline.registry.negotiation.plan import (
+    CacheGroupPlan,
+    GraphPlan,
+    GroupPlan,
+    Note,
+    Plan,
+    Reason,
+    Rejection,
+    Setting,
+)
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate
+from slotline.registry.negotiation.search import CRITERIA, CachePart, Search, Solution, is_exact
+
+
+def assemble(search: Search, solution: Solution, warnings: tuple[Note, ...]) -> Plan:
+    """Make the plan of a solution."""
+    request = search.problem.request
+    notes = with_ways_out(search, solution, changes_of(search, solution))
+    dtype, kv_dtype = solution.pair
+    return Plan(
+        device=request.device,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        block_size=solution.block_size,
+        cache_groups=_cache_groups(search, solution),
+        groups=tuple(_group(search, solution, index) for index in range(len(request.groups))),
+        graphs=_graphs(search, solution),
+        downgrades=tuple(note for note in notes if is_downgrade(note)),
+        warnings=warnings,
+        notes=tuple(note for note in notes if not is_downgrade(note)),
+        settings=tuple(_settings(search, solution)),
+        parts=request.parts,
+        facts=request.facts,
+    )
+
+
+def _cache_groups(search: Search, solution: Solution) -> tuple[CacheGroupPlan, ...]:
+    return tuple(_cache_group(search, solution, part, part.spec) for part in solution.parts if part.spec is not None)
+
+
+def _cache_group(search: Search, solution: Solution, part: CachePart, spec: Candidate) -> CacheGroupPlan:
+    groups = [search.problem.request.groups[index] for index in part.members]
+    kinds = tuple(dict.fromkeys(group.kv_kind for group in groups))
+    own = [layer for group in groups for layer in group.layers if layer.shares_kv_with is None]
+    return CacheGroupPlan(
+        name=_cache_name(solution, part),
+        kv_spec=spec.name,
+        distribution=spec.distribution,
+        version=spec.version,
+        contract=spec.contract or 1,
+        kinds=kinds,
+        inexact=tuple(kind for kind in kinds if not is_exact(spec, kind)),
+        layers=tuple(sorted(own, key=lambda layer: layer.index)),
+        block_size=solution.block_size,
+        kernel_block_size=part.kernel_block_size,
+        layout=part.layout,
+        reason=_spec_reason(search, kinds, spec),
+    )
+
+
+def _cache_name(solution: Solution, part: CachePart) -> str:
+    name, window = part.key
+    alone = sum(other.key[0] == name for other in solution.parts) == 1
+    if not name:
+        return ""
+    return name if alone or window is None else f"{name}_{window}"
+
+
+def _spec_reason(search: Search, kinds: tuple[str, ...], spec: Candidate) -> str:
+    named = [kind for kind in kinds if kind in search.problem.request.kv_specs]
+    if named:
+        return f"named in {search.problem.request.kv_specs[named[0]].origin}"
+    others = [item.name for kind in kinds for item in search.specs(kind) if item is not spec]
+    return "exact for its layers" if others and all(is_exact(spec, kind) for kind in kinds) else "the one that fits"
+
+
+def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
+    request = search.problem.request
+    group, offer, part = request.groups[index], solution.offer(index), solution.part(index)
+    candidate = offer.candidate
+    rejected, reason = _rejections(search, solution, index)
+    return GroupPlan(
+        name=group.name,
+        layers=group.layers,
+        backend=candidate.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        contract=candidate.contract or 1,
+        inline=candidate.inline,
+        cache_group=_cache_name(solution, part),
+        kv_spec="" if part.spec is None else part.spec.name,
+        block_size=solution.block_size,
+        kernel_block_size=part.kernel_block_size,
+        layout=part.layout,
+        dtype=solution.pair[0],
+        kv_dtype=solution.pair[1],
+        query_len=request.query_len.value,
+        max_query_len=max(request.max_query_len.value, request.query_len.value),
+        graphs=offer.graphs,
+        reason=reason,
+        rejected=rejected,
+    )
+
+
+def _rejections(search: Search, solution: Solution, index: int) -> tuple[tuple[Rejection, ...], str]:
+    """Why the others lost, and in one line why this one won."""
+    chosen = solution.offer(index)
+    rejected, decided = [], []
+    for offer in search.offers(solution.pair)[index]:
+        if offer.candidate is chosen.candidate:
+            continue
+        reasons, criterion = offer.reasons, ""
+        if not reasons:
+            lost, criterion = _why_lost(search, solution, index, offer)
+            reasons = (lost,)
+        decided += [criterion] if criterion else []
+        source = offer.candidate
+        rejected.append(
+            Rejection(name=source.name, distribution=source.distribution, version=source.version, reasons=reasons)
+        )
+    return tuple(rejected), _why_chosen(search, index, chosen, decided)
+
+
+def _why_chosen(search: Search, index: int, chosen: Offer, decided: list[str]) -> str:
+    request = search.problem.request
+    asked = request.backend_for(request.groups[index].kv_kind)
+    if asked.value and AUTO not in asked.value:
+        return f"named in {asked.origin}" if len(asked.value) == 1 else f"choice {chosen.rank + 1} of {asked.origin}"
+    if not decided:
+        return "the only candidate that fits"
+    closest = max(decided, key=CRITERIA.index)
+    note = chosen.candidate.capabilities.priority_reason
+    because = f" ({note})" if closest == "priority" and note else ""
+    return f"{len(decided) + 1} candidates fit; decided by {closest}{because}"
+
+
+def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> tuple[Reason, str]:
+    """Solve once more with the candidate in place, and name the first criterion by which that is worse."""
+    other = search.best(forced={index: offer.candidate})
+    if other is None:
+        text = "nothing in common with the other groups: no block size and layout suits it and them"
+        return Reason(code="N145", text=text), ""
+    place = next(
+        (i for i, (a, b) in enumerate(zip(other.cost, solution.cost, strict=True)) if a != b), len(CRITERIA) - 1
+    )
+    criterion = CRITERIA[place]
+    return Reason(code="N191", text=_loss_text(solution, other, index, offer, criterion)), criterion
+
+
+def _loss_text(solution: Solution, other: Solution, index: int, offer: Offer, criterion: str) -> str:
+    chosen = solution.offer(index)
+    ours, theirs = chosen.candidate, offer.candidate
+    if criterion == "priority":
+        note = theirs.capabilities.priority_reason
+        own = f"priority: {theirs.capabilities.priority}{f' ({note})' if note else ''}"
+        return f"{own}, {ours.name} has {ours.capabilities.priority}"
+    return {
+        "dtype": f"dtype: it would need {'/'.join(other.pair)}",
+        "preference": f"preference: {ours.name} comes first in the configuration",
+        "graphs": f"graphs: {offer.loss} wanted phases break at it, {chosen.loss} at {ours.name}",
+        "block size changed": f"block size: it would change the block size to {other.block_size}",
+        "block size distance": f"block size: it would need {other.block_size}, {ours.name} takes {solution.block_size}",
+        "name": f"name: equal in all that counts, and {ours.name} comes first by name",
+    }.get(criterion, f"{criterion}: {ours.name} gives the better plan")
+
+
+def _graphs(search: Search, solution: Solution) -> GraphPlan:
+    request = search.problem.request
+    phases = resolved_phases(search, solution)
+    reason = ""
+    if request.device.type not in graphs.GRAPH_DEVICES:
+        reason = f"{request.device.type} has no graphs"
+    elif request.graphs.value == AUTO:
+        reason = f"auto aims at {graphs.effective_mode(AUTO, request.device.type)}"
+    return GraphPlan(
+        asked=request.graphs.value,
+        resolved=graphs.resolved_mode(phases),
+        phases=tuple(phases.items()),
+        reason=reason,
+    )
+
+
+def _settings(search: Search, solution: Solution) -> Iterator[Setting]:
+    request = search.problem.request
+    backends = {g.kv_kind: solution.offer(i).candidate.name for i, g in enumerate(request.groups)}
+    specs = {kind: spec.name for kind, spec in solution.specs.items()}
+    sharing = request.prefix_caching.value and not any(search.loses_prefix_caching(s) for s in solution.specs.values())
+    layouts = dict.fromkeys(part.layout for part in solution.parts)
+    asked_specs = {kind: asked.value for kind, asked in request.kv_specs.items()}
+    origins = ", ".join(dict.fromkeys(asked.origin for asked in request.kv_specs.values()))
+    dtype = request.dtype if request.dtype.explicit else Asked(AUTO, request.dtype.origin)
+    yield _setting("dtype", dtype, solution.pair[0])
+    yield _setting("attention.backend", request.backend, _one_or_table(backends))
+    yield _setting("attention.layout", request.layout, ", ".join(layouts))
+    yield _setting("cache.block_size", request.block_size, solution.block_size)
+    yield _setting("cache.dtype", request.kv_dtype, solution.pair[1])
+    yield _setting(
+        "cache.kv_spec", Asked(asked_specs or AUTO, origins or "default", bool(asked_specs)), _one_or_table(specs)
+    )
+    yield _setting("cache.prefix_caching", request.prefix_caching, sharing)
+    yield _setting("graphs.mode", request.graphs, graphs.resolved_mode(resolved_phases(search, solution)))
+
+
+def _one_or_table(names: dict[str, str]) -> object:
+    distinct = set(names.values())
+    return names if len(distinct) != 1 else distinct.pop()
+
+
+def _setting(key: str, asked: Asked[Any], resolved: object) -> Setting:
+    return Setting(
+        key=key, asked=_show(asked.value), resolved=_show(resolved), origin=asked.origin, explicit=asked.explicit
+    )
+
+
+def _show(value: object) -> str:
+    return value if isinstance(value, str) else toml(value)

@@ -1,0 +1,423 @@
+"""The stable codes of negotiation, as data. docs/negotiation.md documents the same codes; a test holds them equal.
+
+A code keeps its meaning for good: a rule that goes away leaves a gap, a new rule takes a new number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from attrs import frozen
+
+
+class Severity(Enum):
+    """What a code does to a plan."""
+
+    REJECTION = "rejection"  # one candidate is out, in one group
+    DOWNGRADE = "downgrade"  # the plan differs from what was asked or is usual; an error under strict
+    NOTE = "note"  # worth knowing, costs nothing; never an error
+    WARNING = "warning"  # worth attention, does not change the plan
+    ERROR = "error"  # no plan
+
+
+@frozen(kw_only=True)
+class Code:
+    """One code: a title for tables, an explanation, and what to do about it."""
+
+    name: str
+    severity: Severity
+    title: str
+    explanation: str
+    fix: str
+
+
+def _code(name: str, severity: Severity, title: str, explanation: str, fix: str) -> Code:
+    return Code(name=name, severity=severity, title=title, explanation=explanation, fix=fix)
+
+
+_R, _D, _N, _W, _E = (
+    Severity.REJECTION,
+    Severity.DOWNGRADE,
+    Severity.NOTE,
+    Severity.WARNING,
+    Severity.ERROR,
+)
+
+_ALL = (
+    # --- the plugin cannot be used at all
+    _code(
+        "N001",
+        _R,
+        "not installed",
+        "A name was asked for that no installed or inline plugin has.",
+        "Install the distribution that offers it, or correct the name; `slotline plugins` lists what there is.",
+    ),
+    _code(
+        "N002",
+        _R,
+        "failed to load",
+        "The plugin's module raised an error when it was imported. If nobody named the plugin the plan goes "
+        "on without it, but strict mode treats it as an error, because an environment that was meant to have "
+        "the plugin is broken.",
+        "Read the error's first line; repair or uninstall the distribution, or block the name.",
+    ),
+    _code(
+        "N003",
+        _R,
+        "contract version",
+        "The plugin and this slotline have no contract version in common.",
+        "Upgrade the older of the two.",
+    ),
+    _code(
+        "N004",
+        _R,
+        "blocked",
+        "The rules in `plugins` keep this name from loading.",
+        "Take the name off `plugins.block`, or put it on `plugins.allow`.",
+    ),
+    _code(
+        "N005",
+        _R,
+        "probe refused",
+        "The plugin looked at this machine and said that it cannot run here.",
+        "Read the plugin's own reason: usually a missing library, driver or instruction set.",
+    ),
+    # --- the machine
+    _code(
+        "N101",
+        _R,
+        "device type",
+        "The backend does not run on this type of device.",
+        "Choose a backend for this device, or another `device`.",
+    ),
+    _code(
+        "N102",
+        _R,
+        "compute capability",
+        "The GPU is older than the backend's kernels require.",
+        "Choose another backend, or run on a newer GPU.",
+    ),
+    # --- the model
+    _code(
+        "N110",
+        _R,
+        "cache kind",
+        "The cache spec cannot hold layers of this kind.",
+        "Install a kv_spec plugin for the kind, or name another in `cache.kv_spec`.",
+    ),
+    _code(
+        "N111",
+        _R,
+        "attention type",
+        "The backend lacks the layer's type: decoder, encoder-only or cross attention.",
+        "Choose another backend for the layers' kind with a table in `attention.backend`.",
+    ),
+    _code(
+        "N120",
+        _R,
+        "dtype pair",
+        "The backend lacks this pair of compute and cache element types. Pairs are compared, because a "
+        "backend may have both types and still lack their combination.",
+        "Set `dtype` or `cache.dtype` to a pair that it offers, or choose another backend.",
+    ),
+    _code(
+        "N130",
+        _R,
+        "head size",
+        "The backend's kernels do not cover the size of a query and key head.",
+        "Choose another backend.",
+    ),
+    _code(
+        "N131",
+        _R,
+        "value head size",
+        "Value heads differ in size from key heads, and the backend needs them equal.",
+        "Choose another backend.",
+    ),
+    _code(
+        "N132",
+        _R,
+        "group size",
+        "The backend's kernels do not cover the number of query heads per KV head.",
+        "Choose another backend.",
+    ),
+    # --- blocks and layout
+    _code(
+        "N140",
+        _R,
+        "kernel block size",
+        "No block size that the backend's kernels accept divides the block size that was asked for. A kernel "
+        "block must equal the manager's block or divide it.",
+        "Set `cache.block_size` to a multiple of a size that the backend offers, or leave it on 'auto'.",
+    ),
+    _code(
+        "N141",
+        _R,
+        "manager block size",
+        "The cache spec does not accept the block size that was asked for.",
+        "Set `cache.block_size` to a size that it offers, or leave it on 'auto'.",
+    ),
+    _code(
+        "N142",
+        _R,
+        "prefix caching",
+        "Prefix caching was asked for, and the cache spec cannot share blocks.",
+        "Set `cache.prefix_caching = false`, or choose another spec.",
+    ),
+    _code(
+        "N145",
+        _R,
+        "nothing in common with the other groups",
+        "The candidate fits its group, but no block size and layout suits it together with what the groups "
+        "that share its block table or pool can take.",
+        "Choose backends whose sizes meet, or put the layers into another cache group with `cache.kv_spec`.",
+    ),
+    _code(
+        "N150",
+        _R,
+        "layout",
+        "The backend cannot read pages in the order that was asked for.",
+        "Leave `attention.layout` on 'auto', or choose another backend.",
+    ),
+    # --- features
+    _code(
+        "N160",
+        _R,
+        "query length",
+        "A request can bring more query tokens in one step than the backend takes: through speculation (1 + "
+        "draft tokens) or through prefill.",
+        "Propose fewer draft tokens, lower `scheduler.max_batched_tokens`, or choose another backend.",
+    ),
+    _code(
+        "N170",
+        _R,
+        "sliding window",
+        "Layers have a window and the backend cannot mask by it.",
+        "Choose another backend for the sliding kind.",
+    ),
+    _code(
+        "N171",
+        _R,
+        "soft cap",
+        "Layers cap their scores with tanh and the backend does not.",
+        "Choose another backend.",
+    ),
+    _code(
+        "N172",
+        _R,
+        "sinks",
+        "Layers have a learned sink logit per head and the backend cannot add it.",
+        "Choose another backend.",
+    ),
+    _code(
+        "N173",
+        _R,
+        "tree mask",
+        "The drafter proposes a tree and the backend has causal masks only.",
+        "Use a drafter that proposes a chain, or choose another backend.",
+    ),
+    _code(
+        "N174",
+        _R,
+        "cascade",
+        "Attention over a shared prefix apart from the rest was asked for; the backend cannot do it.",
+        "Switch it off, or choose another backend.",
+    ),
+    _code(
+        "N175",
+        _R,
+        "batch invariance",
+        "Bitwise equal results in any batch were asked for; the backend does not promise them.",
+        "Choose a backend that does, or give up the demand.",
+    ),
+    _code(
+        "N176",
+        _R,
+        "log-sum-exp",
+        "Partial results are to be merged and the backend cannot return its log-sum-exp.",
+        "Choose another backend.",
+    ),
+    _code(
+        "N179",
+        _R,
+        "another capability",
+        "A plugin needs something of attention backends that has no code of its own.",
+        "The reason names the capability and who needs it; choose another backend or do without that plugin.",
+    ),
+    _code(
+        "N180",
+        _R,
+        "graph level",
+        "Graphs of all batches were asked for by name, and the backend's forward can never be captured.",
+        "Choose another backend, or set `graphs.mode` to 'auto'.",
+    ),
+    # --- choice
+    _code(
+        "N190",
+        _R,
+        "not asked for",
+        "The configuration names other plugins for these layers.",
+        "Name it in `attention.backend` or `cache.kv_spec`, or leave the key on 'auto'.",
+    ),
+    _code(
+        "N191",
+        _R,
+        "another was better",
+        "The candidate could have run. The reason says which criterion decided: the order in the file, "
+        "graphs, changes to what is usual, priority, or the name.",
+        "Name it to have it.",
+    ),
+    # --- changes
+    _code(
+        "N301",
+        _D,
+        "block size changed",
+        "The block size was left on 'auto' and the usual one does not suit what was chosen; the nearest size "
+        "that does was taken. Larger blocks waste more memory at the end of each request and share shorter "
+        "prefixes.",
+        "Set the size that was taken to make it your own choice, or choose a backend that takes the usual one.",
+    ),
+    _code(
+        "N302",
+        _N,
+        "blocks split for the kernel",
+        "The manager's block is kept, and the kernel sees each as several smaller ones. The block table is "
+        "expanded accordingly; nothing is lost.",
+        "Nothing needs to be done.",
+    ),
+    _code(
+        "N303",
+        _D,
+        "later choice taken",
+        "The first names of the list in `attention.backend` could not be used, so a later one was.",
+        "Read the reasons of the first; or name only what was taken.",
+    ),
+    _code(
+        "N310",
+        _D,
+        "graphs cut back",
+        "The graph mode cannot be had for every group and phase. A group that cannot be captured runs between "
+        "graphs, and the other groups keep theirs.",
+        "Choose backends with a higher graph level for the groups named, or ask for the mode that was reached.",
+    ),
+    _code(
+        "N311",
+        _D,
+        "no graphs on this device",
+        "Graphs were asked for on a device type that has none.",
+        "Leave `graphs.mode` on 'auto'.",
+    ),
+    _code(
+        "N320",
+        _D,
+        "another dtype",
+        "`dtype` was left on 'auto' and nothing runs in the model's own; a fallback was taken, which costs "
+        "memory or precision.",
+        "Set `dtype`, or choose a backend that has the model's.",
+    ),
+    _code(
+        "N330",
+        _D,
+        "cache kind held with waste",
+        "No plugin holds this kind of layer exactly, so a more general one does. Results are the same; "
+        "sliding layers, for one, then keep blocks that nothing will read again.",
+        "Install a spec for the kind, or name the general one in `cache.kv_spec` to accept the waste.",
+    ),
+    _code(
+        "N331",
+        _D,
+        "no prefix caching",
+        "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks.",
+        "Set `cache.prefix_caching = false`, or choose another spec.",
+    ),
+    # --- warnings
+    _code(
+        "N401",
+        _W,
+        "table entry without layers",
+        "A table in the file names a kind of layer that the model lacks, so the entry has no effect.",
+        "Remove the entry, or correct the kind.",
+    ),
+    _code(
+        "N402",
+        _W,
+        "unknown code in allow",
+        "`allow` lists a code that does not exist, so it lets nothing pass.",
+        "Correct the code.",
+    ),
+    # --- no plan
+    _code(
+        "N500",
+        _E,
+        "no plan",
+        "No combination of plugins satisfies what was asked. The error lists, for every group, every "
+        "candidate with all its reasons, and a smallest set of needs that cannot hold together.",
+        "Give up one member of the set; those that suffice alone are marked, with what to set.",
+    ),
+    _code(
+        "N501",
+        _E,
+        "conflict between choices",
+        "Values that were set explicitly exclude each other; without any one of them the others could hold.",
+        "Give up one of them.",
+    ),
+    _code(
+        "N502",
+        _E,
+        "nothing offers it",
+        "What the model or the device needs is offered by no candidate, whatever is set.",
+        "Install a plugin that offers it.",
+    ),
+    _code(
+        "N503",
+        _E,
+        "no common block size",
+        "Each group has a backend, but those that share a block table have no kernel block size (or no "
+        "layout) in common. The error lists every backend with its sizes.",
+        "Choose backends whose sizes meet.",
+    ),
+    _code(
+        "N510",
+        _E,
+        "strict",
+        "A plan exists, but it differs from what was asked, and `strict = true` forbids that.",
+        "Do what the notes say, or list their codes in `allow`.",
+    ),
+)
+
+CODES: Mapping[str, Code] = MappingProxyType({code.name: code for code in _ALL})
+"""Every code by its name."""
+
+CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
+    {
+        "devices": "N101",
+        "min_compute_capability": "N102",
+        "kv_kinds": "N110",
+        "attention_types": "N111",
+        "dtypes": "N120",
+        "head_sizes": "N130",
+        "different_value_head": "N131",
+        "group_sizes": "N132",
+        "kernel_block_sizes": "N140",
+        "block_sizes": "N141",
+        "prefix_caching": "N142",
+        "layouts": "N150",
+        "query_len": "N160",
+        "sliding_window": "N170",
+        "soft_cap": "N171",
+        "sinks": "N172",
+        "tree_mask": "N173",
+        "cascade": "N174",
+        "batch_invariant": "N175",
+        "lse": "N176",
+        "graphs": "N180",
+    }
+)
+"""Which code a refusal by a capability carries; N179 for those not listed."""
+
+
+def code_of(capability: str) -> str:
+    """The code of a refusal by a capability."""
+    return CAPABILITY_CODES.get(capability, "N179")

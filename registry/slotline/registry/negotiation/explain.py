@@ -1,0 +1,234 @@
+"""Plans and failures as text: the same data as their JSON, of a fixed width, equal in every run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from textwrap import fill
+from typing import Any
+
+from slotline.registry.errors import ConfigError, NegotiationError
+from slotline.registry.negotiation.codes import CODES
+from slotline.registry.negotiation.layout import LABEL, hang, row, rows, table
+from slotline.registry.negotiation.plan import (
+    CacheGroupPlan,
+    Conflict,
+    Failure,
+    GroupFailure,
+    GroupPlan,
+    Note,
+    Plan,
+    Rejection,
+)
+
+
+def explain_plan(plan: Plan, width: int = 100) -> str:
+    """What runs, why, why not the others, and what came out otherwise than asked."""
+    lines = [_headline(plan)]
+    if plan.facts:
+        lines += row("model", ", ".join(f"{key} {value}" for key, value in plan.facts.items()), width)
+    for group in plan.groups:
+        lines += ["", *_group(group, width)]
+    lines += ["", *_cache_groups(plan.cache_groups, width), *_graphs(plan, width)]
+    lines += rows("parts", _parts(plan), width)
+    lines += ["", "settings", *_settings(plan)]
+    for label, notes in (("changed", plan.downgrades), ("warning", plan.warnings), ("note", plan.notes)):
+        lines += [line for note in notes for line in ("", *_note(label, note, width))]
+    return "\n".join(lines) + "\n"
+
+
+def explain_failure(failure: Failure, width: int = 100) -> str:
+    """Why there is no plan, who objects to what, and what would help."""
+    lines = [*hang(f"no plan  {failure.code} ", failure.message, width)]
+    for number, members in enumerate((failure.conflict, *failure.further)):
+        lines += _conflict(members, width, "apart from that, " if number else "")
+    if failure.remedies:
+        label = "any one of these makes a plan possible (each was tried)"
+        lines += ["", label, *(line for text in failure.remedies for line in hang("  ", text, width))]
+    for group in failure.groups:
+        lines += ["", *_group_failure(group, width)]
+    for note in failure.notes:
+        lines += ["", *_note("changed", note, width)]
+    return "\n".join(lines) + "\n"
+
+
+def explain_code(name: str, width: int = 100) -> str:
+    """A code's long text.
+
+    Raises:
+        ConfigError: if there is no such code.
+    """
+    code = CODES.get(name.upper())
+    if code is None:
+        close = get_close_matches(name.upper(), CODES, n=3)
+        raise ConfigError(f"there is no code {name!r}", fix=f"did you mean {', '.join(close)}?" if close else None)
+    parts = (f"{code.name}  {code.title}  ({code.severity.value})", code.explanation, f"What to do: {code.fix}")
+    return "\n\n".join(fill(part, width, break_long_words=False) for part in parts) + "\n"
+
+
+def why_not(outcome: Plan | NegotiationError | Failure, name: str, width: int = 100) -> str:
+    """Why a plugin was not chosen, group by group.
+
+    Raises:
+        ConfigError: if nothing of that name took part.
+    """
+    failure = outcome.failure if isinstance(outcome, NegotiationError) else outcome
+    groups = () if failure is None else failure.groups
+    lines = [line for group in groups for line in _why_not(group, name, width)]
+    if not lines:
+        known = sorted({item for group in groups for item in _names(group)})
+        raise ConfigError(f"{name!r} took no part in the negotiation", fix=f"these did: {', '.join(known) or 'none'}")
+    return "\n".join(lines) + "\n"
+
+
+def diff(before: Plan, after: Plan) -> str:
+    """What differs between two plans, key by key; one line each, ``key: old -> new``."""
+    old, new = _flat(before.decision()), _flat(after.decision())
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key, "-") != new.get(key, "-"))
+    if not changed:
+        return f"plan {before.short_digest}: no difference\n"
+    head = f"plan {before.short_digest} -> {after.short_digest}"
+    return "\n".join([head, *(f"  {key}: {old.get(key, '-')} -> {new.get(key, '-')}" for key in changed)]) + "\n"
+
+
+def _headline(plan: Plan) -> str:
+    device = plan.device
+    version = "" if device.compute_capability is None else " {}.{}".format(*device.compute_capability)
+    name = f"{device.name} ({device.type}{version})" if device.name else f"{device.type}{version}"
+    counts = f"{len(plan.downgrades)} changed, {_count(len(plan.warnings), 'warning')}"
+    return f"plan {plan.short_digest}  {name}  {plan.dtype}/{plan.kv_dtype}  {counts}"
+
+
+def _group(group: GroupPlan, width: int) -> list[str]:
+    layer = group.layers[0]
+    facts = [_count(len(group.layers), "layer"), f"heads {layer.num_heads}/{layer.num_kv_heads}"]
+    facts.append(
+        f"head size {layer.head_size}" + ("" if layer.head_size == layer.head_size_v else f"/{layer.head_size_v}")
+    )
+    facts += [f"window {layer.window}"] if layer.window is not None else []
+    facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
+    facts += ["sinks"] if layer.sinks else []
+    inline = ", inline" if group.inline else ""
+    chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
+    lines = [*hang(f"group {group.name}  ", ", ".join(facts), width), *row("backend", chosen, width, indent=2)]
+    cache = f"cache {group.cache_group}, " if group.cache_group else ""
+    blocks = f"{cache}block {group.block_size}, kernel block {group.kernel_block_size}, layout {group.layout}"
+    lines += row("blocks", blocks, width, indent=2)
+    lines += row("queries", f"{group.query_len} in uniform batches, {group.max_query_len} at most", width, indent=2)
+    lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
+    return lines + _rejected(group.rejected, width, "rejected")
+
+
+def _rejected(rejected: Sequence[Rejection], width: int, label: str) -> list[str]:
+    if not rejected:
+        return []
+    size = max(len(item.name) for item in rejected) + 2
+    lines: list[str] = []
+    for item in rejected:
+        for number, reason in enumerate(item.reasons):
+            first = not lines
+            head = (f"  {label}" if first else "").ljust(LABEL) + (item.name if number == 0 else "").ljust(size)
+            origin = f" ({reason.origin})" if reason.origin and reason.origin not in reason.text else ""
+            lines += hang(f"{head}{reason.code} ", reason.text + origin, width)
+    return lines
+
+
+def _cache_groups(groups: Iterable[CacheGroupPlan], width: int) -> list[str]:
+    texts = []
+    for group in groups:
+        waste = f", inexact for {', '.join(group.inexact)}" if group.inexact else ""
+        texts.append(
+            f"{group.name}: kv_spec {_named(group.kv_spec, group)} holds {_count(len(group.layers), 'layer')} "
+            f"of kind {', '.join(group.kinds)}{waste}: {group.reason}"
+        )
+    return rows("cache", texts, width)
+
+
+def _graphs(plan: Plan, width: int) -> list[str]:
+    graphs = plan.graphs
+    phases = ", ".join(f"{phase} {state}" for phase, state in graphs.phases)
+    reason = f"; {graphs.reason}" if graphs.reason else ""
+    return row("graphs", f"{graphs.resolved} ({phases}), asked {graphs.asked}{reason}", width)
+
+
+def _parts(plan: Plan) -> Iterator[str]:
+    for part in plan.parts:
+        yield f"{part.kind} {_named(part.name, part)}: {part.origin}"
+
+
+def _settings(plan: Plan) -> list[str]:
+    cells = [(s.key, s.asked, "->", s.resolved, s.origin) for s in plan.settings]
+    return table([("key", "asked", "", "resolved", "from"), *cells], "  ")
+
+
+def _note(label: str, note: Note, width: int) -> list[str]:
+    title = CODES[note.code].title
+    lines = row(label, f"{note.code} {title}: {note.text} [{note.key}]", width)
+    lines += rows("because", note.because, width, indent=2)
+    lines += rows("to avoid", note.to_avoid, width, indent=2)
+    return lines
+
+
+def _conflict(members: Sequence[Conflict], width: int, lead: str) -> list[str]:
+    if not members:
+        return []
+    alone = "nothing that could be chosen offers this"
+    together = "these needs cannot hold together; without any one of them the rest of them can"
+    lines = ["", lead + (alone if len(members) == 1 else together)]
+    return lines + [line for member in members for line in _member(member, width)]
+
+
+def _member(member: Conflict, width: int) -> list[str]:
+    text = f"{member.key} = {member.value} ({member.origin})"
+    if member.inherent:
+        text += ": given, no setting changes it"
+    elif not member.sufficient:
+        text += ": giving this up does not suffice for the whole request"
+    return hang("  - ", text, width)
+
+
+def _group_failure(group: GroupFailure, width: int) -> list[str]:
+    what = "cache spec for" if group.kind == "kv_spec" else "group"
+    head = f"{what} {group.name}, {_count(group.layers, 'layer')}"
+    return [head, *(_rejected(group.rejected, width, "refused") or ["  there is no candidate"])]
+
+
+def _why_not(group: GroupPlan | GroupFailure, name: str, width: int) -> list[str]:
+    if isinstance(group, GroupPlan) and group.backend == name:
+        return row(group.name, f"{name} was chosen: {group.reason}", width)
+    return [
+        line
+        for item in group.rejected
+        if item.name == name
+        for line in rows(group.name, [f"{r.code} {r.text}{_origin(r.origin)}" for r in item.reasons], width)
+    ]
+
+
+def _origin(origin: str) -> str:
+    return f" ({origin})" if origin else ""
+
+
+def _names(group: GroupPlan | GroupFailure) -> list[str]:
+    chosen = [group.backend] if isinstance(group, GroupPlan) else []
+    return chosen + [item.name for item in group.rejected]
+
+
+def _named(name: str, item: Any) -> str:
+    source = " ".join(text for text in (item.distribution, item.version) if text)
+    return f"{name} ({source})" if source else name
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested mappings and lists as dotted keys; items that have a name are keyed by it."""
+    if isinstance(value, Mapping):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value):
+        items = [(str(item["name"]), item) for item in value]
+    else:
+        return {prefix: str(value)}
+    dot = f"{prefix}." if prefix else ""
+    return {path: text for key, item in items for path, text in _flat(item, f"{dot}{key}").items()}

@@ -1,0 +1,98 @@
+"""Graph modes: what each asks of each phase, what a group reaches, and which mode that is over all groups.
+
+A group that cannot be captured breaks the graph at its own layers and costs the other groups nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from slotline.registry.capability import GraphSupport
+from slotline.registry.negotiation.plan import CAPTURED, EAGER, NONE
+
+FULL = "full"
+PIECEWISE = "piecewise"
+
+_MODES: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "none": (NONE, NONE),
+        "piecewise": (PIECEWISE, PIECEWISE),
+        "full": (FULL, FULL),
+        "full_decode_only": (FULL, NONE),
+        "full_and_piecewise": (FULL, PIECEWISE),
+    }
+)
+"""What a mode asks of the uniform decode phases and of mixed batches."""
+
+_REQUIRED: Mapping[str, GraphSupport] = MappingProxyType(
+    {"decode": GraphSupport.SINGLE_TOKEN, "verify": GraphSupport.UNIFORM, "mixed": GraphSupport.ALWAYS}
+)
+
+GRAPH_DEVICES = frozenset({"cuda"})
+"""Device types that have graphs."""
+
+
+def effective_mode(asked: str, device_type: str) -> str:
+    """The mode to aim at: `auto` is the best that pays on the device, and a device without graphs has none."""
+    if device_type not in GRAPH_DEVICES:
+        return "none"
+    return "full_and_piecewise" if asked == "auto" else asked
+
+
+def phases_of(query_len: int) -> tuple[str, ...]:
+    """The phases that occur: `verify` only under speculation (query_len = 1 + draft tokens > 1)."""
+    return ("decode", "verify", "mixed") if query_len > 1 else ("decode", "mixed")
+
+
+def wanted(mode: str, phase: str) -> str:
+    """What a mode asks of a phase: full, piecewise or none."""
+    decode, mixed = _MODES[mode]
+    return mixed if phase == "mixed" else decode
+
+
+def required_level(phase: str) -> GraphSupport:
+    """The graph support that capturing a phase takes."""
+    return _REQUIRED[phase]
+
+
+def group_state(want: str, capturable: bool) -> str:
+    """How one group runs in one phase."""
+    if want == NONE:
+        return NONE
+    return CAPTURED if want == FULL and capturable else EAGER
+
+
+def phase_state(states: Sequence[str]) -> str:
+    """A phase over all groups: full if all are captured, piecewise if one breaks the graph, none without graphs."""
+    if not states or NONE in states:
+        return NONE
+    return FULL if all(state == CAPTURED for state in states) else PIECEWISE
+
+
+def resolved_mode(phases: Mapping[str, str]) -> str:
+    """The mode by its configuration name, from the state of each phase.
+
+    Under speculation `verify` stands for uniform decode, since nearly all decode batches are of that shape.
+    """
+    pair = (phases.get("verify", phases["decode"]), phases["mixed"])
+    for mode, states in _MODES.items():
+        if states == pair:
+            return mode
+    return PIECEWISE  # pieces for decode, nothing for mixed batches
+
+
+def capture_sizes(sizes: Sequence[int], uniform_query_len: int, max_requests: int) -> tuple[int, ...]:
+    """Token counts to capture uniform decode batches at: multiples of the query length, ascending.
+
+    A uniform batch holds whole requests, so a size that is no multiple of 1 + draft tokens would never be met
+    exactly. Sizes are rounded up, and cut to the largest batch there can be.
+
+    Args:
+        sizes: the token counts asked for.
+        uniform_query_len: query tokens of each request, 1 + draft tokens.
+        max_requests: most requests in a batch.
+    """
+    top = uniform_query_len * max_requests
+    rounded = (-(-size // uniform_query_len) * uniform_query_len for size in sizes if size > 0)
+    return tuple(sorted({min(size, top) for size in rounded}))

@@ -1,0 +1,210 @@
+"""What each group needs, need by need, so that every refusal names its origin and every need can be given up alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, PlanRequest
+
+Pair = tuple[str, str]
+"""(dtype, cache dtype)."""
+
+
+@frozen(kw_only=True)
+class Problem:
+    """A request with its candidates; `waived` holds the keys of needs that are not insisted on."""
+
+    request: PlanRequest
+    attention: tuple[Candidate, ...]
+    kv_specs: tuple[Candidate, ...]
+    waived: frozenset[str] = frozenset()
+
+    def insists(self, key: str) -> bool:
+        return key not in self.waived
+
+    def without(self, *keys: str) -> Problem:
+        """The same problem with these needs given up."""
+        return evolve(self, waived=self.waived | frozenset(keys))
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The cache kinds of the model, in the order of its groups."""
+        return tuple(dict.fromkeys(group.kv_kind for group in self.request.groups if group.has_cache))
+
+
+@frozen(kw_only=True)
+class GroupNeed:
+    """One need of one group of one capability.
+
+    Attributes:
+        key: the configuration key, or ``model.<capability>[<group>]``, or ``device``.
+        capability: the attribute that must cover `value`.
+        origin: who needs it.
+        inherent: True if no setting takes it away.
+    """
+
+    key: str
+    capability: str
+    value: Any
+    origin: str
+    inherent: bool = False
+
+    def active(self) -> bool:
+        """Whether it is a need at all: a feature that is not wanted is none."""
+        return self.value is not False and self.value is not None
+
+
+def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[GroupNeed, ...]:
+    """The needs of a group that hold for one candidate by itself; blocks, layout and graphs are decided jointly."""
+    needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group))
+    insisted = tuple(need for need in needs if need.active() and problem.insists(need.key))
+    return (_pair_need(problem.request, pair), *insisted)
+
+
+def _device_needs(problem: Problem) -> Iterator[GroupNeed]:
+    device = problem.request.device
+    origin = f"device {device.name or device.type}"
+    yield GroupNeed(key="device", capability="devices", value=device.type, origin=origin, inherent=True)
+    if device.compute_capability is not None:
+        yield GroupNeed(
+            key="device",
+            capability="min_compute_capability",
+            value=device.compute_capability,
+            origin=origin,
+            inherent=True,
+        )
+
+
+def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
+    layer = group.layer
+    facts = {
+        "attention_types": layer.attention_type,
+        "head_sizes": layer.head_size,
+        "different_value_head": layer.head_size_v != layer.head_size,
+        "group_sizes": layer.num_heads // max(layer.num_kv_heads, 1),
+        "sliding_window": layer.window is not None,
+        "soft_cap": layer.soft_cap is not None,
+        "sinks": layer.sinks,
+    }
+    for capability, value in facts.items():
+        key = model_key(capability, group.name)
+        yield GroupNeed(
+            key=key, capability=capability, value=value, origin=f"model: {group.name} layers", inherent=True
+        )
+
+
+def model_key(capability: str, name: str) -> str:
+    """The key of a need that the model brings."""
+    return f"model.{capability}[{name}]"
+
+
+def _pair_need(request: PlanRequest, pair: Pair) -> GroupNeed:
+    """Some pair is always needed; giving `dtype` up means that other pairs are tried, not that none is checked."""
+    kv_origin = f", {request.kv_dtype.origin}" if request.kv_dtype.explicit else ""
+    return GroupNeed(key="dtype", capability="dtypes", value=pair, origin=request.dtype.origin + kv_origin)
+
+
+def _asked_needs(request: PlanRequest, group: GroupRequest) -> Iterator[GroupNeed]:
+    for key, capability, asked in (
+        ("drafter.tokens", "query_len", request.query_len),
+        ("scheduler.max_batched_tokens", "query_len", request.max_query_len),
+        ("batch_invariant", "batch_invariant", request.batch_invariant),
+        ("drafter.tree", "tree_mask", request.tree_mask),
+        ("cascade", "cascade", request.cascade),
+    ):
+        yield GroupNeed(key=key, capability=capability, value=asked.value, origin=asked.origin)
+    for need in request.needs:
+        if need.group in (None, group.name):
+            key = f"need.{need.capability}"
+            yield GroupNeed(key=key, capability=need.capability, value=need.value, origin=need.origin)
+
+
+def conditions(needs: Sequence[GroupNeed], query_len: int, pair: Pair) -> frozenset[str]:
+    """The names under which a `Limit` applies: each feature needed, ``name=value`` for each need, and
+    ``speculation`` and ``kv_dtype`` where they are in play. ``graphs`` is judged phase by phase instead.
+    """
+    names = {need.capability for need in needs if need.value is True}
+    names |= {f"{need.capability}={need.value}" for need in needs}
+    if query_len > 1:
+        names.add("speculation")
+    if pair[0] != pair[1]:
+        names.add("kv_dtype")
+    return frozenset(names)
+
+
+def dtype_pairs(problem: Problem) -> tuple[Pair, ...]:
+    """The pairs to try, best first: what was asked, then fallbacks where the dtype was left open."""
+    request = problem.request
+    dtypes = (request.dtype.value, *(() if request.dtype.explicit else request.dtype_fallbacks))
+    cache = request.kv_dtype.value
+    asked = [(dtype, dtype if cache == AUTO else cache) for dtype in dtypes]
+    return tuple(dict.fromkeys([*asked, *_pairs_once_waived(problem, dtypes)]))
+
+
+def _pairs_once_waived(problem: Problem, dtypes: tuple[str, ...]) -> list[Pair]:
+    free_dtype, free_cache = not problem.insists("dtype"), not problem.insists("cache.dtype")
+    cache = problem.request.kv_dtype.value
+    if not (free_dtype or free_cache):
+        return []
+    return [
+        pair
+        for pair in _offered_pairs(problem.attention)
+        if (free_dtype or pair[0] in dtypes) and (free_cache or pair[1] == (pair[0] if cache == AUTO else cache))
+    ]
+
+
+def _offered_pairs(candidates: Sequence[Candidate]) -> list[Pair]:
+    offers = [candidate.capabilities.dtypes.values for candidate in candidates if candidate.capabilities is not None]
+    return sorted({pair for values in offers if values is not None for pair in values})
+
+
+def backend_key(request: PlanRequest, kv_kind: str) -> str:
+    """The key that names the backend of a kind: one for all, or the kind's own in a table."""
+    own = not isinstance(request.backend.value, str | tuple | list)
+    return f"attention.backend.{kv_kind}" if own else "attention.backend"
+
+
+def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
+    """The needs that a setting could take away, by key, in the order in which a reader looks for them."""
+    request = problem.request
+    found: dict[str, Asked[Any]] = {}
+    for group in request.groups:
+        names = request.backend_for(group.kv_kind)
+        if names.value:
+            found[backend_key(request, group.kv_kind)] = names
+    single: dict[str, tuple[Asked[Any], bool]] = {
+        "cache.block_size": (request.block_size, request.block_size.value != AUTO),
+        "attention.layout": (request.layout, request.layout.value != AUTO),
+        "graphs.mode": (request.graphs, request.graphs.value == "full"),
+        "cache.dtype": (request.kv_dtype, request.kv_dtype.value != AUTO),
+        "dtype": (request.dtype, True),
+        "drafter.tokens": (request.query_len, request.query_len.value > 1),
+        "scheduler.max_batched_tokens": (request.max_query_len, request.max_query_len.value > 1),
+        "batch_invariant": (request.batch_invariant, request.batch_invariant.value),
+        "drafter.tree": (request.tree_mask, request.tree_mask.value),
+        "cascade": (request.cascade, request.cascade.value),
+        "cache.prefix_caching": (
+            request.prefix_caching,
+            request.prefix_caching.value and request.prefix_caching.explicit,
+        ),
+    }
+    found.update({key: asked for key, (asked, in_play) in single.items() if in_play})
+    found.update({f"cache.kv_spec.{kind}": asked for kind, asked in request.kv_specs.items() if kind in problem.kinds})
+    for need in request.needs:
+        found[f"need.{need.capability}"] = Asked(need.value, need.origin, True)
+    return found
+
+
+def inherent_keys(problem: Problem) -> dict[str, Asked[Any]]:
+    """The needs that model and device bring, by key."""
+    found: dict[str, Asked[Any]] = {}
+    pair = (problem.request.dtype.value, problem.request.kv_dtype.value)
+    for group in problem.request.groups:
+        for need in group_needs(problem, group, pair):
+            if need.inherent:
+                found.setdefault(need.key, Asked(need.value, need.origin, True))
+    for kind in problem.kinds:
+        found[model_key("kv_kind", kind)] = Asked(kind, f"model: {kind} layers", True)
+    return found

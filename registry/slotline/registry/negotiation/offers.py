@@ -1,0 +1,274 @@
+"""The unary filter: one group against one candidate, all reasons kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+from slotline.registry.capability import Align, Capability, Limit
+from slotline.registry.negotiation import graphs
+from slotline.registry.negotiation.codes import CODES, code_of
+from slotline.registry.negotiation.needs import (
+    GroupNeed,
+    Pair,
+    Problem,
+    backend_key,
+    conditions,
+    group_needs,
+    model_key,
+)
+from slotline.registry.negotiation.plan import CAPTURED, Reason
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest
+
+
+@frozen(kw_only=True)
+class Offer:
+    """What a candidate brings to one group under one dtype pair.
+
+    Attributes:
+        candidate: who.
+        reasons: why it is out; empty if it may be chosen.
+        aligns: block sizes that its kernels accept, to hold all at once.
+        layouts: its layouts, preferred first.
+        graphs: (phase, state) under the mode aimed at.
+        loss: phases that were wanted inside the graph and will not be.
+        rank: place in the user's order of preference.
+    """
+
+    candidate: Candidate
+    reasons: tuple[Reason, ...]
+    aligns: tuple[Any, ...] = ()
+    layouts: tuple[str, ...] = ()
+    graphs: tuple[tuple[str, str], ...] = ()
+    loss: int = 0
+    rank: int = 0
+
+    def accepts_block(self, size: int) -> bool:
+        return all(align.refusal(size) is None for align in self.aligns)
+
+    @property
+    def order(self) -> tuple[int, int, int, str, str]:
+        """What decides between offers that suit the same blocks and layout; smaller is better."""
+        candidate = self.candidate
+        return (self.rank, self.loss, -candidate.capabilities.priority, candidate.name, candidate.distribution)
+
+
+def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> Offer:
+    """Compare one candidate with one group."""
+    rank, choice = _preference(problem, group, candidate)
+    unusable = usability(candidate)
+    if unusable:
+        return Offer(candidate=candidate, reasons=(*unusable, *choice), rank=rank)
+    needs = group_needs(problem, group, pair)
+    active = conditions(needs, problem.request.query_len.value, pair)
+    aligns = _effective(candidate, "kernel_block_sizes", active)
+    layouts = _layouts(candidate, active)
+    states = _graph_states(problem, candidate, needs, active)
+    refusals = _refusals(candidate, needs, active)
+    joint = _joint_refusals(problem, aligns, layouts)
+    return Offer(
+        candidate=candidate,
+        reasons=(*refusals, *joint, *choice),
+        aligns=aligns,
+        layouts=layouts,
+        graphs=states,
+        loss=_loss(problem, states),
+        rank=rank,
+    )
+
+
+def usability(candidate: Candidate) -> tuple[Reason, ...]:
+    """Why a plugin cannot be used at all, whatever is asked of it."""
+    if candidate.blocked is not None:
+        return (_plain("N004", candidate.blocked),)
+    if candidate.load_error is not None:
+        return (_plain("N002", candidate.load_error),)
+    if candidate.contract is None:
+        return (_plain("N003", candidate.contract_error or "no version in common with this slotline"),)
+    if candidate.capabilities is None:
+        return (_plain("N001", f"no plugin is called {candidate.name!r}"),)
+    if candidate.probe_refusal is not None:
+        return (_plain("N005", candidate.probe_refusal),)
+    return ()
+
+
+def reason_of(capability: str, refusal: str, origin: str = "") -> Reason:
+    """A refusal with its code and title."""
+    code = code_of(capability)
+    title = capability.replace("_", " ") if code == "N179" else CODES[code].title
+    return Reason(code=code, text=f"{title}: {refusal}", origin=origin)
+
+
+def _plain(code: str, text: str) -> Reason:
+    return Reason(code=code, text=f"{CODES[code].title}: {text}")
+
+
+def _preference(problem: Problem, group: GroupRequest, candidate: Candidate) -> tuple[int, tuple[Reason, ...]]:
+    request = problem.request
+    asked = request.backend_for(group.kv_kind)
+    rank = _rank(asked, candidate.name)
+    if rank is None and problem.insists(backend_key(request, group.kv_kind)):
+        return len(asked.value), (not_asked_for(asked.value, asked.origin),)
+    return len(asked.value) if rank is None else rank, ()
+
+
+def not_asked_for(names: Sequence[str], origin: str) -> Reason:
+    """The reason of a plugin that the configuration passes over by naming others."""
+    named = ", ".join(names)
+    return Reason(code="N190", text=f"{CODES['N190'].title}: {origin} names {named}", origin=origin)
+
+
+def _rank(asked: Asked[tuple[str, ...]], name: str) -> int | None:
+    if not asked.value:
+        return 0
+    for wanted in (name, AUTO):
+        if wanted in asked.value:
+            return asked.value.index(wanted)
+    return None
+
+
+def _limits(candidate: Candidate, capability: str, active: frozenset[str]) -> list[Limit]:
+    limits: Sequence[Limit] = candidate.capabilities.limits
+    return [limit for limit in limits if limit.capability == capability and limit.when in active]
+
+
+def _effective(candidate: Candidate, capability: str, active: frozenset[str]) -> tuple[Any, ...]:
+    """The offer and what narrows it under the active conditions; a need must pass all of them."""
+    offers = [getattr(candidate.capabilities, capability, None)]
+    offers += [limit.offer for limit in _limits(candidate, capability, active)]
+    return tuple(offer for offer in offers if offer is not None)
+
+
+def _refusals(candidate: Candidate, needs: Sequence[GroupNeed], active: frozenset[str]) -> tuple[Reason, ...]:
+    reasons = [reason for need in needs for reason in _refusals_of(candidate, need, active)]
+    return tuple(dict.fromkeys(reasons))
+
+
+def _refusals_of(candidate: Candidate, need: GroupNeed, active: frozenset[str]) -> list[Reason]:
+    if need.capability == "min_compute_capability":
+        return _compute_capability(candidate, need)
+    offer: Capability | None = getattr(candidate.capabilities, need.capability, None)
+    if offer is None:
+        return [reason_of(need.capability, "needs it, the backend says nothing of it", need.origin)]
+    refusal = offer.refusal(need.value)
+    if refusal is not None:
+        return [reason_of(need.capability, refusal, need.origin)]
+    return [
+        reason_of(need.capability, f"{text} with {limit.when}{_because(limit)}", need.origin)
+        for limit in _limits(candidate, need.capability, active)
+        if (text := limit.offer.refusal(need.value)) is not None
+    ]
+
+
+def _because(limit: Limit) -> str:
+    return f" ({limit.note})" if limit.note else ""
+
+
+def _compute_capability(candidate: Candidate, need: GroupNeed) -> list[Reason]:
+    lowest = candidate.capabilities.min_compute_capability
+    if lowest is None or need.value >= lowest:
+        return []
+    has, needs = (".".join(map(str, version)) for version in (need.value, lowest))
+    return [reason_of(need.capability, f"needs {needs} or newer, the device has {has}", need.origin)]
+
+
+def _layouts(candidate: Candidate, active: frozenset[str]) -> tuple[str, ...]:
+    offers = _effective(candidate, "layouts", active)
+    return tuple(name for name in offers[0].options if all(offer.refusal(name) is None for offer in offers[1:]))
+
+
+def _joint_refusals(problem: Problem, aligns: Sequence[Align], layouts: tuple[str, ...]) -> list[Reason]:
+    """Explicit block size and layout: what is decided jointly becomes a matter of one candidate once it is fixed."""
+    request = problem.request
+    reasons = []
+    size, layout = request.block_size, request.layout
+    if isinstance(size.value, int) and problem.insists("cache.block_size") and not kernel_sizes(size.value, [aligns]):
+        offers = " and ".join(align.describe() for align in aligns)
+        refusal = f"needs a size that divides {size.value}, offers {offers}"
+        reasons.append(reason_of("kernel_block_sizes", refusal, size.origin))
+    if layout.value != AUTO and problem.insists("attention.layout") and layout.value not in layouts:
+        refusal = f"needs {layout.value}, offers {' > '.join(layouts) or 'none'}"
+        reasons.append(reason_of("layouts", refusal, layout.origin))
+    return reasons
+
+
+def kernel_sizes(block_size: int, offers: Sequence[Sequence[Align]], splittable: bool = True) -> list[int]:
+    """Kernel block sizes that every offer accepts, best first: the manager's size, then its exact divisors, largest
+    first. Behaviour 151 of the specification.
+    """
+    aligns = [align for offer in offers for align in offer]
+    sizes = [block_size, *(divisors(block_size, aligns) if splittable else ())]
+    return [size for size in sizes if all(align.refusal(size) is None for align in aligns)]
+
+
+def divisors(block_size: int, aligns: Sequence[Align]) -> list[int]:
+    """The sizes named exactly by any offer that divide the manager's size properly, largest first."""
+    exact = {size for align in aligns for size in align.exact}
+    return sorted((size for size in exact if 0 < size < block_size and block_size % size == 0), reverse=True)
+
+
+def _graph_states(
+    problem: Problem, candidate: Candidate, needs: Sequence[GroupNeed], active: frozenset[str]
+) -> tuple[tuple[str, str], ...]:
+    request = problem.request
+    mode = graphs.effective_mode(request.graphs.value, request.device.type)
+    return tuple(
+        (
+            phase,
+            graphs.group_state(graphs.wanted(mode, phase), not graph_refusals(candidate, needs, active, lens, phase)),
+        )
+        for phase, lens in phase_lens(problem).items()
+    )
+
+
+def phase_lens(problem: Problem) -> Mapping[str, int]:
+    """Most query tokens of one request, phase by phase."""
+    request = problem.request
+    lens = {"decode": 1, "verify": request.query_len.value, "mixed": request.max_query_len.value}
+    return {phase: lens[phase] for phase in graphs.phases_of(request.query_len.value)}
+
+
+def graph_refusals(
+    candidate: Candidate, needs: Sequence[GroupNeed], active: frozenset[str], query_len: int, phase: str
+) -> list[str]:
+    """Why a candidate's forward cannot be captured in a phase; empty if it can."""
+    level = graphs.required_level(phase)
+    texts = [offer.refusal(level) for offer in _effective(candidate, "graphs", active)]
+    values: dict[str, Any] = {need.capability: need.value for need in needs} | {"query_len": query_len}
+    for limit in candidate.capabilities.limits:
+        if limit.when == "graphs" and limit.capability in values:
+            refusal = limit.offer.refusal(values[limit.capability])
+            texts.append(refusal and f"{limit.capability.replace('_', ' ')} in graphs: {refusal}")
+    return [text for text in texts if text]
+
+
+def _loss(problem: Problem, states: Sequence[tuple[str, str]]) -> int:
+    request = problem.request
+    mode = graphs.effective_mode(request.graphs.value, request.device.type)
+    return sum(graphs.wanted(mode, phase) == graphs.FULL and state != CAPTURED for phase, state in states)
+
+
+def kv_reasons(problem: Problem, kind: str, candidate: Candidate) -> tuple[Reason, ...]:
+    """Why a cache spec cannot hold layers of a kind; empty if it may be chosen."""
+    unusable = usability(candidate)
+    request = problem.request
+    asked = request.kv_specs.get(kind)
+    reasons = list(unusable)
+    if asked is not None and asked.value != candidate.name and problem.insists(f"cache.kv_spec.{kind}"):
+        reasons.append(not_asked_for((asked.value,), asked.origin))
+    if unusable:
+        return tuple(reasons)
+    offer, size, sharing = candidate.capabilities, request.block_size, request.prefix_caching
+    if problem.insists(model_key("kv_kind", kind)) and (text := offer.kv_kinds.refusal(kind)):
+        reasons.append(reason_of("kv_kinds", text, f"model: {kind} layers"))
+    if (
+        isinstance(size.value, int)
+        and problem.insists("cache.block_size")
+        and (text := offer.block_sizes.refusal(size.value))
+    ):
+        reasons.append(reason_of("block_sizes", text, size.origin))
+    must_share = sharing.value and sharing.explicit and problem.insists("cache.prefix_caching")
+    if must_share and (text := offer.prefix_caching.refusal(True)):
+        reasons.append(reason_of("prefix_caching", text, sharing.origin))
+    return tuple(reasons)

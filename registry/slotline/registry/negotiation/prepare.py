@@ -1,0 +1,152 @@
+"""From a loaded configuration, a model's facts and discovered plugins to a request and its candidates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from slotline.registry.config.load import LoadedConfig
+from slotline.registry.contracts.model_family import ModelFacts
+from slotline.registry.descriptor import HOST_CONTRACTS, Descriptor, DeviceInfo, Kind
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Need, Part, PlanRequest, group_layers
+from slotline.registry.probing import probe
+from slotline.registry.records import PluginRecord, PluginState
+
+
+class Plugins(Protocol):
+    """What is needed of the plugin registry."""
+
+    def records(self) -> Sequence[PluginRecord]: ...
+
+    def load(self, kind: Kind, name: str, *, required: bool) -> Descriptor[Any] | None: ...
+
+
+def prepare_request(
+    loaded: LoadedConfig,
+    facts: ModelFacts,
+    device: DeviceInfo,
+    *,
+    max_model_len: int,
+    dtype_fallbacks: Sequence[str] = (),
+    draft_tokens: int = 0,
+    tree: bool = False,
+    needs: Sequence[Need] = (),
+    parts: Sequence[Part] = (),
+) -> PlanRequest:
+    """The request that a configuration and a model make on a device.
+
+    Args:
+        loaded: the configuration with the origin of each value.
+        facts: of the model.
+        device: the machine.
+        max_model_len: longest sequence, as resolved.
+        dtype_fallbacks: where `dtype` is 'auto', the dtypes to try in order; empty for the checkpoint's alone.
+        draft_tokens: what the drafter proposes in a step; `tree` if it proposes a tree.
+        needs: what further plugins need of attention backends.
+        parts: plugins chosen elsewhere, for the record.
+    """
+    config, source = loaded.config, _Source(loaded)
+    dtypes = (config.dtype,) if config.dtype != AUTO else tuple(dtype_fallbacks) or (facts.dtype,)
+    longest = min(config.scheduler.max_batched_tokens, max_model_len)
+    drafter = f"drafter {config.drafter.name}: 1+{draft_tokens} tokens"
+    return PlanRequest(
+        device=device,
+        groups=group_layers(facts.layers),
+        dtype=_dtype(source, dtypes[0], facts, device),
+        dtype_fallbacks=dtypes[1:],
+        kv_dtype=source.asked("cache.dtype", config.cache.dtype),
+        backend=source.asked("attention.backend", config.attention.backend),
+        block_size=source.asked("cache.block_size", config.cache.block_size),
+        layout=source.asked("attention.layout", config.attention.layout),
+        kv_specs={
+            kind: source.asked(f"cache.kv_spec.{kind}", name)
+            for kind, name in config.cache.kv_spec.items()
+            if name != AUTO
+        },
+        graphs=source.asked("graphs.mode", config.graphs.mode),
+        query_len=Asked(1 + draft_tokens, drafter, True) if draft_tokens else Asked(1),
+        max_query_len=source.asked("scheduler.max_batched_tokens", longest),
+        tree_mask=Asked(tree, drafter, tree),
+        prefix_caching=source.asked("cache.prefix_caching", config.cache.prefix_caching),
+        needs=tuple(needs),
+        strict=config.strict,
+        allow=tuple(config.allow),
+        parts=tuple(parts),
+        facts=_facts(facts, max_model_len),
+    )
+
+
+def attention_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
+    """Every attention backend that is known, probed on `device`; broken and blocked ones with the reason."""
+    return candidates(registry, Kind.ATTENTION, device)
+
+
+def kv_spec_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
+    """Every cache spec that is known, probed on `device`; broken and blocked ones with the reason."""
+    return candidates(registry, Kind.KV_SPEC, device)
+
+
+def candidates(registry: Plugins, kind: Kind, device: DeviceInfo) -> tuple[Candidate, ...]:
+    """Every plugin of a kind, in the order of the registry's rows."""
+    names = dict.fromkeys(row.name for row in registry.records() if row.kind == kind)
+    for name in names:
+        registry.load(kind, name, required=False)  # a row that cannot load says why from now on
+    rows = [row for row in registry.records() if row.kind == kind and row.state is not PluginState.SHADOWED]
+    return tuple(_candidate(row, kind, device) for row in rows)
+
+
+def _candidate(row: PluginRecord, kind: Kind, device: DeviceInfo) -> Candidate:
+    common: dict[str, Any] = {"distribution": row.distribution, "version": row.version, "inline": row.inline}
+    descriptor = row.descriptor
+    if row.state is PluginState.BLOCKED:
+        return Candidate(name=row.name, blocked=row.error or "blocked by the configuration", **common)
+    if row.state is PluginState.INCOMPATIBLE:
+        return Candidate(name=row.name, contract=None, contract_error=row.error, **common)
+    if descriptor is None:
+        return Candidate(name=row.name, load_error=row.error or "it did not load", **common)
+    offer = probe(descriptor, device)
+    refused = offer if isinstance(offer, str) else None
+    return Candidate(
+        descriptor=descriptor,
+        contract=HOST_CONTRACTS[kind].common(descriptor.contract),
+        capabilities=descriptor.capabilities if refused is not None else offer,
+        probe_refusal=refused,
+        **common,
+    )
+
+
+class _Source:
+    """Looks origins up by key."""
+
+    def __init__(self, loaded: LoadedConfig) -> None:
+        self._origins = loaded.origins
+
+    def asked(self, key: str, value: Any) -> Asked[Any]:
+        """The value with its place; a table has the place of its first entry."""
+        within = [origin for at, origin in self._origins.items() if at == key or at.startswith(f"{key}.")]
+        origin = next((item for item in within if item.kind != "default"), None)
+        if origin is None:
+            return Asked(value, f"default {key}")
+        if isinstance(value, Mapping):
+            value = dict(value)
+        return Asked(value, f"{origin.where} {key}", value != AUTO)
+
+
+def _dtype(source: _Source, name: str, facts: ModelFacts, device: DeviceInfo) -> Asked[str]:
+    asked = source.asked("dtype", name)
+    if asked.explicit and asked.origin != "default dtype":
+        return asked
+    if name == facts.dtype:
+        return Asked(name, f"checkpoint: {facts.dtype}")
+    return Asked(name, f"checkpoint: {facts.dtype}; {device.type} computes in {name}")
+
+
+def _facts(facts: ModelFacts, max_model_len: int) -> dict[str, Any]:
+    return {
+        "architecture": facts.architecture,
+        "parameters": facts.num_parameters,
+        "layers": len(facts.layers),
+        "hidden_size": facts.hidden_size,
+        "vocab_size": facts.vocab_size,
+        "max_model_len": max_model_len,
+    }

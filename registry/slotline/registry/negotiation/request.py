@@ -1,0 +1,208 @@
+"""What is asked of negotiation: values with their origin, attention groups, and the candidates that offer something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from attrs import field, frozen
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.descriptor import Descriptor, DeviceInfo
+
+T = TypeVar("T")
+
+AUTO = "auto"
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens in a block of the pool when nobody asks for another size."""
+
+
+@frozen
+class Asked(Generic[T]):
+    """A value as it was asked for.
+
+    Attributes:
+        value: the value.
+        origin: who asked, in words: ``run.toml:12 attention.backend``, ``drafter ngram: 1+4 tokens``, ``default``.
+        explicit: True if a person or a plugin named it; then it is honoured or refused, never changed.
+    """
+
+    value: T
+    origin: str = "default"
+    explicit: bool = False
+
+
+@frozen(kw_only=True)
+class Need:
+    """One more need that a part of the engine has of attention backends, e.g. ``lse`` for a merge of partial results.
+
+    Attributes:
+        capability: attribute of `AttentionCapabilities` that must cover it.
+        value: the need, in the terms of that capability's class.
+        origin: who needs it.
+        group: name of the attention group it concerns; None for all.
+    """
+
+    capability: str
+    value: Any = True
+    origin: str = "default"
+    group: str | None = None
+
+
+@frozen(kw_only=True)
+class GroupRequest:
+    """Layers whose attention needs are equal, so that one backend instance can serve them.
+
+    Attributes:
+        name: the cache kind, with ``_1``, ``_2`` where several groups have one kind.
+        layers: in model order, at least one.
+    """
+
+    name: str
+    layers: tuple[AttentionLayer, ...]
+
+    @property
+    def layer(self) -> AttentionLayer:
+        """The first layer; in all that negotiation looks at, the others equal it."""
+        return self.layers[0]
+
+    @property
+    def kv_kind(self) -> str:
+        return self.layer.kv_kind
+
+    @property
+    def has_cache(self) -> bool:
+        """Encoder-only layers keep nothing between steps."""
+        return self.layer.attention_type != "encoder_only"
+
+
+@frozen(kw_only=True)
+class Part:
+    """A plugin chosen elsewhere that the plan records: a drafter, a logits processor, a model family, LoRA."""
+
+    kind: str
+    name: str
+    distribution: str = ""
+    version: str = ""
+    contract: int = 1
+    origin: str = "default"
+
+
+@frozen(kw_only=True)
+class Candidate:
+    """One plugin that might be chosen, as discovery found it and the probe left it.
+
+    Attributes:
+        name: the plugin's name; taken from the descriptor where not given.
+        descriptor: None if the plugin could not be loaded.
+        distribution, version: where it comes from; ``inline`` for a plugin from a file.
+        contract: the bound contract version, None if host and plugin have none in common; `contract_error` says more.
+        capabilities: the offer after the probe; None if there is none.
+        probe_refusal: why the probe says the plugin cannot run on this device.
+        load_error: the first line of the error that loading it raised.
+        blocked: which rule keeps it from loading.
+        inline: whether it comes from a file instead of an installed distribution.
+    """
+
+    descriptor: Descriptor[Any] | None = None
+    name: str = field()
+    distribution: str = ""
+    version: str = ""
+    contract: int | None = 1
+    contract_error: str | None = None
+    capabilities: Any = field()
+    probe_refusal: str | None = None
+    load_error: str | None = None
+    blocked: str | None = None
+    inline: bool = False
+
+    @name.default
+    def _descriptor_name(self) -> str:
+        return "" if self.descriptor is None else self.descriptor.name
+
+    @capabilities.default
+    def _descriptor_capabilities(self) -> Any:
+        return None if self.descriptor is None else self.descriptor.capabilities
+
+
+@frozen(kw_only=True)
+class PlanRequest:
+    """Everything that negotiation is asked for; nothing of it is ever changed.
+
+    Attributes:
+        device: the machine.
+        groups: attention groups, from `group_layers`.
+        dtype: of weights and activations; `dtype_fallbacks` are tried in order where it is not explicit.
+        kv_dtype: of the cache; ``auto`` follows dtype.
+        backend: ``auto``, a name, names in order of preference (``auto`` among them admits the rest), or a mapping
+            from cache kind to any of these.
+        block_size: tokens of a manager block; ``auto`` starts from `default_block_size`.
+        layout: physical order inside a page: ``auto``, ``NHD``, ``HND``.
+        kv_specs: from layer kind to the plugin that must hold it.
+        graphs: the graph mode.
+        query_len: most query tokens of a uniform decode batch, 1 + draft tokens.
+        max_query_len: most query tokens of one request in a mixed batch.
+        batch_invariant, tree_mask, cascade: features that backends must have.
+        prefix_caching: whether blocks are to be shared between requests.
+        needs: more needs, from plugins.
+        strict: whether each downgrade is an error; `allow` lists the codes that may pass.
+        parts: plugins chosen elsewhere, for the record.
+        facts: what the plan says of the model, in order: name -> value.
+    """
+
+    device: DeviceInfo
+    groups: tuple[GroupRequest, ...]
+    dtype: Asked[str] = Asked("float32")
+    dtype_fallbacks: tuple[str, ...] = ()
+    kv_dtype: Asked[str] = Asked(AUTO)
+    backend: Asked[Any] = Asked(AUTO)
+    block_size: Asked[int | str] = Asked(AUTO)
+    default_block_size: int = DEFAULT_BLOCK_SIZE
+    layout: Asked[str] = Asked(AUTO)
+    kv_specs: Mapping[str, Asked[str]] = field(factory=dict)
+    graphs: Asked[str] = Asked(AUTO)
+    query_len: Asked[int] = Asked(1)
+    max_query_len: Asked[int] = Asked(1)
+    batch_invariant: Asked[bool] = Asked(False)
+    tree_mask: Asked[bool] = Asked(False)
+    cascade: Asked[bool] = Asked(False)
+    prefix_caching: Asked[bool] = Asked(True)
+    needs: tuple[Need, ...] = ()
+    strict: bool = False
+    allow: tuple[str, ...] = ()
+    parts: tuple[Part, ...] = ()
+    facts: Mapping[str, Any] = field(factory=dict)
+
+    def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
+        """The names asked for layers of one kind, best first; empty where any will do."""
+        value = self.backend.value
+        key = ""
+        if isinstance(value, Mapping):
+            key = f".{kv_kind}"
+            value = value.get(kv_kind, AUTO)
+        names = (value,) if isinstance(value, str) else tuple(value)
+        if names == (AUTO,):
+            return Asked((), "default")
+        return Asked(names, self.backend.origin + key, self.backend.explicit)
+
+
+def group_layers(layers: Sequence[AttentionLayer]) -> tuple[GroupRequest, ...]:
+    """Group layers with equal needs, named after their cache kind, in the order of their first layer.
+
+    The scale counts as a need too: a backend may bake it into its host-side plan of a step.
+    """
+    members: dict[tuple[object, ...], list[AttentionLayer]] = {}
+    for layer in layers:
+        members.setdefault(_needs_of(layer), []).append(layer)
+    seen: dict[str, int] = {}
+    groups = []
+    for own in members.values():
+        kind = own[0].kv_kind
+        number = seen.get(kind, 0)
+        seen[kind] = number + 1
+        groups.append(GroupRequest(name=kind if number == 0 else f"{kind}_{number}", layers=tuple(own)))
+    return tuple(groups)
+
+
+def _needs_of(layer: AttentionLayer) -> tuple[object, ...]:
+    shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.scale)
+    return (layer.kv_kind, layer.attention_type, shape, layer.window, layer.soft_cap, layer.sinks)

@@ -1,0 +1,108 @@
+"""Negotiation: from a request and its candidates to one frozen plan, or to an error that says what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation.assemble import assemble
+from slotline.registry.negotiation.codes import CODES
+from slotline.registry.negotiation.conflict import explain_infeasible
+from slotline.registry.negotiation.needs import Problem
+from slotline.registry.negotiation.offers import usability
+from slotline.registry.negotiation.plan import Failure, Note, Plan
+from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
+from slotline.registry.negotiation.search import Search
+
+
+def negotiate(request: PlanRequest, attention: Sequence[Candidate], kv_specs: Sequence[Candidate]) -> Plan:
+    """Find the best plan.
+
+    Args:
+        request: what is asked; it stays as it is.
+        attention: the attention backends, usable or not; all of them appear in the record.
+        kv_specs: the cache specs, likewise.
+
+    Returns:
+        The plan. The same arguments give the same plan in every process.
+
+    Raises:
+        NegotiationError: if nothing satisfies the request, or if the request is strict and the plan differs from it.
+    """
+    problem = Problem(
+        request=request,
+        attention=(*attention, *_missing(_backend_names(request), attention)),
+        kv_specs=(*kv_specs, *_missing([asked.value for asked in request.kv_specs.values()], kv_specs)),
+    )
+    search = Search(problem)
+    solution = search.best()
+    if solution is None:
+        raise _error(explain_infeasible(problem))
+    plan = assemble(search, solution, warnings_of(problem))
+    if request.strict:
+        _hold_strictly(plan, request.allow)
+    return plan
+
+
+def _backend_names(request: PlanRequest) -> list[str]:
+    """Every backend that the configuration names for layers that exist."""
+    kinds = dict.fromkeys(group.kv_kind for group in request.groups)
+    return [name for kind in kinds for name in request.backend_for(kind).value if name != AUTO]
+
+
+def _missing(names: Sequence[str], candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Names that nobody offers take part as candidates that are not installed, and so are reported like others."""
+    known = {candidate.name for candidate in candidates}
+    return [Candidate(name=name) for name in dict.fromkeys(names) if name not in known]
+
+
+def warnings_of(problem: Problem) -> tuple[Note, ...]:
+    """What deserves attention and changes nothing."""
+    request = problem.request
+    return (
+        *_failed_imports(problem),
+        *_idle_entries(request, problem.kinds),
+        *(
+            Note(code="N402", key="allow", text=f"there is no code {code!r}", asked=code)
+            for code in request.allow
+            if code not in CODES
+        ),
+    )
+
+
+def _failed_imports(problem: Problem) -> list[Note]:
+    return [
+        Note(code=reason.code, key=candidate.name, text=f"{candidate.name}: {reason.text}", resolved="not used")
+        for candidate in (*problem.attention, *problem.kv_specs)
+        for reason in usability(candidate)
+        if reason.code == "N002"
+    ]
+
+
+def _idle_entries(request: PlanRequest, kinds: Sequence[str]) -> list[Note]:
+    tables = {"cache.kv_spec": list(request.kv_specs)}
+    present = {"cache.kv_spec": set(kinds), "attention.backend": {group.kv_kind for group in request.groups}}
+    if isinstance(request.backend.value, Mapping):
+        tables["attention.backend"] = list(request.backend.value)
+    return [
+        Note(code="N401", key=f"{key}.{kind}", text=f"the model has no {kind} layers")
+        for key, table in tables.items()
+        for kind in table
+        if kind not in present[key]
+    ]
+
+
+def _hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
+    failed = [note for note in plan.warnings if note.code == "N002"]
+    notes = tuple(note for note in (*plan.downgrades, *failed) if note.code not in allow)
+    if not notes:
+        return
+    codes = ", ".join(dict.fromkeys(note.code for note in notes))
+    ways_out = tuple(dict.fromkeys(text for note in notes for text in note.to_avoid))
+    message = f"strict: the plan differs from what was asked ({codes})"
+    raise _error(Failure(code="N510", message=message, notes=notes, remedies=ways_out))
+
+
+def _error(failure: Failure) -> NegotiationError:
+    fix = failure.remedies[0] if failure.remedies else CODES[failure.code].fix
+    return NegotiationError(f"{failure.code} {failure.message}", fix=fix, failure=failure)

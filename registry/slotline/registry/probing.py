@@ -1,0 +1,56 @@
+"""Asking a plugin what is left of its offer on the machine at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from slotline.registry.capability import Choice, Flag, Level, Max, Set
+from slotline.registry.descriptor import Descriptor, DeviceInfo
+from slotline.registry.errors import PluginError
+from slotline.registry.loading import import_dotted, label_of, one_line
+
+
+def probe(descriptor: Descriptor[Any], device: DeviceInfo) -> Any:
+    """The plugin's capabilities on `device`, no wider than those declared, or a sentence that says why it cannot run.
+
+    A probe that raises is a refusal too: the plugin is not usable there, and the reason goes into the plan.
+    """
+    if descriptor.probe is None:
+        return descriptor.capabilities
+    try:
+        what = f"the probe of {label_of(descriptor)}"
+        function = import_dotted(descriptor.probe, what) if isinstance(descriptor.probe, str) else descriptor.probe
+        offer = function(device)
+    except PluginError as error:
+        return f"probe failed: {error.message}"
+    except (Exception, SystemExit) as error:
+        return f"probe failed: {one_line(error)}"
+    if isinstance(offer, str):
+        return offer or "its probe refuses without a reason"
+    if not isinstance(offer, type(descriptor.capabilities)):
+        return f"probe returned {type(offer).__name__}, not {type(descriptor.capabilities).__name__}"
+    wider = list(widened(offer, descriptor.capabilities))
+    return f"probe claims more than the descriptor: {'; '.join(wider)}" if wider else offer
+
+
+def widened(offer: Any, declared: Any) -> Iterator[str]:
+    """Each capability of `offer` that goes beyond `declared`, in words; both of one attrs class."""
+    for item in attrs.fields(type(declared)):
+        new, old = getattr(offer, item.name), getattr(declared, item.name)
+        if type(new) is type(old) and _wider(new, old):
+            yield f"{item.name} is {new.describe()}, declared {old.describe()}"
+
+
+def _wider(new: Any, old: Any) -> bool:
+    if isinstance(new, Flag):
+        return bool(new.support) and not old.support
+    if isinstance(new, Set):
+        return old.values is not None and (new.values is None or not new.values <= old.values)
+    if isinstance(new, Level):
+        return bool(new.value > old.value)
+    if isinstance(new, Max):
+        return old.limit is not None and (new.limit is None or new.limit > old.limit)
+    return isinstance(new, Choice) and not set(new.options) <= set(old.options)

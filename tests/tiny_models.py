@@ -1,0 +1,241 @@
+"""Tiny random checkpoints of every served family, and what transformers itself answers on them.
+
+Weights are wide (initializer_range 0.15), so that one lost key moves the logits by whole units, and every configuration
+is small enough that a test costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from attrs import field, frozen
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+VOCAB_SIZE = 384
+WINDOW = 8
+MAX_LEN = 512
+
+_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": MAX_LEN,
+    "initializer_range": 0.15,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"] * 2
+
+
+@frozen(kw_only=True)
+class TinyFamily:
+    """How to build one family, and what its attention layers must look like.
+
+    Attributes:
+        architecture: the transformers class.
+        config: the configuration class.
+        settings: what differs from the common sizes.
+        windows: the window of each layer.
+        soft_cap: of the attention scores.
+        sinks: whether layers learn sink logits.
+    """
+
+    architecture: str
+    config: str
+    settings: Mapping[str, Any] = field(factory=dict)
+    windows: tuple[int | None, ...] = (None,) * 4
+    soft_cap: float | None = None
+    sinks: bool = False
+
+
+_FAMILIES: Mapping[str, TinyFamily] = {
+    "llama": TinyFamily(architecture="LlamaForCausalLM", config="LlamaConfig"),
+    "llama_tied": TinyFamily(
+        architecture="LlamaForCausalLM", config="LlamaConfig", settings={"tie_word_embeddings": True}
+    ),
+    "qwen2": TinyFamily(architecture="Qwen2ForCausalLM", config="Qwen2Config"),
+    "qwen2_sliding": TinyFamily(
+        architecture="Qwen2ForCausalLM",
+        config="Qwen2Config",
+        settings={"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+        windows=(None, None, WINDOW, WINDOW),
+    ),
+    "qwen3": TinyFamily(architecture="Qwen3ForCausalLM", config="Qwen3Config"),
+    "mistral": TinyFamily(
+        architecture="MistralForCausalLM",
+        config="MistralConfig",
+        settings={"sliding_window": WINDOW},
+        windows=(WINDOW,) * 4,
+    ),
+    "gemma2": TinyFamily(
+        architecture="Gemma2ForCausalLM",
+        config="Gemma2Config",
+        settings={
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 24,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": True,
+        },
+        windows=(WINDOW, None) * 2,
+        soft_cap=5.0,
+    ),
+    "gemma3": TinyFamily(
+        architecture="Gemma3ForCausalLM",
+        config="Gemma3TextConfig",
+        settings={
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+        },
+        windows=(WINDOW, None) * 2,
+    ),
+    "phi3": TinyFamily(
+        architecture="Phi3ForCausalLM",
+        config="Phi3Config",
+        settings={"sliding_window": WINDOW, "original_max_position_embeddings": MAX_LEN},
+        windows=(WINDOW,) * 4,
+    ),
+    "gpt_oss": TinyFamily(
+        architecture="GptOssForCausalLM",
+        config="GptOssConfig",
+        settings={
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": MAX_LEN // 4,
+            },
+        },
+        windows=(WINDOW, None) * 2,
+        sinks=True,
+    ),
+    "mixtral": TinyFamily(
+        architecture="MixtralForCausalLM",
+        config="MixtralConfig",
+        settings={"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "qwen3_moe": TinyFamily(
+        architecture="Qwen3MoeForCausalLM",
+        config="Qwen3MoeConfig",
+        settings={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    ),
+    "olmo2": TinyFamily(architecture="Olmo2ForCausalLM", config="Olmo2Config"),
+    "granite": TinyFamily(
+        architecture="GraniteForCausalLM",
+        config="GraniteConfig",
+        settings={
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+    ),
+    "starcoder2": TinyFamily(
+        architecture="Starcoder2ForCausalLM",
+        config="Starcoder2Config",
+        settings={"sliding_window": WINDOW},
+        windows=(WINDOW,) * 4,
+    ),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+"""The names that `build` knows."""
+
+_LINES = (
+    "def main(argv):",
+    "    return sum(int(word) for word in argv)",
+    "The quick brown fox jumps over the lazy dog.",
+    "import os, sys, json",
+    "class Row: pass",
+)
+
+
+def family(name: str) -> TinyFamily:
+    """What is known of a family."""
+    return _FAMILIES[name]
+
+
+def build(name: str, path: Path, seed: int = 0, **settings: Any) -> Path:
+    """Write a random checkpoint of a family with a tokenizer into `path`; `settings` override the configuration."""
+    known = _FAMILIES[name]
+    config = getattr(transformers, known.config)(**{**_SIZES, **known.settings, **settings})
+    torch.manual_seed(seed)
+    model = getattr(transformers, known.architecture)(config)
+    _widen(model)
+    model.generation_config.eos_token_id = config.eos_token_id
+    path.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(path)
+    build_tokenizer(path)
+    return path
+
+
+def build_tokenizer(path: Path) -> Path:
+    """Write a byte-level BPE tokenizer of at most `VOCAB_SIZE` tokens into `path`."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_LINES, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.save_pretrained(path)
+    return path
+
+
+def greedy_reference(path: Path, prompt_ids: list[int], max_tokens: int) -> list[int]:
+    """The tokens that transformers' greedy generation adds to a prompt, float32 and eager attention."""
+    model = oracle(path)
+    prompt = torch.tensor([prompt_ids])  # [1, len(prompt_ids)]
+    with torch.no_grad():
+        out = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+    return [int(token) for token in out[0, len(prompt_ids) :]]
+
+
+def logits_reference(path: Path, token_ids: list[int]) -> torch.Tensor:
+    """transformers' logits [len(token_ids), vocab_size] at every position, float32 and eager attention."""
+    with torch.no_grad():
+        logits: torch.Tensor = oracle(path)(torch.tensor([token_ids]), use_cache=False).logits[0]
+    return logits
+
+
+def oracle(path: Path) -> Any:
+    """The checkpoint in transformers: float32 and eager, since other attention functions may leave out a soft cap."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def _widen(model: torch.nn.Module) -> None:
+    """Give the parameters that initialisation leaves at 0 or 1 (biases, norms, sinks) values that matter."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.15)
