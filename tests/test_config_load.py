@@ -47,7 +47,9 @@ def test_no_file_at_all_gives_the_defaults() -> None:
 
 def test_each_layer_overrides_the_one_below(load: Load) -> None:
     text = 'extends = "base.toml"\n[scheduler]\nmax_requests = 2\nmax_batched_tokens = 20\n'
-    files = {"base.toml": "[scheduler]\nmax_requests = 1\nmax_batched_tokens = 10\nmax_model_len = 100\n[sampling]\nseed = 1\n"}
+    files = {
+        "base.toml": "[scheduler]\nmax_requests = 1\nmax_batched_tokens = 9\nmax_model_len = 100\n[sampling]\nseed = 1"
+    }
     seed = "sampling.seed"
     assert load(text, files=files).config.scheduler.max_requests == 2
     assert load(text, files=files).config.scheduler.max_model_len == 100
@@ -70,11 +72,12 @@ def test_every_leaf_has_an_origin(load: Load) -> None:
         values={"scheduler": {"async": False}},
     )
     leaves = {dotted(path) for path in key_paths(Config)} - {dotted(path[:-1]) for path in key_paths(Config)}
-    assert leaves - set(loaded.origins) == {"logits_processors"}, "it holds one table, which has an origin of its own"
+    assert leaves <= set(loaded.origins)
     found = {key: (origin.kind, origin.where) for key, origin in loaded.origins.items() if origin.kind != "default"}
     assert found == {
         "dtype": ("file", "run.toml:2"),
         "drafter.ngram.n": ("file", "run.toml:4"),
+        "logits_processors": ("file", "run.toml:5"),
         "logits_processors.mine": ("file", "run.toml:5"),
         "cache.block_size": ("file", "base.toml:3"),
         "attention.backend": ("env", "SLOTLINE_ATTENTION__BACKEND"),
@@ -100,7 +103,7 @@ def test_every_leaf_has_an_origin(load: Load) -> None:
         ('[cache]\nblock_size = "atuo"', "did you mean 'auto'?"),
         ('dtype = "bf16"', 'is not one of "auto", "float32", "bfloat16", "float16"'),
         ("[attention]\nbackend = [1]", "[1] is not a text or a list of texts or a table of texts"),
-        ("[attention.backend]\nfull = 3", "{full = 3} is not a text or a list of texts or a table of texts"),
+        ("[attention]\nbackend = {full = 3}", "{full = 3} is not a text or a list of texts or a table of texts"),
         ("[cache]\nmemory = 1.5", "a number in (0, 1] or a text such as '2GiB'"),
         ("[cache]\nmemory = 0", "a number in (0, 1] or a text such as '2GiB'"),
         ("[cache]\nmemory = 2000000", "a number in (0, 1] or a text such as '2GiB'"),
@@ -214,7 +217,7 @@ def test_an_unknown_key_like_no_other_lists_the_keys_of_its_table(load: Load) ->
 
 
 def test_a_missing_file_and_broken_toml_say_where(load: Load) -> None:
-    with pytest.raises(ConfigError, match="absent.toml: cannot be read"):
+    with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read"):
         load_config("absent.toml", environ={})
     (fault,) = faults_of(load, "a = 1\nb = [1, 2\n\nc = = 3\n")
     assert fault.origin.where == "run.toml:4"
@@ -262,7 +265,8 @@ def test_one_base_may_be_reached_twice_but_a_circle_is_an_error(load: Load) -> N
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [('"absent.toml"', "there is no file absent.toml"), ("3", "must be a path or a list of paths")]
+    ("value", "message"),
+    [('"absent.toml"', "there is no file absent.toml"), ("3", "must be a path or a list of paths")],
 )
 def test_extends_of_something_else_is_an_error(load: Load, value: str, message: str) -> None:
     (fault,) = faults_of(load, f"extends = {value}\n")
@@ -335,7 +339,9 @@ def test_set_takes_toml_or_a_text_without_quotes() -> None:
     assert config.backend == {"my-attn": {"mode": "fast"}}
 
 
-@pytest.mark.parametrize("override", ["cache.block_size", "=3", "a b=3", "cache.=3", "cache.bloc_size=3", "extends='x.toml'"])
+@pytest.mark.parametrize(
+    "override", ["cache.block_size", "=3", "a b=3", "cache.=3", "cache.bloc_size=3", "extends='x.toml'"]
+)
 def test_a_set_that_names_no_key_is_an_error(override: str) -> None:
     with pytest.raises(ConfigError, match=r"--set"):
         load_config(environ={}, overrides=[override])
@@ -426,7 +432,9 @@ def test_options_for_a_plugin_that_takes_none_are_an_error(load: Load) -> None:
     loaded = load("[backend.plain]\n[backend.cpu]\nthreads = 2\n")
     assert loaded.options(Kind.ATTENTION, "plain", None) is None
     assert loaded.options(Kind.ATTENTION, "absent", None) is None
-    with pytest.raises(ConfigError, match=r"run.toml:3: backend.cpu.threads: the attention plugin 'cpu' takes no options"):
+    with pytest.raises(
+        ConfigError, match=r"run.toml:3: backend.cpu.threads: the attention plugin 'cpu' takes no options"
+    ):
         loaded.options(Kind.ATTENTION, "cpu", None)
 
 
@@ -478,7 +486,8 @@ def test_origins_are_shown_beside_each_value(load: Load) -> None:
 
 def test_the_scanner_finds_every_key_of_an_awkward_file() -> None:
     text = (
-        'a.b.c = 1\n"x.y" = \'#\'\n[t]\ns = """\nz = 1\n""" # [no]\nq = \'\'\'\n\'\'\'\narr = [ # x\n  "]", {k = 1},\n]\n'
+        'a.b.c = 1\n"x.y" = \'#\'\n[t]\ns = """\nz = 1\n""" # [no]\nq = \'\'\'\n\'\'\'\narr = [ # x\n  "]", {k = 1},\n]'
+        "\n"
         'i = {p = 1, "q r".s = {u = 2}}\n[[many]]\nv = 1\n[t.sub]\nw = 2026-01-01T00:00:00Z\n'
     )
     lines = {dotted(path): line for path, line in key_lines(text).items()}

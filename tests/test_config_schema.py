@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import jsonschema
+import jsonschema  # type: ignore[import-untyped]
 import pytest
 from attrs import field, frozen, validators
 
@@ -40,7 +40,7 @@ SCHEMA = json_schema({(Kind.ATTENTION, "mine"): Options, (Kind.DRAFTER, "ngram")
 
 
 def accepts(text: str) -> bool:
-    return jsonschema.Draft202012Validator(SCHEMA).is_valid(tomllib.loads(text))
+    return bool(jsonschema.Draft202012Validator(SCHEMA).is_valid(tomllib.loads(text)))
 
 
 def loads(text: str, path: Path) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,15 @@ from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.errors import ModelError
 
 TOKENS = 48
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for each other on more threads: ten times as long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +86,7 @@ def dense_attention(
     scores = torch.einsum("qhd,khd->hqk", query, key) * layer.scale  # [num_heads, num_queries, num_keys]
     if layer.soft_cap is not None:
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
-    keys = torch.arange(key.shape[0])
+    keys = torch.arange(key.shape[0], device=key.device)
     queries = keys[-query.shape[0] :, None]
     first = queries - layer.window + 1 if layer.window is not None else torch.zeros_like(queries)
     scores = scores.masked_fill((keys > queries) | (keys < first), -torch.inf)
@@ -390,29 +399,6 @@ def test_sharded_and_torch_files_load_like_one_safetensors_file(form: str, llama
 def test_offloading_on_a_cpu_changes_nothing_and_says_so(checkpoints: Callable[[str], Path]) -> None:
     model = load(checkpoints("llama"), offload_bytes=1 << 20)
     assert "no effect on cpu" in model.notes[0]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_offloaded_layers_live_in_host_memory_and_give_the_same_logits(checkpoints: Callable[[str], Path]) -> None:
-    path, token_ids = checkpoints("llama"), prompt(5).cuda()
-    expected = tiny_models.logits_reference(path, token_ids.tolist())
-    layer_bytes = sum(4 * p.numel() for p in tiny_models.oracle(path).model.layers[0].parameters())
-    model = load(path, device="cuda", offload_bytes=2 * layer_bytes + 1)
-    devices = [next(layer.parameters()).device.type for layer in model.hf_model.model.layers]
-    assert devices == ["cuda", "cuda", "cpu", "cpu"]
-
-    def attend(layer: AttentionLayer, *tensors: Any) -> torch.Tensor:
-        host: list[Any] = [t if t is None else t.cpu() for t in tensors]
-        return dense_attention(layer, *host).cuda()
-
-    for _ in range(2):
-        with torch.no_grad():
-            logits = model.compute_logits(model.forward(token_ids, torch.arange(5, device="cuda"), attend))
-        torch.testing.assert_close(logits.cpu(), expected, atol=1e-3, rtol=0)
-    model.reload_weights()
-    with torch.no_grad():
-        logits = model.compute_logits(model.forward(token_ids, torch.arange(5, device="cuda"), attend))
-    torch.testing.assert_close(logits.cpu(), expected, atol=1e-3, rtol=0)
 
 
 def test_attention_outside_a_forward_is_an_error_that_names_the_layer(checkpoints: Callable[[str], Path]) -> None:

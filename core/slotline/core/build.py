@@ -34,8 +34,8 @@ from slotline.registry.contracts import (
     ModelContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.discovery import bind_contract, resolve_factory, resolve_options
 from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
 
 _PROCESSED = frozenset({"logit_bias", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 """Sampling parameters that only a logits processor can honour."""
@@ -82,9 +82,9 @@ class EngineBuilder:
             limits=self._limits(),
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
+            memory=memory,
             check=config.observability.check_integrity,
         )
-        engine.memory = memory
         self._warm_up(engine)
         return engine
 
@@ -264,11 +264,9 @@ class EngineBuilder:
 
     def _tokenizer(self) -> Tokenizer | None:
         """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
-        from pathlib import Path
-
-        named = self.planned.loaded.config.tokenizer
+        named = self.planned.loaded.path("tokenizer")
         try:
-            return Tokenizer(Path(named) if named else self.planned.facts.path)
+            return Tokenizer(named or self.planned.facts.path)
         except ModelError:
             if named:
                 raise
@@ -282,8 +280,8 @@ class EngineBuilder:
         engine.profiler.reset()
 
     def _options(self, descriptor: Descriptor[Any]) -> Any:
-        options = resolve_options(descriptor)
-        return None if options is None else self.planned.loaded.options(descriptor.kind, descriptor.name, options)
+        """The plugin's own table, typed by the plugin."""
+        return self.planned.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
 
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:

@@ -14,6 +14,7 @@ from slotline.core.detokenizer import Detokenizer
 from slotline.core.inputs import InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
+from slotline.core.memory import MemoryReport
 from slotline.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 from slotline.core.padding import padded_size
 from slotline.core.processors import ProcessorPipeline
@@ -76,6 +77,7 @@ class Engine:
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
+        memory: MemoryReport | None = None,
         graph_sizes: tuple[int, ...] = (),
         check: bool = False,
     ) -> None:
@@ -88,6 +90,7 @@ class Engine:
         self.profiler = profiler
         self.limits = limits
         self.tokenizer = tokenizer
+        self.memory = memory
         self.graph_sizes = graph_sizes
         self.check = check
         self.requests: dict[str, Request] = {}

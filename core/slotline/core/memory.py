@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import resource
 from collections.abc import Callable
 
@@ -10,9 +9,9 @@ import psutil
 import torch
 from attrs import frozen
 
+from slotline.registry.config import size_in_bytes
 from slotline.registry.errors import CapacityError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, unless its owner says so
 
 
@@ -33,14 +32,6 @@ class MemoryReport:
     cache: int
     block: int
     num_blocks: int
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size such as `2GiB` or `512MB`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if match is None or match[2] not in _UNITS:
-        raise CapacityError(f"cache.memory = {text!r} is no size", fix="write a share such as 0.9 or a size such as '2GiB'")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def size_pool(
@@ -67,7 +58,7 @@ def size_pool(
     activations = _measure(device, profile)
     total = _total(device)
     if isinstance(asked, str):
-        cache = parse_size(asked)
+        cache = size_in_bytes(asked)
     elif device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
         cache = int(asked * total) - (total - free) - activations
@@ -99,7 +90,12 @@ def _measure(device: str, profile: Callable[[], float]) -> int:
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.empty_cache()
         return int((peak - before) * factor)
-    before = psutil.Process().memory_info().rss
+    profile()  # what compiling and tuning take is not the step's
+    before = _highest()
     factor = profile()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return int(max(0, peak - before) * factor)
+    return int((_highest() - before) * factor)
+
+
+def _highest() -> int:
+    """The most memory that this process has held, in bytes; a step that stays below it needs nothing more."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

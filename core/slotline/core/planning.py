@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from slotline.core.device import describe_device, resolve_device
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
-from slotline.registry.discovery import PluginRegistry, resolve_factory
+from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.loading import resolve_factory
 from slotline.registry.negotiation import (
     Part,
     Plan,
+    PlanRequest,
     attention_candidates,
     kv_spec_candidates,
     negotiate,
@@ -40,7 +43,6 @@ class Planned:
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         device: torch device string.
-        dtype, kv_dtype: names, as resolved.
         max_model_len: tokens.
         plan: the negotiated plan.
     """
@@ -63,11 +65,13 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         SlotlineError: of the kind that fits; nothing has been allocated then.
     """
     config = loaded.config
-    registry = PluginRegistry.discover(loaded)
+    registry = discover(loaded)
+    loaded = loaded.check_plugin_tables(registry.installed())
     _refuse_unserved(loaded, registry)
+    _load_named(loaded, registry)
     device = resolve_device(config.device)
     info = describe_device(device)
-    path = Path(config.model) if config.model else SMALL_MODEL
+    path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = _family_for(registry, path)
     facts = family.inspect(path)
     max_model_len = _max_model_len(loaded, facts)
@@ -81,6 +85,8 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         parts=tuple(_part(registry, d) for d in (family_descriptor, *processors)),
     )
     plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
+    _review(registry, plan, request)
+    _mark_selected(registry, plan)
     return Planned(
         loaded=loaded,
         registry=registry,
@@ -92,6 +98,28 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         max_model_len=max_model_len,
         plan=plan,
     )
+
+
+def discover(loaded: LoadedConfig) -> PluginRegistry:
+    """The plugins of this environment, by the configuration's rules."""
+    return PluginRegistry.discover(loaded.plugin_rules, inline=loaded.inline_plugins, strict=loaded.config.strict)
+
+
+def _review(registry: PluginRegistry, plan: Plan, request: PlanRequest) -> None:
+    """Ask the hook plugins; a veto refuses the plan."""
+    vetoes = [f"{label}: {note.text}" for label, note in registry.hooks.review_plan(plan, request) if note.veto]
+    if vetoes:
+        raise NegotiationError("a plan was found and vetoed: " + "; ".join(vetoes), fix="change what the plugin objects to, or block it")
+
+
+def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
+    """Note in the plugin list what the plan uses."""
+    for group in plan.groups:
+        registry.mark_selected(Kind.ATTENTION, group.backend)
+    for cache_group in plan.cache_groups:
+        registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
+    for part in plan.parts:
+        registry.mark_selected(Kind(part.kind), part.name)
 
 
 def _family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
@@ -154,6 +182,17 @@ def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descrip
     return tuple(chosen.values())
 
 
+def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
+    """Load every attention backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
+    asked = loaded.config.attention.backend
+    choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+    names = [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
+    for kind, named in ((Kind.ATTENTION, names), (Kind.KV_SPEC, loaded.config.cache.kv_spec.values())):
+        for name in named:
+            if name != "auto":
+                registry.load(kind, name, required=True)
+
+
 def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     """Drafters and LoRA have contracts, and no step of this version calls them: say so instead of ignoring them."""
     for kind, name in ((Kind.DRAFTER, loaded.config.drafter.name), (Kind.LORA, loaded.config.lora.name)):
@@ -166,7 +205,5 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:
-    record = registry.record(descriptor.kind, descriptor.name)
-    return Part(
-        kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution or "", version=record.version or ""
-    )
+    record = next(r for r in registry.records() if r.descriptor is descriptor)
+    return Part(kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution, version=record.version)

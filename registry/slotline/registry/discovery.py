@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn, overload
 import attrs
 
 from slotline.registry.config.faults import similar
-from slotline.registry.config.load import load_config
+from slotline.registry.config.load import LoadedConfig, load_config
 from slotline.registry.config.schema import PluginsConfig
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import (
@@ -25,9 +25,20 @@ from slotline.registry.errors import (
 )
 from slotline.registry.hooks import HookHost
 from slotline.registry.inline import inline_records
-from slotline.registry.loading import bind_contract, import_dotted, label_of, one_line, resolve_options, to_descriptor
+from slotline.registry.loading import (
+    bind_contract,
+    import_dotted,
+    label_of,
+    one_line,
+    resolve_factory,
+    resolve_options,
+    to_descriptor,
+)
+from slotline.registry.probing import probe
 from slotline.registry.records import HOOKS, PROJECT, PluginRecord, PluginState, canonical, installed_records
 from slotline.registry.rules import apply_lists, check_required, settle_duplicates, unused_rules
+
+__all__ = ["PluginRegistry", "bind_contract", "probe", "resolve_factory", "resolve_options"]
 
 _OPEN = (PluginState.AVAILABLE, PluginState.LOADED, PluginState.SELECTED)
 _BROKEN = (PluginState.FAILED, PluginState.INCOMPATIBLE)
@@ -51,7 +62,7 @@ class PluginRegistry:
     @classmethod
     def discover(
         cls,
-        rules: PluginsConfig | None = None,
+        rules: LoadedConfig | PluginsConfig | None = None,
         *,
         inline: Sequence[str | Path] | None = None,
         blocked: Sequence[str] = (),
@@ -61,19 +72,26 @@ class PluginRegistry:
         """Read the metadata of installed plugins, load the inline ones and the hook plugins.
 
         Args:
-            rules: the `[plugins]` table; None for what the environment says.
-            inline: ``path:attribute`` of inline plugins, as `LoadedConfig.inline_plugins` gives them; None for those of
-                `rules`, which then count from the current folder.
+            rules: a whole configuration, of which `strict`, `[plugins]` and the names of plugins' tables count; or the
+                `[plugins]` table alone; None for what the environment says.
+            inline: ``path:attribute`` of inline plugins; None for those of `rules`, which count from the file that
+                names them, or, where `rules` is the table alone, from the current folder.
             blocked: names or ``kind:name`` that must not load, beside those of `rules`.
             strict: a candidate that fails to load is an error, not a row.
             tolerant: for lists: two distributions with one name are failed rows, not an error.
 
         Raises:
             PluginError: if slotline itself is not installed, or `require` is not met.
+            ConfigError: for a table of a plugin that is not installed, in strict mode or if the table asks for it.
             PluginConflictError: if two distributions offer one name and the rules do not choose.
             PluginLoadError: if an inline plugin fails, or a hook plugin's hooks are not ours.
         """
-        rules = load_config().plugin_rules if rules is None else rules
+        rules = load_config() if rules is None else rules
+        loaded = rules if isinstance(rules, LoadedConfig) else None
+        if isinstance(rules, LoadedConfig):
+            inline = rules.inline_plugins if inline is None else inline
+            strict = strict or rules.config.strict
+            rules = rules.plugin_rules
         check_required(rules.require)
         installed = installed_records()
         _check_own(installed)
@@ -83,6 +101,8 @@ class PluginRegistry:
         for row in registry._inline():
             registry._accept(row, row.descriptor)
         registry._load_hooks(rules, blocked, tolerant)
+        if loaded is not None and not tolerant:
+            registry.warnings += loaded.check_plugin_tables(registry.installed()).warnings
         return registry
 
     def records(self) -> tuple[PluginRecord, ...]:
@@ -95,8 +115,16 @@ class PluginRegistry:
         return tuple(sorted({row.name for row in self._rows if row.kind == kind and row.state in states}))
 
     def installed(self) -> dict[Kind, tuple[str, ...]]:
-        """`names` of every kind."""
-        return {kind: self.names(kind) for kind in Kind}
+        """The names of each kind's plugins, whatever their state."""
+        return {kind: tuple(sorted({row.name for row in self._rows if row.kind == kind})) for kind in Kind}
+
+    def record(self, kind: Kind, name: str) -> PluginRecord:
+        """The row of a plugin, whatever its state.
+
+        Raises:
+            PluginNotFoundError: with the names that there are.
+        """
+        return self._find(kind, name) or self._refuse(kind, name, None)
 
     def descriptor(self, kind: Kind, name: str) -> Descriptor[Any]:
         """The descriptor of a named plugin; the same as `load(kind, name, required=True)`."""

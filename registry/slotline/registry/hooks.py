@@ -69,6 +69,7 @@ class HookHost:
             PluginLoadError: if a hook is misspelt or asks for an unknown argument, or if there is no hook at all.
         """
         try:
+            hash(plugin)  # pluggy puts plugins into sets, but only when it calls them
             self._manager.register(plugin, label)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, TypeError, ValueError) as error:

@@ -65,7 +65,9 @@ class CpuBackend:
         self._bound: dict[int, Bound] = {}
         self._no_sinks = np.empty(0, np.float32)
         self._threads = kernels.use_threads(torch.get_num_threads())
-        rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
+        group = layer.num_heads // layer.num_kv_heads
+        self._kernels = kernels.compile_for(group, layer.head_size, layer.head_size_v)
+        rows = MAX_KERNEL_QUERY * group
         width = layer.head_size + layer.head_size_v + kernels.TILE + 2
         self._work = np.empty((self._threads, rows * width), np.float32)
         self._parts = np.empty((2 * self._threads, rows * (layer.head_size_v + 2)), np.float32)
@@ -100,7 +102,7 @@ class CpuBackend:
         key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
         addresses = (key.data_ptr(), value.data_ptr(), *bound.addresses)
         strides = (key.stride(0), value.stride(0))
-        kernels.store_tokens(plan.rows, self._kv_heads, bound.shape, addresses, strides, bound.tags)
+        self._kernels.store(plan.rows, self._kv_heads, bound.shape, addresses, strides, bound.tags[1])
 
     def forward(
         self,
@@ -137,7 +139,7 @@ class CpuBackend:
         addresses = (query.data_ptr(), *bound.addresses, target.data_ptr(), lse.data_ptr())
         strides = (query.stride(0), target.stride(0), lse.stride(0))
         logits = self._no_sinks if sinks is None else sinks.detach().float().numpy()
-        kernels.attend(plan.arrays, (bound.shape, bound.scalars, logits), addresses, strides, bound.tags)
+        self._kernels.attend(plan.arrays, (bound.shape, bound.scalars, logits), addresses, strides, bound.tags)
         if target is not out:
             out.copy_(target)
 
@@ -150,13 +152,12 @@ class CpuBackend:
 
 def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, dtype: torch.dtype) -> Bound:
     shape = [block_size, layer.window or 0, *cache.key.stride()[:3], *cache.value.stride()[:3]]
-    sizes = (layer.num_heads // layer.num_kv_heads, layer.head_size, layer.head_size_v)
     return Bound(
         cache,
         np.array(shape, np.int64),
         np.array([layer.scale, layer.soft_cap or 0.0], np.float32),
         (cache.key.data_ptr(), cache.value.data_ptr()),
-        (_TAGS[dtype], _TAGS[cache.key.dtype], *(np.empty(0, f"S{size}") for size in sizes)),
+        (_TAGS[dtype], _TAGS[cache.key.dtype]),
     )
 
 

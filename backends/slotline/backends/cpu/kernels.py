@@ -13,7 +13,8 @@ but not of the files that it calls into.
 from __future__ import annotations
 
 import math
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -33,6 +34,13 @@ REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
 # The shape of a layer and its cache; strides in elements.
 BLOCK, WINDOW, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(8)
+
+
+class Kernels(NamedTuple):
+    """Compiled entry points; see `compile_for`."""
+
+    attend: Any
+    store: Any
 
 
 @intrinsic
@@ -441,52 +449,59 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
         _store(piece, first[HEAD], into, layer[2], targets, tag, group_tag, size_v_tag)
 
 
-@njit(parallel=True, nogil=True, cache=True)
-def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
-    """Attention of every piece of a plan over the cache of one layer.
-
-    Args:
-        plan: items [n, 5], starts [threads + 1], pieces [p, 5] int64, block tables [requests, blocks] int32,
-            work [threads, .] and partial results [., max_rows * (size_v + 2)] float32.
-        layer: shape int64, (scale, soft cap or 0) float32, sinks [heads] float32 or empty.
-        addresses: of query, first key, first value, output, log-sum-exp.
-        strides: of a token in query and output, of a head in the log-sum-exp, in elements.
-        tags: element tags of query and cache, size tags of group, head and value head.
-    """
-    q_tag, kv_tag, group_tag, size_tag, size_v_tag = tags
-    unbounded = 1 << 60
-    float_tag = plan[4]
-    cache = (carray(_pointer(addresses[1], kv_tag), unbounded), carray(_pointer(addresses[2], kv_tag), unbounded))
-    query = (carray(_pointer(addresses[0], q_tag), unbounded), strides[0])
-    out = carray(_pointer(addresses[3], q_tag), unbounded)
-    targets = (out, strides[1], carray(_pointer(addresses[4], float_tag), unbounded), strides[2])
-    inner_tags = (q_tag, group_tag, size_tag, size_v_tag)
-    for thread in prange(plan[1].shape[0] - 1):
-        _run_thread(thread, plan, layer, cache, query, targets, inner_tags)
-    _finish_partials(plan, layer, targets, inner_tags)
-
-
 @njit(nogil=True, cache=True)
 def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: Any, heads: Any, size: Any) -> None:
     """Copy tokens [heads, size] to blocks and offsets; `rows` [n, 3] holds token, block and offset."""
     for index in range(rows.shape[0]):
         begin = rows[index, 0] * token_stride
         place = rows[index, 1] * strides[0] + rows[index, 2] * strides[1]
-        for head in range(heads):
+        for _ in range(heads):
             target[place : place + size] = source[begin : begin + size]
             begin += size
             place += strides[2]
 
 
-@njit(nogil=True, cache=True)
-def store_tokens(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tags: Any) -> None:
-    """Write new keys and values, of the cache's element type, where `rows` [n, 3] (token, block, offset) says.
+@cache
+def compile_for(group: int, size: int, size_v: int) -> Kernels:
+    """The entry points for `group` query heads per KV head, keys of `size` and values of `size_v` elements.
 
-    `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in key and value.
+    The sizes are caught as arrays of type ``S<n>``: passed as arguments, numba would take 15 microseconds to look at each.
     """
-    _, kv_tag, _, size_tag, size_v_tag = tags
-    unbounded = 1 << 60
-    key, value = carray(_pointer(addresses[0], kv_tag), unbounded), carray(_pointer(addresses[1], kv_tag), unbounded)
-    keys, values = carray(_pointer(addresses[2], kv_tag), unbounded), carray(_pointer(addresses[3], kv_tag), unbounded)
-    _copy_rows(rows, key, strides[0], keys, shape[K_BLOCK : K_HEAD + 1], kv_heads, _size(size_tag))
-    _copy_rows(rows, value, strides[1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, _size(size_v_tag))
+    group_tag, size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (group, size, size_v))
+
+    @njit(parallel=True, nogil=True, cache=True)
+    def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
+        """Attention of every piece of a plan over the cache of one layer.
+
+        Args:
+            plan: items [n, 5], starts [threads + 1], pieces [p, 5] int64, block tables [requests, blocks] int32,
+                work [threads, .] and partial results [., max_rows * (size_v + 2)] float32.
+            layer: shape int64, (scale, soft cap or 0) float32, sinks [heads] float32 or empty.
+            addresses: of query, first key, first value, output, log-sum-exp.
+            strides: of a token in query and output, of a head in the log-sum-exp, in elements.
+            tags: element tags of query and cache.
+        """
+        q_tag, kv_tag = tags
+        unbounded = 1 << 60
+        cache = (carray(_pointer(addresses[1], kv_tag), unbounded), carray(_pointer(addresses[2], kv_tag), unbounded))
+        query = (carray(_pointer(addresses[0], q_tag), unbounded), strides[0])
+        out = carray(_pointer(addresses[3], q_tag), unbounded)
+        targets = (out, strides[1], carray(_pointer(addresses[4], plan[4]), unbounded), strides[2])
+        all_tags = (q_tag, group_tag, size_tag, size_v_tag)
+        for thread in prange(plan[1].shape[0] - 1):
+            _run_thread(thread, plan, layer, cache, query, targets, all_tags)
+        _finish_partials(plan, layer, targets, all_tags)
+
+    @njit(nogil=True, cache=True)
+    def store(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tag: Any) -> None:
+        """Write new keys and values, elements of `tag`, where `rows` [n, 3] (token, block, offset) says.
+
+        `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in the first two.
+        """
+        unbounded = 1 << 60
+        key, value = carray(_pointer(addresses[0], tag), unbounded), carray(_pointer(addresses[1], tag), unbounded)
+        keys, values = carray(_pointer(addresses[2], tag), unbounded), carray(_pointer(addresses[3], tag), unbounded)
+        _copy_rows(rows, key, strides[0], keys, shape[K_BLOCK : K_HEAD + 1], kv_heads, size)
+        _copy_rows(rows, value, strides[1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, size_v)
+
+    return Kernels(attend, store)

@@ -30,7 +30,8 @@ class LoadedConfig:
 
     Attributes:
         config: what was asked for; nothing rewrites it.
-        origins: where each value came from, by dotted key; defaults included.
+        origins: where each value came from, by dotted key, defaults included; for a table with free keys the table
+            and each value in it.
         files: the files read, in the order of merging, so that the last one wins.
         warnings: what is odd but no error.
         tree: the values as written.
@@ -136,6 +137,7 @@ def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iter
         elif node is None:
             yield dotted(inner), attrs.evolve(DEFAULT, text=toml_value(getattr(config, item.name)))
         else:
+            yield dotted(inner), node.origin
             yield from ((dotted(at), leaf.origin) for at, leaf in leaves(node, inner))
     if rest_field(cls) is not None:
         rest = ((key, node) for key, node in tree.items.items() if key not in table_fields(cls))

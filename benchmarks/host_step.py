@@ -1,0 +1,160 @@
+"""Host cost of a decode step: everything but the model's and the sampler's arithmetic, and where the time goes.
+
+    python benchmarks/host_step.py [--requests 256] [--steps 300]
+
+The engine is the real one: scheduler, block pool with prefix caching, rows, gather, hand-out. Only the arithmetic is left
+out: the model returns zeros and its logits are one constant tensor, so that what is timed is the host's work alone.
+Detokenisation is off, as in the throughput workloads; `--detokenize` streams every request's text as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.core import SamplingParams
+from slotline.core.attention import AttentionGroup, AttentionRouter
+from slotline.core.block_pool import BlockPool
+from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.engine import Engine, EngineLimits
+from slotline.core.inputs import InputGatherer
+from slotline.core.processors import ProcessorPipeline
+from slotline.core.profiling import StepProfiler
+from slotline.core.rows import Rows
+from slotline.core.runner import Runner
+from slotline.core.scheduler import Scheduler
+from slotline.core.staging import CpuStaging
+
+VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 32_000, 8, 16, 4096
+ARITHMETIC = ("forward", "logits", "sample")
+
+
+class Blocks:
+    """A cache spec that stores nothing: one block per 16 tokens."""
+
+    def blocks_needed(self, num_tokens: int) -> int:
+        return -(-num_tokens // BLOCK_SIZE)
+
+    def max_blocks_held(self) -> int:
+        return self.blocks_needed(MAX_MODEL_LEN)
+
+    def blocks_freeable(self, num_computed_tokens: int) -> int:
+        return 0
+
+    def prefix_hit(self, hashes: Any, lookup: Any) -> list[int]:
+        return []
+
+
+class NoModel:
+    """Returns zeros and a constant."""
+
+    facts: Any = None
+
+    def __init__(self) -> None:
+        self._logits = torch.zeros(1, VOCAB_SIZE)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+        return torch.zeros(input_ids.shape[0], HIDDEN_SIZE)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._logits.expand(hidden_states.shape[0], -1)
+
+    def reload_weights(self) -> None:
+        """No weights."""
+
+
+class NoAttention:
+    """Plans nothing."""
+
+    def plan(self, batch: Any) -> None:
+        return None
+
+    def write(self, *_: Any) -> None:
+        return None
+
+    def forward(self, *_: Any) -> None:
+        return None
+
+
+def build(num_requests: int) -> Engine:
+    """A real engine around no arithmetic."""
+    rows = Rows(num_requests, MAX_MODEL_LEN)
+    group = CacheGroup(0, Blocks(), BLOCK_SIZE, BLOCK_SIZE, num_requests, MAX_MODEL_LEN)  # type: ignore[arg-type]
+    cache = CacheManager(BlockPool(num_requests * 80), [group], prefix_caching=True)
+    staging, profiler = CpuStaging(), StepProfiler(enabled=True)
+    pipeline = ProcessorPipeline([], rows, frozenset())
+    router = AttentionRouter([AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, cache_group=0, layers=())], {})
+    return Engine(
+        plan=None,  # type: ignore[arg-type]
+        rows=rows,
+        scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
+        gatherer=InputGatherer(rows, [group], [BLOCK_SIZE], staging, 8192),
+        runner=Runner(NoModel(), router, rows, pipeline, staging, profiler),  # type: ignore[arg-type]
+        pipeline=pipeline,
+        profiler=profiler,
+        limits=EngineLimits(
+            max_model_len=MAX_MODEL_LEN,
+            max_batched_tokens=8192,
+            max_logprobs=0,
+            vocab_size=VOCAB_SIZE,
+            chunked_prefill=True,
+            priorities=False,
+        ),
+        eos_token_ids=(2,),
+        tokenizer=_tokenizer(),
+    )
+
+
+def _tokenizer() -> Any:
+    """The shipped model's tokenizer, for `--detokenize`."""
+    from slotline.core.tokenizer import Tokenizer
+
+    return Tokenizer(Path(__file__).parent.parent / "core" / "slotline" / "core" / "small_model")
+
+
+def measure(engine: Engine, num_requests: int, steps: int, *, detokenize: bool) -> list[float]:
+    """Seconds of each decode step, without the arithmetic."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=steps + 50, ignore_eos=True, detokenize=detokenize)
+    for i in range(num_requests):
+        prompt = rng.integers(3, 4000, int(rng.integers(20, 300))).tolist()
+        engine.add(str(i), prompt, params, stream=detokenize)
+    while engine.scheduler.num_waiting or any(r.row < 0 for r in engine.scheduler.running):
+        engine.step()
+    for _ in range(20):
+        engine.step()
+    engine.profiler.reset()
+    times = []
+    for _ in range(steps):
+        before = sum(engine.profiler.seconds[name] for name in ARITHMETIC)
+        start = perf_counter()
+        engine.step()
+        elapsed = perf_counter() - start
+        times.append(elapsed - (sum(engine.profiler.seconds[name] for name in ARITHMETIC) - before))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--detokenize", action="store_true")
+    arguments = parser.parse_args()
+    engine = build(arguments.requests)
+    times = measure(engine, arguments.requests, arguments.steps, detokenize=arguments.detokenize)
+    print(f"{arguments.requests} decoding requests, {arguments.steps} steps, {torch.get_num_threads()} threads")
+    print(f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms, p90 {np.quantile(times, 0.9) * 1e3:.3f} ms")
+    print(f"{'part':<12}{'mean ms':>10}")
+    for name, seconds in sorted(engine.profiler.seconds.items(), key=lambda item: -item[1]):
+        note = "  (arithmetic, not counted)" if name in ARITHMETIC else ""
+        print(f"{name:<12}{seconds / arguments.steps * 1e3:>10.3f}{note}")
+
+
+if __name__ == "__main__":
+    main()
