@@ -89,7 +89,9 @@ def build(num_requests: int) -> Engine:
     cache = CacheManager(BlockPool(num_requests * 80), [group], prefix_caching=True)
     staging, profiler = CpuStaging(), StepProfiler(enabled=True)
     pipeline = ProcessorPipeline([], rows, frozenset())
-    router = AttentionRouter([AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, cache_group=0, layers=())], {})
+    router = AttentionRouter(
+        [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, cache_group=0, layers=())], {}
+    )
     return Engine(
         plan=None,  # type: ignore[arg-type]
         rows=rows,
@@ -149,7 +151,9 @@ def main() -> None:
     engine = build(arguments.requests)
     times = measure(engine, arguments.requests, arguments.steps, detokenize=arguments.detokenize)
     print(f"{arguments.requests} decoding requests, {arguments.steps} steps, {torch.get_num_threads()} threads")
-    print(f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms, p90 {np.quantile(times, 0.9) * 1e3:.3f} ms")
+    print(
+        f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms, p90 {np.quantile(times, 0.9) * 1e3:.3f} ms"
+    )
     print(f"{'part':<12}{'mean ms':>10}")
     for name, seconds in sorted(engine.profiler.seconds.items(), key=lambda item: -item[1]):
         note = "  (arithmetic, not counted)" if name in ARITHMETIC else ""

@@ -34,7 +34,7 @@ def kernels(x: torch.Tensor, weights: list[torch.Tensor]) -> dict[str, Kernel]:
         "transposed": lambda i: torch.mm(x, transposed[i]),
         "onednn": lambda i: onednn(x, packed[i], None, "none", [], ""),
     }
-    if x.dtype == torch.float32 and torch.backends.mkl.is_available():
+    if x.dtype == torch.float32 and torch._C.has_mkl:
         tokens = x.shape[0]
         mkl_packed = [torch.ops.mkl._mkl_reorder_linear_weight(w, tokens) for w in weights]
         ways["mkl"] = lambda i: torch.ops.mkl._mkl_linear(x, mkl_packed[i], weights[i], None, tokens)

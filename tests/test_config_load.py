@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,8 @@ def test_faults_of_different_layers_name_their_layer(load: Load) -> None:
         ("[schedular]\nasync = true", "'scheduler'"),
         ("[scheduler]\nasync_ = true", "'scheduler.async'"),
         ("[drafter]\ntoken = 1", "'drafter.tokens'"),
+        ("mode = 'full'", "'graphs.mode' or 'model'"),
+        ("[cache]\nblock = 16", "'cache.block_size' or 'plugins.block'"),
     ],
 )
 def test_an_unknown_key_suggests_the_one_that_was_meant(load: Load, text: str, meant: str) -> None:
@@ -351,6 +354,8 @@ def test_a_set_cannot_smuggle_in_other_keys() -> None:
     config = load_config(environ={}, overrides=["model=1\nstrict = true"]).config
     assert config.model == "1\nstrict = true"
     assert not config.strict
+    with pytest.raises(ConfigError, match="is not a whole number"):
+        load_config(environ={}, overrides=["sampling.seed=1\nstrict = true"])
 
 
 def test_arguments_may_be_nested_or_dotted_and_hold_paths(tmp_path: Path) -> None:
@@ -428,6 +433,41 @@ def test_a_required_option_without_a_table_is_an_error_that_names_it(load: Load)
         load("").options(Kind.ATTENTION, "other", AttnOptions)
 
 
+@frozen(kw_only=True)
+class Ordered:
+    low: int = field(default=1, validator=validators.ge(0))
+    high: int = field(default=2)
+
+    @high.validator
+    def _above(self, _attribute: object, value: int) -> None:
+        if value < self.low:
+            raise ValueError(f"high = {value} is below low = {self.low}")
+
+
+def test_a_validator_that_compares_keys_runs_once_all_of_them_are_right(load: Load) -> None:
+    with pytest.raises(ConfigError, match=r"run\.toml:1: backend\.x: high = 1 is below low = 5"):
+        load("[backend.x]\nlow = 5\nhigh = 1\n").options(Kind.ATTENTION, "x", Ordered)
+    with pytest.raises(ConfigError) as raised:
+        load('[backend.x]\nlow = -5\nhigh = "1"\n').options(Kind.ATTENTION, "x", Ordered)
+    assert [fault.key for fault in raised.value.faults] == ["backend.x.low", "backend.x.high"]
+
+
+def test_a_loaded_configuration_travels_to_other_processes(load: Load) -> None:
+    loaded = load("[cache]\nblock_size = 16\n[backend.x]\na = 1\n")
+    copy = pickle.loads(pickle.dumps(loaded))
+    assert copy.config == loaded.config
+    assert copy.origins == loaded.origins
+
+
+def test_the_page_shows_the_errors_that_really_come(load: Load) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    text = page.partition("this file,\n\n```toml\n")[2].partition("```")[0]
+    shown = page.partition("```text\n")[2].partition("```")[0]
+    with pytest.raises(ConfigError) as raised:
+        load(text, environ={"SLOTLINE_CACHE__BLOCKSIZE": "32"}, overrides=["graphs.mode=ful"])
+    assert shown == f"ConfigError: {raised.value}\n"
+
+
 def test_options_for_a_plugin_that_takes_none_are_an_error(load: Load) -> None:
     loaded = load("[backend.plain]\n[backend.cpu]\nthreads = 2\n")
     assert loaded.options(Kind.ATTENTION, "plain", None) is None
@@ -482,6 +522,10 @@ def test_origins_are_shown_beside_each_value(load: Load) -> None:
     assert any(line.split() == ["block_size", "=", "16", "#", "run.toml:2"] for line in text.splitlines())
     assert any(line.split() == ["seed", "=", "0", "#", "default"] for line in text.splitlines())
     assert "#" not in show(load(""))
+
+
+def test_a_table_that_is_opened_after_its_sub_table_has_the_line_of_its_own_header() -> None:
+    assert key_lines("[a.b]\nx = 1\n[a]\ny = 2\n")[("a",)] == 3
 
 
 def test_the_scanner_finds_every_key_of_an_awkward_file() -> None:

@@ -320,6 +320,11 @@ def test_required_distributions_are_checked_all_at_once(install: Install) -> Non
     assert "pip install 'present>=2' 'absent-dist'" in text
 
 
+def test_a_development_version_satisfies_a_requirement(install: Install) -> None:
+    install("present", version="1.5.dev3")
+    discover(PluginsConfig(require=("present>=1.2",)))
+
+
 def inline(tmp_path: Path, code: str = GOOD, name: str = "inline_one") -> Path:
     path = tmp_path / f"{name}.py"
     text = code.replace("{name}", name).replace('"{module}:build"', '""')
@@ -388,6 +393,15 @@ def test_an_inline_plugin_that_fails_keeps_its_cause(tmp_path: Path) -> None:
     with pytest.raises(PluginLoadError, match="a_module_that_is_missing") as raised:
         discover(inline=[f"{path}:Mine"])
     assert isinstance(raised.value.__cause__, ModuleNotFoundError)
+
+
+def test_two_inline_plugins_of_one_file_share_its_module(tmp_path: Path) -> None:
+    path = inline(tmp_path)
+    path.write_text(path.read_text() + "\n\nfrom attrs import evolve\n\n" + "class Other:\n    pass\n\n\n")
+    path.write_text(path.read_text() + "Other.descriptor = evolve(descriptor, name='other', factory=Mine)\n")
+    registry = discover(inline=[f"{path}:Mine", f"{path}:Other"])
+    mine = resolve_factory(registry.load(PROCESSOR, "inline_one"))
+    assert resolve_factory(registry.load(PROCESSOR, "other")) is mine
 
 
 def test_an_inline_plugin_is_read_again_each_time(tmp_path: Path) -> None:

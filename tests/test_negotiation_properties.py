@@ -55,6 +55,10 @@ def candidates(draw: st.DrawFn, name: str) -> Candidate:
         limits=draw(limits),
         priority=draw(st.integers(0, 2)),
     )
+    if draw(st.integers(0, 3)):  # three in four are limited in blocks, layouts and graphs alone, so that plans exist
+        able = {"devices": Set(None), "dtypes": Set(None), "head_sizes": Range(), "query_len": Max()}
+        capabilities = evolve(offer.capabilities, sliding_window=Flag(True), **able)
+        return evolve(offer, capabilities=capabilities)
     trouble = draw(
         st.sampled_from((*[{}] * 6, {"load_error": "ImportError"}, {"probe_refusal": "no"}, {"contract": None}))
     )
@@ -66,7 +70,7 @@ def requests(draw: st.DrawFn) -> PlanRequest:
     size = draw(st.sampled_from((64, 64, 80)))
     kinds = draw(st.lists(st.sampled_from((layer, sliding)), min_size=1, max_size=3))
     layers = [make(index, head_size=size, head_size_v=size) for index, make in enumerate(kinds)]
-    names = st.sampled_from((*NAMES, "missing"))
+    names = st.sampled_from((*NAMES * 3, "missing"))
     choice = draw(
         st.one_of(
             st.none(),

@@ -18,6 +18,7 @@ from slotline.plugins.model_families.passes import packed_linear as packing
 from slotline.plugins.model_families.passes.equality import equal, relative_difference
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
 from slotline.plugins.model_families.passes.lean_attention import LeanForward
+from slotline.plugins.model_families.passes.lean_layer import LeanLayer
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, TorchRMSNorm
@@ -120,6 +121,8 @@ def test_every_layer_of_every_family_gets_the_passes_made_for_it(family: str) ->
     assert kinds.count(FusedGatedMLP) == (0 if family in MOE or family.startswith("phi3") else 2)
     assert not any("RMSNorm" in kind.__name__ and not issubclass(kind, TorchRMSNorm) for kind in kinds)
     assert sum(type(m.__dict__.get("forward")) is LeanForward for m in model.modules()) == 2
+    straight = 2 if family.startswith(("llama", "mistral", "qwen2")) or family == "qwen3" else 0
+    assert sum(type(m.__dict__.get("forward")) is LeanLayer for m in model.modules()) == straight
     assert type(model.lm_head) is PackedLinear
     assert nn.Linear not in kinds
 
@@ -136,7 +139,7 @@ def test_batches_caches_and_masks_take_the_original_ways(family: str) -> None:
     assert model.generate(prompt, **options).tolist() == expected.tolist()
 
 
-def test_the_short_attention_forward_is_left_when_an_adapter_replaces_a_projection() -> None:
+def test_the_short_forwards_are_left_when_an_adapter_replaces_a_projection() -> None:
     class Doubled(nn.Module):
         def __init__(self, base: nn.Module) -> None:
             super().__init__()
@@ -152,6 +155,8 @@ def test_the_short_attention_forward_is_left_when_an_adapter_replaces_a_projecti
         layer.self_attn.k_proj = Doubled(layer.self_attn.k_proj)
         layer.mlp.up_proj = Doubled(layer.mlp.up_proj)
         layer.mlp.down_proj = Doubled(layer.mlp.down_proj)
+        first = each.model.layers[0]
+        first.self_attn.o_proj = Doubled(first.self_attn.o_proj)
     assert difference(logits(optimised, 17), logits(model, 17)) <= 1e-5
     assert difference(logits(optimised, 17), logits(build("qwen2"), 17)) > 1e-2
 
@@ -190,11 +195,15 @@ def test_merged_projections_notice_a_write_to_their_input() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 3, 17, 300])
 def test_a_packed_linear_layer_is_linear(num_tokens: int, bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
-    linear = nn.Linear(72, 40, bias=bias).to(dtype)
+    linear = nn.Linear(72, 40, bias=bias).to(dtype).requires_grad_(False)
     packed = PackedLinear(linear.weight, linear.bias)
+    residual = torch.randn(num_tokens, 40).to(dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     strided = torch.randn(1, 2 * num_tokens, 72).to(dtype)[:, ::2]
     for x in (torch.randn(num_tokens, 72).to(dtype), torch.randn(2, num_tokens, 72).to(dtype), strided):
-        assert relative_difference(packed(x), linear(x)) <= (1e-5 if dtype == torch.float32 else 1e-2)
+        assert relative_difference(packed(x), linear(x)) <= tolerance
+    x = torch.randn(num_tokens, 72).to(dtype)
+    assert relative_difference(packed.plus(x, residual), linear(x) + residual) <= tolerance
     assert torch.equal(packed.weight, linear.weight)
 
 
@@ -276,6 +285,23 @@ def test_modules_with_hooks_are_left_alone() -> None:
     optimize(model, device="cpu", dtype="float32")
     logits(model, 3)
     assert seen == ["q"]
+
+
+@pytest.mark.parametrize(
+    "name", ["", "self_attn", "mlp", "input_layernorm", "self_attn.o_proj", "mlp.down_proj", "mlp.up_proj"]
+)
+def test_hooks_put_on_an_optimised_model_are_called(name: str) -> None:
+    model = build("llama")
+    expected = logits(model, 3)
+    optimize(model, device="cpu", dtype="float32")
+    seen: list[str] = []
+    module = model.model.layers[1].get_submodule(name)
+    handle = module.register_forward_hook(lambda *_: seen.append(name))
+    assert difference(logits(model, 3), expected) <= 1e-5
+    assert seen == [name]
+    handle.remove()
+    logits(model, 3)
+    assert seen == [name]
 
 
 def test_a_tied_head_is_packed_at_the_price_of_a_copy_unless_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,14 +299,16 @@ def next_token_loss(model: LlamaForCausalLM, windows: Tensor, reduction: str = "
 
 @torch.no_grad()
 def stream_loss(model: LlamaForCausalLM, tokens: Tensor, context: int, batch: int = 16) -> float:
-    """Mean loss in nats a token over all of ``tokens``, read in windows of ``context``."""
+    """Mean loss in nats a token over all of ``tokens``, read in windows of ``context``; NaN if none."""
     count = len(tokens) - 1
+    if count == 0:
+        return math.nan
     windows = math.ceil(count / context)
     padded = F.pad(tokens.long(), (0, windows * context + 1 - len(tokens)), value=PAD_ID)
     rows = padded.unfold(0, context + 1, context)
     model.eval()
-    total = sum(next_token_loss(model, part, "sum").double() for part in rows.split(batch))
-    return float(total) / count
+    parts = [rows[start : start + batch] for start in range(0, windows, batch)]
+    return sum(float(next_token_loss(model, part, "sum")) for part in parts) / count
 
 
 # ------------------------------------------------------------------------------------------- training
@@ -348,7 +350,7 @@ def update(optimizer: torch.optim.Optimizer, model: LlamaForCausalLM, loss: Tens
     """One optimizer step at the given learning rate, on clipped gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -456,7 +458,7 @@ def run_evaluate(options: argparse.Namespace, corpus: Corpus) -> None:
             "tokens": len(tokens),
             "bytes": size,
             "loss": loss,
-            "bits_per_byte": loss * (len(tokens) - 1) / math.log(2) / size,
+            "bits_per_byte": loss * (len(tokens) - 1) / math.log(2) / max(size, 1),
         }
     print(json.dumps(record(options.out, **results), indent=2))
     print_samples(model, tokenizer, corpus)
@@ -517,8 +519,8 @@ def parse_options() -> argparse.Namespace:
     add("--context", type=int, default=2048)
     add("--batch", type=int, default=32, help="windows of --context tokens in a step")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
-    add("--weight-decay", type=float, default=0.1)
-    add("--dropout", type=float, default=0.1)
+    add("--weight-decay", type=float, default=0.5)
+    add("--dropout", type=float, default=0.3)
     add("--evaluate-every", type=int, default=500, help="steps between held-out measurements")
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
 import torch
 from attrs import define
 
@@ -51,7 +52,11 @@ class AttentionRouter:
         routes = self._routes
 
         def attend(
-            layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None = None
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
             write, forward, cache, position = routes[layer.index]
             plan = plans[position]

@@ -95,7 +95,9 @@ class BlockPool:
         """Raise IntegrityError unless counts, free list and hash index agree."""
         free = {int(b) for b in np.flatnonzero(self.ref_count == 0)} - {NULL_BLOCK}
         if free != set(self._free):
-            raise IntegrityError(f"free list and reference counts differ on blocks {sorted(free ^ set(self._free))[:8]}")
+            raise IntegrityError(
+                f"free list and reference counts differ on blocks {sorted(free ^ set(self._free))[:8]}"
+            )
         if self.ref_count.min() < 0 or self.ref_count[NULL_BLOCK] != 0:
             raise IntegrityError("a reference count is negative or the null block is held")
         if {block: key for key, block in self._block_of.items()} != self._hash_of:

@@ -205,7 +205,9 @@ class EngineBuilder:
             return budget / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
-        block_bytes = sum(s.page_bytes(layer) for g, s in zip(plan.cache_groups, specs, strict=True) for layer in g.layers)
+        block_bytes = sum(
+            s.page_bytes(layer) for g, s in zip(plan.cache_groups, specs, strict=True) for layer in g.layers
+        )
         report = size_pool(
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
@@ -247,7 +249,9 @@ class EngineBuilder:
             processor = resolve_factory(descriptor)(context)
             active = np.zeros(rows.max_requests, bool)
             slots.append(
-                ProcessorSlot(name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active)
+                ProcessorSlot(
+                    name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active
+                )
             )
         return ProcessorPipeline(slots, rows, _PROCESSED)
 

@@ -32,7 +32,9 @@ class CacheGroup:
         num_freed: [max_requests] int64, leading blocks given back early.
     """
 
-    def __init__(self, index: int, spec: KVSpec, block_size: int, kernel_block_size: int, max_requests: int, max_model_len: int):
+    def __init__(
+        self, index: int, spec: KVSpec, block_size: int, kernel_block_size: int, max_requests: int, max_model_len: int
+    ):
         self.index = index
         self.spec = spec
         self.block_size = block_size

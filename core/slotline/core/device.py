@@ -21,7 +21,9 @@ def resolve_device(asked: str) -> str:
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
         raise ConfigError(f"device = {asked!r} is not known", fix="use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device = {asked!r} is not there: {torch.cuda.device_count()} CUDA devices", fix="use 'cpu' or 'auto'")
+        raise ConfigError(
+            f"device = {asked!r} is not there: {torch.cuda.device_count()} CUDA devices", fix="use 'cpu' or 'auto'"
+        )
     return asked
 
 
@@ -47,5 +49,9 @@ def describe_device(device: str) -> DeviceInfo:
 
 def _cpu_features() -> frozenset[str]:
     """Instruction sets that change which dtype pays, as far as torch tells them."""
-    probes = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_tile": "_is_amx_tile_supported", "avx512": "_is_avx512_supported"}
+    probes = {
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "amx_tile": "_is_amx_tile_supported",
+        "avx512": "_is_avx512_supported",
+    }
     return frozenset(name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)())

@@ -149,7 +149,9 @@ class Engine:
         """
         limits, params, length = self.limits, request.params, len(request.prompt_token_ids)
         if request.request_id in self.requests:
-            raise RequestError(f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end")
+            raise RequestError(
+                f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
+            )
         if length == 0:
             raise RequestError("the prompt is empty", fix="give at least one token")
         if length >= limits.max_model_len:
@@ -160,14 +162,19 @@ class Engine:
             )
         wrong = [t for t in request.prompt_token_ids if not 0 <= t < limits.vocab_size]
         if wrong:
-            raise RequestError(f"token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}", fix="use this model's tokenizer")
+            raise RequestError(
+                f"token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}",
+                fix="use this model's tokenizer",
+            )
         if not limits.chunked_prefill and length > limits.max_batched_tokens:
             raise RequestError(
                 f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
                 fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
             )
         if request.priority and not limits.priorities:
-            raise RequestError(f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"')
+            raise RequestError(
+                f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"'
+            )
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > limits.max_logprobs:
                 raise RequestError(
@@ -175,7 +182,9 @@ class Engine:
                     fix=f"ask for at most {limits.max_logprobs} or raise sampling.max_logprobs",
                 )
         if params.stop and self.tokenizer is None:
-            raise RequestError(f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids")
+            raise RequestError(
+                f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
+            )
         self._validate_capacity(request)
         self.pipeline.validate(request)
 
@@ -262,11 +271,11 @@ class Engine:
         may_stop = known >= rows.min_length[which]
         at_eos = self._is_eos[tokens] & ~rows.ignore_eos[which] & may_stop
         too_long = known >= rows.length_limit[which]
-        ended: dict[int, tuple[str, str | int | None]] = {row: ("length", None) for row in which[too_long].tolist()}
+        ended: dict[int, tuple[str, str | int | None]] = dict.fromkeys(which[too_long].tolist(), ("length", None))
         for i in np.flatnonzero(rows.has_stop_tokens[which] & may_stop).tolist():
             if int(tokens[i]) in rows.request(int(which[i])).params.stop_token_ids:
                 ended[int(which[i])] = ("stop", int(tokens[i]))
-        ended |= {row: ("stop", None) for row in which[at_eos].tolist()}
+        ended |= dict.fromkeys(which[at_eos].tolist(), ("stop", None))
         for i in np.flatnonzero(rows.streams[which]).tolist():
             self._detokenize(int(which[i]), int(tokens[i]), bool(may_stop[i]), ended)
         return list(ended), [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()]

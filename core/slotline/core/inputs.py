@@ -55,7 +55,12 @@ class InputGatherer:
     """Builds `StepInputs` with array operations alone; no loop over requests or tokens."""
 
     def __init__(
-        self, rows: Rows, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: Staging, max_tokens: int
+        self,
+        rows: Rows,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        staging: Staging,
+        max_tokens: int,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -72,7 +77,9 @@ class InputGatherer:
         seq_lens = computed + counts
         input_ids = self.rows.token_ids[token_rows, positions].astype(np.int64)
         complete = seq_lens == self.rows.num_tokens[rows]
-        slots = [self._slots(g, k, token_rows, positions) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)]
+        slots = [
+            self._slots(g, k, token_rows, positions) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
+        ]
         tables = [self._table(g, k, rows, seq_lens) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)]
         return self._assemble(
             rows=rows,
@@ -89,7 +96,9 @@ class InputGatherer:
             num_padded_tokens=num_padded_tokens or schedule.num_tokens,
         )
 
-    def dummy(self, query_lens: Sequence[int], *, seq_len: int | None = None, num_padded_tokens: int | None = None) -> StepInputs:
+    def dummy(
+        self, query_lens: Sequence[int], *, seq_len: int | None = None, num_padded_tokens: int | None = None
+    ) -> StepInputs:
         """Inputs of the given shape that read token 0 and write nowhere, for profiling, warm-up and capture.
 
         Args:

@@ -16,17 +16,25 @@ def check_integrity(scheduler: Scheduler) -> None:
     rows = scheduler.rows
     for row, request in enumerate(rows.requests):
         if request is not None and request.row != row:
-            raise IntegrityError(f"row {row} names request {request.request_id!r}, which thinks it holds row {request.row}")
+            raise IntegrityError(
+                f"row {row} names request {request.request_id!r}, which thinks it holds row {request.row}"
+            )
     held = sum(request is not None for request in rows.requests)
     if held + rows.num_free != rows.max_requests:
         raise IntegrityError(f"{held} rows are held and {rows.num_free} free, of {rows.max_requests}")
     for request in scheduler.running:
         if request.status is not Status.RUNNING or request.row < 0 or rows.requests[request.row] is not request:
-            raise IntegrityError(f"running request {request.request_id!r} is {request.status.value} in row {request.row}")
+            raise IntegrityError(
+                f"running request {request.request_id!r} is {request.status.value} in row {request.row}"
+            )
     running = {request.row for request in scheduler.running}
     for row, request in enumerate(rows.requests):
         if request is not None and row not in running and request.status is not Status.PREEMPTED:
-            raise IntegrityError(f"row {row} is held by request {request.request_id!r}, which is {request.status.value}")
+            raise IntegrityError(
+                f"row {row} is held by request {request.request_id!r}, which is {request.status.value}"
+            )
         if request is not None and not rows.num_computed_tokens[row] <= rows.num_tokens[row] <= rows.max_model_len:
-            raise IntegrityError(f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens")
+            raise IntegrityError(
+                f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
+            )
     scheduler.cache.check(rows)

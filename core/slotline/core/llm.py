@@ -204,5 +204,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
-        raise RequestError(f"{len(params)} sampling parameters for {count} prompts", fix="give one, or one for each prompt")
+        raise RequestError(
+            f"{len(params)} sampling parameters for {count} prompts", fix="give one, or one for each prompt"
+        )
     return params

@@ -27,7 +27,10 @@ class LogprobTable:
     def entry(self, index: int, top: int) -> TokenLogprobs:
         """The chosen token and the `top` most likely ones at one position."""
         ids, values = self.token_ids[index], self.values[index]
-        entry = {token: Logprob(value, rank) for rank, (token, value) in enumerate(zip(ids[1 : top + 1], values[1:], strict=False), 1)}
+        entry = {
+            token: Logprob(value, rank)
+            for rank, (token, value) in enumerate(zip(ids[1 : top + 1], values[1:], strict=False), 1)
+        }
         return {ids[0]: Logprob(values[0], self.ranks[index]), **entry}
 
 
@@ -53,6 +56,8 @@ def gather_logprobs(scores: torch.Tensor, chosen: torch.Tensor, top: int, *, nor
 def with_text(entries: Sequence[TokenLogprobs | None], decode: dict[int, str]) -> list[TokenLogprobs | None]:
     """The entries with each token's text filled in from `decode`."""
     return [
-        None if entry is None else {token: value._replace(decoded_token=decode.get(token)) for token, value in entry.items()}
+        None
+        if entry is None
+        else {token: value._replace(decoded_token=decode.get(token)) for token, value in entry.items()}
         for entry in entries
     ]

@@ -71,11 +71,17 @@ def size_pool(
             f"cache.memory = {asked!r} leaves {max(cache, 0)} bytes for the cache and one block takes {block_bytes}",
             fix="raise cache.memory, lower scheduler.max_batched_tokens, or take a smaller model or dtype",
         )
-    return MemoryReport(total=total, activations=activations, cache=num_blocks * block_bytes, block=block_bytes, num_blocks=num_blocks)
+    return MemoryReport(
+        total=total, activations=activations, cache=num_blocks * block_bytes, block=block_bytes, num_blocks=num_blocks
+    )
 
 
 def _total(device: str) -> int:
-    return torch.cuda.get_device_properties(device).total_memory if device.startswith("cuda") else psutil.virtual_memory().total
+    return (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.startswith("cuda")
+        else psutil.virtual_memory().total
+    )
 
 
 def _measure(device: str, profile: Callable[[], float]) -> int:

@@ -109,7 +109,9 @@ def _review(registry: PluginRegistry, plan: Plan, request: PlanRequest) -> None:
     """Ask the hook plugins; a veto refuses the plan."""
     vetoes = [f"{label}: {note.text}" for label, note in registry.hooks.review_plan(plan, request) if note.veto]
     if vetoes:
-        raise NegotiationError("a plan was found and vetoed: " + "; ".join(vetoes), fix="change what the plugin objects to, or block it")
+        raise NegotiationError(
+            "a plan was found and vetoed: " + "; ".join(vetoes), fix="change what the plugin objects to, or block it"
+        )
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
@@ -142,13 +144,18 @@ def _architectures(path: Path) -> list[str]:
     """The names under `architectures` in config.json."""
     file = path / "config.json"
     if not path.is_dir():
-        raise ModelError(f"there is no folder {str(path)!r}", fix="model must name a local Hugging Face folder; leave it out for the small model")
+        raise ModelError(
+            f"there is no folder {str(path)!r}",
+            fix="model must name a local Hugging Face folder; leave it out for the small model",
+        )
     if not file.is_file():
         raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
     try:
         names: list[str] = json.loads(file.read_text()).get("architectures") or []
     except (json.JSONDecodeError, AttributeError) as error:
-        raise ModelError(f"{str(file)!r} is not a JSON object: {error}", fix="restore the checkpoint's config.json") from error
+        raise ModelError(
+            f"{str(file)!r} is not a JSON object: {error}", fix="restore the checkpoint's config.json"
+        ) from error
     if not names:
         raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
     return names
@@ -168,7 +175,9 @@ def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
 
 def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
     """Dtypes to try, in order, where none is named: the checkpoint's, unless this processor has no arithmetic for it."""
-    if info.type == "cpu" and (facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)):
+    if info.type == "cpu" and (
+        facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
+    ):
         return ("float32",)
     return (facts.dtype, "float32")
 
@@ -206,4 +215,6 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:
     record = next(r for r in registry.records() if r.descriptor is descriptor)
-    return Part(kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution, version=record.version)
+    return Part(
+        kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution, version=record.version
+    )

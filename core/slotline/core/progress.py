@@ -29,7 +29,13 @@ class _RichBar:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeRemainingColumn())
+        columns = (
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(),
+        )
         self.display = Progress(*columns, console=Console(file=sys.stderr), transient=True, auto_refresh=False)
         self._task = self.display.add_task("generating", total=total, speed="")
         self._tokens, self._finished, self._start, self._drawn = 0, 0, monotonic(), 0.0

@@ -133,7 +133,9 @@ class Runner:
 
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, top: int) -> list[TokenLogprobs]:
         entries: list[TokenLogprobs] = []
-        for states, tokens in zip(hidden.split(_PROMPT_LOGITS_AT_A_TIME), targets.split(_PROMPT_LOGITS_AT_A_TIME), strict=True):
+        for states, tokens in zip(
+            hidden.split(_PROMPT_LOGITS_AT_A_TIME), targets.split(_PROMPT_LOGITS_AT_A_TIME), strict=True
+        ):
             table = self._table(self.model.compute_logits(states), tokens, top)
             entries += [table.entry(i, top) for i in range(len(tokens))]
         return entries

@@ -69,17 +69,22 @@ class SamplingParams:
 
     n: int = field(default=1, validator=_check(lambda v: _is_int(v) and v >= 1, "an integer >= 1"))
     temperature: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
-    top_k: int = field(default=0, validator=_check(lambda v: _is_int(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens"))
+    top_k: int = field(
+        default=0, validator=_check(lambda v: _is_int(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens")
+    )
     top_p: float = field(default=1.0, validator=_check(lambda v: 0 < v <= 1, "in (0, 1]"))
     min_p: float = field(default=0.0, validator=_check(lambda v: 0 <= v <= 1, "in [0, 1]"))
     presence_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
     frequency_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
     repetition_penalty: float = field(default=1.0, validator=_check(lambda v: 0 < v < float("inf"), "a number > 0"))
     seed: int | None = field(
-        default=None, validator=_check(lambda v: v is None or (_is_int(v) and -(2**63) <= v < 2**63), "a 64-bit integer or None")
+        default=None,
+        validator=_check(lambda v: v is None or (_is_int(v) and -(2**63) <= v < 2**63), "a 64-bit integer or None"),
     )
     stop: tuple[str, ...] = field(
-        default=(), converter=_strings, validator=_check(lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings")
+        default=(),
+        converter=_strings,
+        validator=_check(lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
     )
     stop_token_ids: tuple[int, ...] = field(
         default=(), converter=_ints, validator=_check(lambda v: all(_is_int(t) and t >= 0 for t in v), "token ids >= 0")
@@ -87,10 +92,13 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = field(
-        default=16, validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1, or None for no limit")
+        default=16,
+        validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1, or None for no limit"),
     )
     min_tokens: int = field(default=0, validator=_check(lambda v: _is_int(v) and v >= 0, "an integer >= 0"))
-    logprobs: int | None = field(default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None"))
+    logprobs: int | None = field(
+        default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None")
+    )
     prompt_logprobs: int | None = field(
         default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None")
     )
@@ -102,7 +110,8 @@ class SamplingParams:
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}", fix="lower min_tokens or raise max_tokens"
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}",
+                fix="lower min_tokens or raise max_tokens",
             )
 
     @property

@@ -49,12 +49,15 @@ class Tokenizer:
         """
         if not self._hf.chat_template:
             raise RequestError(
-                f"the tokenizer in {str(self.path)!r} has no chat template", fix="use generate() with a prompt of your own"
+                f"the tokenizer in {str(self.path)!r} has no chat template",
+                fix="use generate() with a prompt of your own",
             )
         try:
             text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
         except Exception as error:
-            raise RequestError(f"the chat template refuses the messages: {error}", fix="each message needs 'role' and 'content'") from error
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", fix="each message needs 'role' and 'content'"
+            ) from error
         token_ids: list[int] = self._hf.encode(text, add_special_tokens=False)
         return token_ids
 

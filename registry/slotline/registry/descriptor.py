@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from attrs import field, frozen
@@ -10,7 +10,7 @@ from attrs import field, frozen
 C = TypeVar("C")
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """The slots that a plugin can fill. Each has an entry-point group `slotline.<kind>`."""
 
     ATTENTION = "attention"

@@ -20,7 +20,6 @@ from slotline.registry.errors import (
     ContractError,
     PluginConflictError,
     PluginError,
-    PluginLoadError,
     PluginNotFoundError,
 )
 from slotline.registry.hooks import HookHost
@@ -28,15 +27,15 @@ from slotline.registry.inline import inline_records
 from slotline.registry.loading import (
     bind_contract,
     import_dotted,
-    label_of,
     one_line,
     resolve_factory,
     resolve_options,
     to_descriptor,
 )
 from slotline.registry.probing import probe
-from slotline.registry.records import HOOKS, PROJECT, PluginRecord, PluginState, canonical, installed_records
-from slotline.registry.rules import apply_lists, check_required, settle_duplicates, unused_rules
+from slotline.registry.records import HOOKS, PluginRecord, PluginState, installed_records
+from slotline.registry.registrar import Collected, check_identity
+from slotline.registry.rules import apply_lists, check_own, check_required, settle_duplicates, unused_rules
 
 __all__ = ["PluginRegistry", "bind_contract", "probe", "resolve_factory", "resolve_options"]
 
@@ -94,7 +93,7 @@ class PluginRegistry:
             rules = rules.plugin_rules
         check_required(rules.require)
         installed = installed_records()
-        _check_own(installed)
+        check_own(installed)
         rows = apply_lists([*installed, *inline_records(rules.inline if inline is None else inline)], rules, blocked)
         rows = settle_duplicates(rows, rules, tolerant=tolerant)
         registry = cls(rows, strict=strict, warnings=unused_rules(rows, rules))
@@ -192,7 +191,7 @@ class PluginRegistry:
         what = f"plugin {row.label!r} of {row.source}"
         try:
             descriptor = to_descriptor(import_dotted(row.value, what), what)
-            _check_identity(row, descriptor, what)
+            check_identity(row, descriptor, what)
         except PluginError as error:
             return self._fail(row, error)
         return self._accept(row, descriptor)
@@ -242,7 +241,7 @@ class PluginRegistry:
     def _hook_plugin(self, row: PluginRecord, tolerant: bool) -> list[PluginRecord]:
         """Load a hook plugin; the rows of what it registers. A misspelt hook is an error, any other failure a row."""
         what = f"hook plugin {row.label!r} of {row.source}"
-        collected = _Collected(row)
+        collected = Collected(row)
         stop = self._strict
         try:
             plugin = import_dotted(row.value, what, module=True)
@@ -258,31 +257,3 @@ class PluginRegistry:
             return []
         self._replace(row, state=PluginState.LOADED)
         return collected.rows
-
-
-class _Collected:
-    """The registrar that a hook plugin's `slotline_register` gets."""
-
-    def __init__(self, row: PluginRecord) -> None:
-        self._row = row
-        self.rows: list[PluginRecord] = []
-
-    def add(self, descriptor: Descriptor[Any]) -> None:
-        found = to_descriptor(descriptor, f"what hook plugin {self._row.label!r} registers")
-        self.rows.append(attrs.evolve(self._row, kind=found.kind, name=found.name, descriptor=found))
-
-
-def _check_own(rows: Sequence[PluginRecord]) -> None:
-    if not any(canonical(row.distribution) == PROJECT for row in rows):
-        raise PluginError(
-            "slotline is not installed: its own plugins come from entry points, and there are none",
-            fix="pip install -e . in the source folder",
-        )
-
-
-def _check_identity(row: PluginRecord, descriptor: Descriptor[Any], what: str) -> None:
-    if descriptor.kind != row.kind or descriptor.name != row.name:
-        raise PluginLoadError(
-            f"{what}: its descriptor says {label_of(descriptor)!r}",
-            fix="give the entry point and the descriptor one group and one name",
-        )

@@ -87,6 +87,15 @@ def _choose(group: list[PluginRecord], wanted: str) -> list[PluginRecord]:
     ]
 
 
+def check_own(rows: Sequence[PluginRecord]) -> None:
+    """Raise PluginError unless slotline's own plugins are among the rows."""
+    if not any(canonical(row.distribution) == PROJECT for row in rows):
+        raise PluginError(
+            "slotline is not installed: its own plugins come from entry points, and there are none",
+            fix="pip install -e . in the source folder",
+        )
+
+
 def check_required(requirements: Iterable[str]) -> None:
     """Compare `[plugins] require` with what is installed.
 

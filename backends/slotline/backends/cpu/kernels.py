@@ -108,7 +108,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _exp(x: Any) -> Any:
     """exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
 
@@ -126,7 +126,7 @@ def _exp(x: Any) -> Any:
     return y * _power_of_two(np.int32(n)) if x >= np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _tanh(x: Any) -> Any:
     """tanh of a float32: the Cephes polynomial (tanhf) near zero, by exp elsewhere."""
     z = x * x
@@ -225,7 +225,7 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any)
     return partials
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _score_tile(
     query: Any, scores: Any, offsets: Any, keys: Any, count: Any, rows: Any, group_tag: Any, size_tag: Any
 ) -> None:
@@ -244,7 +244,7 @@ def _score_tile(
                 scores[row * TILE + j] = total
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any) -> None:
     """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date."""
     for j in range(low):
@@ -271,7 +271,7 @@ def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any
     norm[0] += total
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _add_values(
     scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any
 ) -> None:
@@ -298,7 +298,7 @@ def _add_values(
         j += 1
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _tile_offsets(
     table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any
 ) -> None:
@@ -316,7 +316,7 @@ def _tile_offsets(
             block += 1
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
     """One item by online softmax; leaves acc [rows * group, size_v], top and norm [rows * group] unnormalised."""
     shape, scalars, _ = layer
@@ -326,9 +326,10 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
     group_tag, size_tag, size_v_tag = tags
     group, size_v = _size(group_tag), _size(size_v_tag)
     rows, head, window = piece[QUERY_LEN], item[HEAD], shape[WINDOW]
-    top[: rows * group] = NO_SCORE
-    norm[: rows * group] = np.float32(0.0)
-    acc[: rows * group * size_v] = np.float32(0.0)
+    for row in range(rows * group):
+        top[row], norm[row] = NO_SCORE, np.float32(0.0)
+    for x in range(rows * group * size_v):
+        acc[x] = np.float32(0.0)
     k_offsets, v_offsets = offsets[:TILE], offsets[TILE:]
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
@@ -341,14 +342,15 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
             for row in range(i * group, i * group + group):
                 line = scores[row * TILE : row * TILE + TILE]
                 if low >= high:
-                    line[:] = np.float32(0.0)
+                    for j in range(TILE):
+                        line[j] = np.float32(0.0)
                 else:
                     sums = acc[row * size_v : row * size_v + size_v]
                     _soften_tile(line, sums, top[row : row + 1], norm[row : row + 1], low, high, scalars[1])
         _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, width: Any) -> None:
     """The query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
     for i in range(piece[QUERY_LEN]):
@@ -359,7 +361,7 @@ def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, que
             target[x] = _widen(part[x]) * scale
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group_tag: Any, size_tag: Any) -> None:
     """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp."""
     acc, top, norm = result
@@ -383,7 +385,7 @@ def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: An
                 place[d] = _narrow(sums[d] * factor, tag)
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
     """Fold one unnormalised result into another (Milakov and Gimelshein 2018, section 3.1)."""
     into_acc, into_top, into_norm = into
@@ -397,14 +399,14 @@ def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
             into_acc[d] = into_acc[d] * keep + acc[d] * add
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
     """Views acc, top, norm of a flat buffer of max_rows * (size + 2) floats."""
     end = max_rows * size
     return part[:end], part[end : end + max_rows], part[end + max_rows : end + 2 * max_rows]
 
 
-@njit(fastmath=True, nogil=True, cache=True)
+@njit(fastmath=True, nogil=True)
 def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
     """One thread's items: finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
@@ -427,7 +429,7 @@ def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targ
             _store(piece, head, result, layer[2], targets, tag, group_tag, size_v_tag)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
     """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
     items, starts, pieces, _, _, parts = plan
@@ -449,14 +451,16 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
         _store(piece, first[HEAD], into, layer[2], targets, tag, group_tag, size_v_tag)
 
 
-@njit(nogil=True, cache=True)
+@njit(nogil=True)
 def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: Any, heads: Any, size: Any) -> None:
     """Copy tokens [heads, size] to blocks and offsets; `rows` [n, 3] holds token, block and offset."""
     for index in range(rows.shape[0]):
         begin = rows[index, 0] * token_stride
         place = rows[index, 1] * strides[0] + rows[index, 2] * strides[1]
         for _ in range(heads):
-            target[place : place + size] = source[begin : begin + size]
+            row, stored = source[begin : begin + size], target[place : place + size]
+            for d in range(size):
+                stored[d] = row[d]
             begin += size
             place += strides[2]
 
@@ -489,7 +493,7 @@ def compile_for(group: int, size: int, size_v: int) -> Kernels:
         targets = (out, strides[1], carray(_pointer(addresses[4], plan[4]), unbounded), strides[2])
         all_tags = (q_tag, group_tag, size_tag, size_v_tag)
         for thread in prange(plan[1].shape[0] - 1):
-            _run_thread(thread, plan, layer, cache, query, targets, all_tags)
+            _run_thread(np.int64(thread), plan, layer, cache, query, targets, all_tags)
         _finish_partials(plan, layer, targets, all_tags)
 
     @njit(nogil=True, cache=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 from attrs import frozen
@@ -42,21 +42,30 @@ def _position(fault: Fault) -> tuple[int, str, int]:
 def suggestion(path: KeyPath, known: Iterable[KeyPath]) -> str:
     """`; did you mean ...?` for a key that does not exist, or nothing.
 
-    Tried in turn: a similar path if the table does not exist either, the same name in another table, a similar one in
-    the same table, a similar one anywhere.
+    Tried in turn: a similar path if the table does not exist either; a similar name in the same table and the same name
+    in others; a similar name anywhere.
     """
     known = tuple(known)
+    meant: Iterable[KeyPath] = ()
     if len(path) > 1 and path[:-1] not in known:
-        close = difflib.get_close_matches(".".join(path), map(".".join, known), n=1, cutoff=0.7)
-        if close:
-            return f"; did you mean {close[0]!r}?"
-    same_table = tuple(other for other in known if other[:-1] == path[:-1])
-    for names, cutoff in ((known, 1.0), (same_table, 0.6), (known, 0.75)):
-        close = difflib.get_close_matches(path[-1], {other[-1] for other in names}, n=1, cutoff=cutoff)
-        if close:
-            meant = sorted(".".join(other) for other in names if other[-1] == close[0])
-            return f"; did you mean {' or '.join(map(repr, meant))}?"
-    return ""
+        meant = _close(".".join(path), {".".join(other): (other,) for other in known}, 0.7)
+    if not meant:
+        same_name = [other for other in known if other[-1] == path[-1]]
+        meant = {*same_name, *_close(path[-1], _by_name(other for other in known if other[:-1] == path[:-1]), 0.6)}
+    names = sorted(".".join(other) for other in meant or _close(path[-1], _by_name(known), 0.75))
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def _by_name(paths: Iterable[KeyPath]) -> dict[str, tuple[KeyPath, ...]]:
+    names: dict[str, tuple[KeyPath, ...]] = {}
+    for path in paths:
+        names[path[-1]] = (*names.get(path[-1], ()), path)
+    return names
+
+
+def _close(name: str, known: Mapping[str, tuple[KeyPath, ...]], cutoff: float) -> tuple[KeyPath, ...]:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return known[found[0]] if found else ()
 
 
 def similar(name: str, names: Iterable[str]) -> str:

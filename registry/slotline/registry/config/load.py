@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
 import attrs
@@ -123,7 +122,7 @@ def load_config(
     raise_faults(faults + found)
     if config is None:  # structure() names a fault whenever it makes no object
         raise RuntimeError("the configuration was not built, and no fault says why")
-    origins = MappingProxyType(dict(_origins(config, Config, tree)))
+    origins = dict(_origins(config, Config, tree))
     return LoadedConfig(config=config, origins=origins, files=tuple(files), tree=tree)
 
 

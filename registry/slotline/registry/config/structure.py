@@ -60,7 +60,7 @@ def _unknown_keys(cls: type, tree: Table, known: tuple[KeyPath, ...], path: KeyP
     unknown = {key: node for key, node in tree.items.items() if key not in fields}
     if rest_field(cls) is not None:
         unknown = {key: node for key, node in unknown.items() if isinstance(node, Leaf)}
-    place = f"in [{dotted(path)}]" if path else "at the top of the file"
+    place = f"in [{dotted(path)}]" if path else "at the top level"
     return [
         Fault(
             node.origin,

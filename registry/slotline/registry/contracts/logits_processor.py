@@ -61,7 +61,7 @@ class LogitsBatch:
 
     Attributes:
         rows: [num_logits] int64 on the host, the permanent row of each logits row.
-        draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row; zeros without speculation.
+        draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row; 0 without speculation.
         token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded.
         num_tokens: [num_logits] int64 on the host, tokens known for each row, drafts excluded.
         num_prompt_tokens: [num_logits] int64 on the host.

@@ -1,4 +1,4 @@
-"""The state contract, version 1: layers that keep a fixed-size state per request (Mamba, gated delta nets, convolutions).
+"""The state contract, version 1: layers with a fixed-size state per request (Mamba, gated delta nets, convolutions).
 
 A request owns one slot; slot -1 is padding and is skipped. Updates are destructive. A slot is never shared with the
 prefix cache: a checkpoint is a copy. After speculation the core calls `commit` with the accepted position.

@@ -1,9 +1,19 @@
 """Negotiation: requests, candidates, the plan that comes of them, and why."""
 
 from slotline.registry.negotiation.codes import CODES, Code, Severity
-from slotline.registry.negotiation.explain import diff, explain_code, why_not
+from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
 from slotline.registry.negotiation.graphs import capture_sizes
-from slotline.registry.negotiation.plan import CacheGroupPlan, GraphPlan, GroupPlan, Note, Plan, Reason, Rejection
+from slotline.registry.negotiation.plan import (
+    CacheGroupPlan,
+    Conflict,
+    Failure,
+    GraphPlan,
+    GroupPlan,
+    Note,
+    Plan,
+    Reason,
+    Rejection,
+)
 from slotline.registry.negotiation.prepare import attention_candidates, kv_spec_candidates, prepare_request
 from slotline.registry.negotiation.request import (
     Asked,
@@ -14,6 +24,7 @@ from slotline.registry.negotiation.request import (
     PlanRequest,
     group_layers,
 )
+from slotline.registry.negotiation.review import review
 from slotline.registry.negotiation.solve import negotiate
 
 __all__ = [
@@ -22,6 +33,8 @@ __all__ = [
     "CacheGroupPlan",
     "Candidate",
     "Code",
+    "Conflict",
+    "Failure",
     "GraphPlan",
     "GroupPlan",
     "GroupRequest",
@@ -37,9 +50,12 @@ __all__ = [
     "capture_sizes",
     "diff",
     "explain_code",
+    "explain_failure",
+    "explain_plan",
     "group_layers",
     "kv_spec_candidates",
     "negotiate",
     "prepare_request",
+    "review",
     "why_not",
 ]

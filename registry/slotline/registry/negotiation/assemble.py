@@ -8,7 +8,7 @@ from typing import Any
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.changes import changes_of, is_downgrade, resolved_phases, with_ways_out
 from slotline.registry.negotiation.edits import toml
-from slotline.registry.negotiation.offers import Offer
+from slotline.registry.negotiation.offers import Offer, kv_reasons
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
     GraphPlan,
@@ -66,6 +66,7 @@ def _cache_group(search: Search, solution: Solution, part: CachePart, spec: Cand
         kernel_block_size=part.kernel_block_size,
         layout=part.layout,
         reason=_spec_reason(search, kinds, spec),
+        rejected=tuple(_spec_rejections(search, solution, kinds, spec)),
     )
 
 
@@ -82,7 +83,45 @@ def _spec_reason(search: Search, kinds: tuple[str, ...], spec: Candidate) -> str
     if named:
         return f"named in {search.problem.request.kv_specs[named[0]].origin}"
     others = [item.name for kind in kinds for item in search.specs(kind) if item is not spec]
-    return "exact for its layers" if others and all(is_exact(spec, kind) for kind in kinds) else "the one that fits"
+    if not others:
+        return "the only one that fits"
+    return "exact for its layers" if all(is_exact(spec, kind) for kind in kinds) else "the best of those that fit"
+
+
+def _spec_rejections(
+    search: Search, solution: Solution, kinds: tuple[str, ...], spec: Candidate
+) -> Iterator[Rejection]:
+    """Why the other specs do not hold these kinds."""
+    problem = search.problem
+    for item in problem.kv_specs:
+        if item is spec:
+            continue
+        own = (kv_reasons(problem, kind, item) or (_why_spec_lost(search, solution, kind, item),) for kind in kinds)
+        yield _rejection(item, tuple(dict.fromkeys(reason for reasons in own for reason in reasons)))
+
+
+def _why_spec_lost(search: Search, solution: Solution, kind: str, spec: Candidate) -> Reason:
+    other = search.best(spec=(kind, spec))
+    if other is None:
+        return Reason(code="N145", text="nothing in common with the other groups: no block size suits it and them")
+    chosen, criterion = solution.specs[kind], _first_difference(other, solution)
+    text = {
+        "cache spec": f"cache spec: {spec.name} wastes more or shares less than {chosen.name}",
+        "cache spec priority": f"priority: {spec.capabilities.priority}, "
+        f"{chosen.name} has {chosen.capabilities.priority}",
+        "block size changed": f"block size: it would change the block size to {other.block_size}",
+    }.get(criterion, f"{criterion}: {chosen.name} gives the better plan")
+    return Reason(code="N191", text=text)
+
+
+def _rejection(source: Candidate, reasons: tuple[Reason, ...]) -> Rejection:
+    return Rejection(name=source.name, distribution=source.distribution, version=source.version, reasons=reasons)
+
+
+def _first_difference(other: Solution, solution: Solution) -> str:
+    """The most important criterion in which two solutions differ."""
+    places = (i for i, (a, b) in enumerate(zip(other.cost, solution.cost, strict=True)) if a != b)
+    return CRITERIA[next(places, len(CRITERIA) - 1)]
 
 
 def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
@@ -125,10 +164,7 @@ def _rejections(search: Search, solution: Solution, index: int) -> tuple[tuple[R
             lost, criterion = _why_lost(search, solution, index, offer)
             reasons = (lost,)
         decided += [criterion] if criterion else []
-        source = offer.candidate
-        rejected.append(
-            Rejection(name=source.name, distribution=source.distribution, version=source.version, reasons=reasons)
-        )
+        rejected.append(_rejection(offer.candidate, reasons))
     return tuple(rejected), _why_chosen(search, index, chosen, decided)
 
 
@@ -151,10 +187,7 @@ def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> t
     if other is None:
         text = "nothing in common with the other groups: no block size and layout suits it and them"
         return Reason(code="N145", text=text), ""
-    place = next(
-        (i for i, (a, b) in enumerate(zip(other.cost, solution.cost, strict=True)) if a != b), len(CRITERIA) - 1
-    )
-    criterion = CRITERIA[place]
+    criterion = _first_difference(other, solution)
     return Reason(code="N191", text=_loss_text(solution, other, index, offer, criterion)), criterion
 
 

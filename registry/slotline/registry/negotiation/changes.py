@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from attrs import evolve
+
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES, Severity
 from slotline.registry.negotiation.edits import Edit, backend_edit, kv_spec_edit, value_edit

@@ -347,6 +347,13 @@ _ALL = (
         "`allow` lists a code that does not exist, so it lets nothing pass.",
         "Correct the code.",
     ),
+    _code(
+        "N403",
+        _W,
+        "remark of a reviewer",
+        "A plugin that reviews finished plans has something to say about this one.",
+        "Read the remark; the plugin that made it is named.",
+    ),
     # --- no plan
     _code(
         "N500",
@@ -384,6 +391,13 @@ _ALL = (
         "strict",
         "A plan exists, but it differs from what was asked, and `strict = true` forbids that.",
         "Do what the notes say, or list their codes in `allow`.",
+    ),
+    _code(
+        "N511",
+        _E,
+        "vetoed",
+        "A plan exists, and a plugin that reviews finished plans refused it.",
+        "Read its reason and change what it objects to, or block that plugin.",
     ),
 )
 

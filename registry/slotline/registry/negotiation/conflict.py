@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from attrs import evolve
+
+from slotline.registry.negotiation.columns import place
 from slotline.registry.negotiation.edits import edits_for, toml
 from slotline.registry.negotiation.needs import Problem, asked_keys, dtype_pairs, inherent_keys
 from slotline.registry.negotiation.offers import Offer, kv_reasons
@@ -102,11 +104,6 @@ def _member(problem: Problem, key: str, asked: Asked[Any], inherent: bool) -> Co
         sufficient=solution is not None,
         instead=instead,
     )
-
-
-def place(origin: str, key: str) -> str:
-    """An origin without the key it ends with, where the key stands beside it anyway."""
-    return origin.removesuffix(key).strip() or origin
 
 
 def _feasible(problem: Problem, request: PlanRequest) -> bool:

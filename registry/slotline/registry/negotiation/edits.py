@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from attrs import evolve
+
 from slotline.registry.negotiation.request import AUTO, Asked, PlanRequest
 from slotline.registry.negotiation.search import Solution
 

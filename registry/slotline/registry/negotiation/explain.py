@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from textwrap import fill
-from typing import Any
+from typing import Any, TypeAlias
 
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation.codes import CODES
-from slotline.registry.negotiation.layout import LABEL, hang, row, rows, table
+from slotline.registry.negotiation.columns import LABEL, hang, place, row, rows, table
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
     Conflict,
@@ -21,6 +21,8 @@ from slotline.registry.negotiation.plan import (
     Rejection,
 )
 
+_AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | GroupFailure
+
 
 def explain_plan(plan: Plan, width: int = 100) -> str:
     """What runs, why, why not the others, and what came out otherwise than asked."""
@@ -29,7 +31,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += row("model", ", ".join(f"{key} {value}" for key, value in plan.facts.items()), width)
     for group in plan.groups:
         lines += ["", *_group(group, width)]
-    lines += ["", *_cache_groups(plan.cache_groups, width), *_graphs(plan, width)]
+    lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width)), *_graphs(plan, width)]
     lines += rows("parts", _parts(plan), width)
     lines += ["", "settings", *_settings(plan)]
     for label, notes in (("changed", plan.downgrades), ("warning", plan.warnings), ("note", plan.notes)):
@@ -48,7 +50,7 @@ def explain_failure(failure: Failure, width: int = 100) -> str:
     for group in failure.groups:
         lines += ["", *_group_failure(group, width)]
     for note in failure.notes:
-        lines += ["", *_note("changed", note, width)]
+        lines += ["", *_note("objection" if note.code == failure.code else "changed", note, width)]
     return "\n".join(lines) + "\n"
 
 
@@ -73,7 +75,7 @@ def why_not(outcome: Plan | NegotiationError | Failure, name: str, width: int = 
         ConfigError: if nothing of that name took part.
     """
     failure = outcome.failure if isinstance(outcome, NegotiationError) else outcome
-    groups = () if failure is None else failure.groups
+    groups = _all_groups(failure)
     lines = [line for group in groups for line in _why_not(group, name, width)]
     if not lines:
         known = sorted({item for group in groups for item in _names(group)})
@@ -133,15 +135,13 @@ def _rejected(rejected: Sequence[Rejection], width: int, label: str) -> list[str
     return lines
 
 
-def _cache_groups(groups: Iterable[CacheGroupPlan], width: int) -> list[str]:
-    texts = []
-    for group in groups:
-        waste = f", inexact for {', '.join(group.inexact)}" if group.inexact else ""
-        texts.append(
-            f"{group.name}: kv_spec {_named(group.kv_spec, group)} holds {_count(len(group.layers), 'layer')} "
-            f"of kind {', '.join(group.kinds)}{waste}: {group.reason}"
-        )
-    return rows("cache", texts, width)
+def _cache_group(group: CacheGroupPlan, width: int) -> list[str]:
+    waste = f", inexact for {', '.join(group.inexact)}" if group.inexact else ""
+    text = (
+        f"{group.name}: kv_spec {_named(group.kv_spec, group)} holds {_count(len(group.layers), 'layer')} "
+        f"of kind {', '.join(group.kinds)}{waste}: {group.reason}"
+    )
+    return [*row("cache", text, width), *_rejected(group.rejected, width, "rejected")]
 
 
 def _graphs(plan: Plan, width: int) -> list[str]:
@@ -157,7 +157,7 @@ def _parts(plan: Plan) -> Iterator[str]:
 
 
 def _settings(plan: Plan) -> list[str]:
-    cells = [(s.key, s.asked, "->", s.resolved, s.origin) for s in plan.settings]
+    cells = [(s.key, s.asked, "->", s.resolved, place(s.origin, s.key)) for s in plan.settings]
     return table([("key", "asked", "", "resolved", "from"), *cells], "  ")
 
 
@@ -193,14 +193,28 @@ def _group_failure(group: GroupFailure, width: int) -> list[str]:
     return [head, *(_rejected(group.rejected, width, "refused") or ["  there is no candidate"])]
 
 
-def _why_not(group: GroupPlan | GroupFailure, name: str, width: int) -> list[str]:
-    if isinstance(group, GroupPlan) and group.backend == name:
-        return row(group.name, f"{name} was chosen: {group.reason}", width)
+def _all_groups(outcome: Plan | Failure | None) -> Sequence[_AnyGroup]:
+    if outcome is None:
+        return ()
+    return (*outcome.groups, *outcome.cache_groups) if isinstance(outcome, Plan) else outcome.groups
+
+
+def _chosen(group: _AnyGroup) -> str | None:
+    if isinstance(group, GroupPlan):
+        return group.backend
+    return group.kv_spec if isinstance(group, CacheGroupPlan) else None
+
+
+def _why_not(group: _AnyGroup, name: str, width: int) -> list[str]:
+    of_cache = isinstance(group, CacheGroupPlan) or (isinstance(group, GroupFailure) and group.kind == "kv_spec")
+    label = f"cache {group.name}" if of_cache else group.name
+    if not isinstance(group, GroupFailure) and _chosen(group) == name:
+        return row(label, f"{name} was chosen: {group.reason}", width)
     return [
         line
         for item in group.rejected
         if item.name == name
-        for line in rows(group.name, [f"{r.code} {r.text}{_origin(r.origin)}" for r in item.reasons], width)
+        for line in rows(label, [f"{r.code} {r.text}{_origin(r.origin)}" for r in item.reasons], width)
     ]
 
 
@@ -208,9 +222,9 @@ def _origin(origin: str) -> str:
     return f" ({origin})" if origin else ""
 
 
-def _names(group: GroupPlan | GroupFailure) -> list[str]:
-    chosen = [group.backend] if isinstance(group, GroupPlan) else []
-    return chosen + [item.name for item in group.rejected]
+def _names(group: _AnyGroup) -> list[str]:
+    chosen = _chosen(group)
+    return ([] if chosen is None else [chosen]) + [item.name for item in group.rejected]
 
 
 def _named(name: str, item: Any) -> str:

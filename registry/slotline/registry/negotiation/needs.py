@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
+
 from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, PlanRequest
 
 Pair = tuple[str, str]
@@ -27,6 +28,11 @@ class Problem:
     def without(self, *keys: str) -> Problem:
         """The same problem with these needs given up."""
         return evolve(self, waived=self.waived | frozenset(keys))
+
+    def candidates_for(self, group: GroupRequest) -> tuple[Candidate, ...]:
+        """The backends that take part in a group: names that nobody offers only where they were asked for."""
+        named = self.request.backend_for(group.kv_kind).value
+        return tuple(item for item in self.attention if item.installed or item.name in named)
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
+
 from slotline.registry.capability import Align, Capability, Limit
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES, code_of
@@ -86,7 +87,7 @@ def usability(candidate: Candidate) -> tuple[Reason, ...]:
         return (_plain("N002", candidate.load_error),)
     if candidate.contract is None:
         return (_plain("N003", candidate.contract_error or "no version in common with this slotline"),)
-    if candidate.capabilities is None:
+    if not candidate.installed:
         return (_plain("N001", f"no plugin is called {candidate.name!r}"),)
     if candidate.probe_refusal is not None:
         return (_plain("N005", candidate.probe_refusal),)

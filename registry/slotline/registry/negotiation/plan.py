@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attrs import evolve, field, frozen
+
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.negotiation.request import Part
@@ -130,6 +131,7 @@ class CacheGroupPlan:
         layers: those that own a cache, in model order.
         block_size, kernel_block_size: tokens; the second divides the first.
         layout: physical order inside a kernel block.
+        reason: why this spec; rejected: the others.
     """
 
     name: str
@@ -144,8 +146,10 @@ class CacheGroupPlan:
     kernel_block_size: int
     layout: str
     reason: str = ""
+    rejected: tuple[Rejection, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def decision(self) -> dict[str, Any]:
+        """What was decided, without the reasons."""
         return {
             **_source(self),
             "name": self.name,
@@ -158,6 +162,9 @@ class CacheGroupPlan:
             "kernel_block_size": self.kernel_block_size,
             "layout": self.layout,
         }
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
 
 
 @frozen(kw_only=True)
@@ -293,7 +300,7 @@ class Plan:
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
             "block_size": self.block_size,
-            "cache_groups": [group.to_json() for group in self.cache_groups],
+            "cache_groups": [group.decision() for group in self.cache_groups],
             "groups": [group.decision() for group in self.groups],
             "graphs": self.graphs.to_json(),
             "settings": {setting.key: setting.resolved for setting in self.settings},
@@ -308,6 +315,7 @@ class Plan:
             "digest": self.digest,
             **self.decision(),
             "device": _device(self.device),
+            "cache_groups": [group.to_json() for group in self.cache_groups],
             "groups": [group.to_json() for group in self.groups],
             "settings": [setting.to_json() for setting in self.settings],
             "downgrades": [note.to_json() for note in self.downgrades],

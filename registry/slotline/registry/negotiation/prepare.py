@@ -52,7 +52,7 @@ def prepare_request(
     return PlanRequest(
         device=device,
         groups=group_layers(facts.layers),
-        dtype=_dtype(source, dtypes[0], facts, device),
+        dtype=_dtype(source.asked("dtype", config.dtype), dtypes[0], facts, device),
         dtype_fallbacks=dtypes[1:],
         kv_dtype=source.asked("cache.dtype", config.cache.dtype),
         backend=source.asked("attention.backend", config.attention.backend),
@@ -132,9 +132,8 @@ class _Source:
         return Asked(value, f"{origin.where} {key}", value != AUTO)
 
 
-def _dtype(source: _Source, name: str, facts: ModelFacts, device: DeviceInfo) -> Asked[str]:
-    asked = source.asked("dtype", name)
-    if asked.explicit and asked.origin != "default dtype":
+def _dtype(asked: Asked[str], name: str, facts: ModelFacts, device: DeviceInfo) -> Asked[str]:
+    if asked.explicit:
         return asked
     if name == facts.dtype:
         return Asked(name, f"checkpoint: {facts.dtype}")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from attrs import field, frozen
+
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import Descriptor, DeviceInfo
 
@@ -114,6 +115,12 @@ class Candidate:
     load_error: str | None = None
     blocked: str | None = None
     inline: bool = False
+
+    @property
+    def installed(self) -> bool:
+        """Whether anything of that name was found, be it broken or blocked."""
+        troubles = (self.blocked, self.load_error, self.probe_refusal)
+        return self.capabilities is not None or self.contract is None or any(text is not None for text in troubles)
 
     @name.default
     def _descriptor_name(self) -> str:

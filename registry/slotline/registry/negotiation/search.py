@@ -12,6 +12,7 @@ from itertools import product
 from math import lcm
 
 from attrs import define, field, frozen
+
 from slotline.registry.negotiation.graphs import FULL, GRAPH_DEVICES
 from slotline.registry.negotiation.needs import Pair, Problem, dtype_pairs
 from slotline.registry.negotiation.offers import Offer, divisors, kernel_sizes, kv_reasons, offer_of
@@ -100,7 +101,7 @@ class Search:
         if pair not in self._offers:
             problem = self.problem
             self._offers[pair] = [
-                [offer_of(problem, group, candidate, pair) for candidate in problem.attention]
+                [offer_of(problem, group, candidate, pair) for candidate in problem.candidates_for(group)]
                 for group in problem.request.groups
             ]
         return self._offers[pair]

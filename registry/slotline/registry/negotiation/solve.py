@@ -9,7 +9,6 @@ from slotline.registry.negotiation.assemble import assemble
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.conflict import explain_infeasible
 from slotline.registry.negotiation.needs import Problem
-from slotline.registry.negotiation.offers import usability
 from slotline.registry.negotiation.plan import Failure, Note, Plan
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
 from slotline.registry.negotiation.search import Search
@@ -72,10 +71,9 @@ def warnings_of(problem: Problem) -> tuple[Note, ...]:
 
 def _failed_imports(problem: Problem) -> list[Note]:
     return [
-        Note(code=reason.code, key=candidate.name, text=f"{candidate.name}: {reason.text}", resolved="not used")
+        Note(code="N002", key=candidate.name, text=candidate.load_error, resolved="not used")
         for candidate in (*problem.attention, *problem.kv_specs)
-        for reason in usability(candidate)
-        if reason.code == "N002"
+        if candidate.load_error is not None and candidate.blocked is None
     ]
 
 

@@ -7,6 +7,11 @@ descriptor = Descriptor(
     kind=Kind.LOGITS_PROCESSOR,
     name="penalties",
     summary="presence, frequency and repetition penalties",
-    capabilities=LogitsProcessorCapabilities(parameters=("presence_penalty", "frequency_penalty", "repetition_penalty"), needs_history=True, default=True, order=10),
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        needs_history=True,
+        default=True,
+        order=10,
+    ),
     factory="slotline.plugins.logits_processors.penalties.processor:Penalties",
 )

@@ -55,4 +55,6 @@ class Penalties:
         position = np.arange(width)
         inside = (position >= first[:, None]) & (position < batch.num_tokens[:, None])
         ids = torch.from_numpy(batch.token_table[batch.rows, :width].astype(np.int64)).to(logits.device)
-        return torch.zeros_like(logits).scatter_add_(1, ids, torch.from_numpy(inside.astype(np.float32)).to(logits.device))
+        return torch.zeros_like(logits).scatter_add_(
+            1, ids, torch.from_numpy(inside.astype(np.float32)).to(logits.device)
+        )

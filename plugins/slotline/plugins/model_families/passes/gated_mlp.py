@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.passes.equality import equal
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, is_plain_linear
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, is_plain_linear, is_untouched
 from slotline.plugins.model_families.passes.target import Target, slots
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -36,16 +36,18 @@ class FusedGatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to [..., hidden_size]."""
-        children = self._modules
-        gate, up, down = children["gate_proj"], children["up_proj"], children["down_proj"]
-        if type(gate) is not PackedLinear or type(up) is not PackedLinear:
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-        # [..., intermediate_size] both
+        return self.down_proj(self.gated(x))  # type: ignore[no-any-return]
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """What goes into the down projection, [..., intermediate_size]."""
+        gate, up = self._modules["gate_proj"], self._modules["up_proj"]
+        if not (is_untouched(gate) and is_untouched(up)):
+            return self.act_fn(self.gate_proj(x)) * self.up_proj(x)  # type: ignore[no-any-return]
         gate_weight, gate_bias = gate._buffers["packed"], gate._parameters["bias"]
         up_weight, up_bias = up._buffers["packed"], up._parameters["bias"]
         gated = _linear(x, gate_weight, gate_bias, self._operation, [], self._algorithm)
-        gated = _linear_binary(x, gated, up_weight, up_bias, "mul")
-        return down(gated)  # type: ignore[misc, no-any-return]
+        product: torch.Tensor = _linear_binary(x, gated, up_weight, up_bias, "mul")
+        return product
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:

@@ -8,23 +8,19 @@ recording attention function with equal query, key, value and options, and retur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import frozen
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slotline.plugins.model_families.passes.equality import TOLERANCES, relative_difference
+from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks
 from slotline.plugins.model_families.passes.row_kernels import row_kernels
 from slotline.plugins.model_families.passes.target import Target
-
-PROBE_NAME = "slotline_passes_probe"
-PROBE_POSITIONS = (1, 17, 300)
 
 
 @frozen
@@ -61,16 +57,32 @@ class LeanForward:
         **others: Any,
     ) -> Any:
         """As the original: hidden_states [batch, num_tokens, hidden_size], cos and sin [batch, num_tokens, size]."""
-        module, cos, sin = self._module, *position_embeddings
+        if attention_mask is None and past_key_values is None:
+            attended = self.attended(hidden_states, position_embeddings, others)
+            if attended is not None:
+                return self._module.o_proj(attended[0]), attended[1]
+        return self._original(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
+
+    def attended(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        others: dict[str, Any],
+    ) -> tuple[torch.Tensor, Any] | None:
+        """What goes into the output projection, [batch, num_tokens, heads * size], and the attention's second result.
+
+        None if this is a case for the original.
+        """
+        module, (cos, sin) = self._module, position_embeddings
         merged = merged_of(module)
         attend = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
         fits = cos.shape[:-1] == hidden_states.shape[:-1] and cos.dtype == hidden_states.dtype
-        if not fits or merged is None or attend is None or attention_mask is not None or past_key_values is not None:
-            return self._original(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
+        if not fits or merged is None or attend is None:
+            return None
         query, key, value = self._turned(merged(hidden_states), cos.contiguous(), sin.contiguous())
         options = self._options | others if others else self._options
         out, weights = attend(module, query, key, value, None, **options)
-        return module.o_proj(out.reshape(*hidden_states.shape[:-1], -1)), weights
+        return out.reshape(*hidden_states.shape[:-1], -1), weights
 
     def _turned(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -107,17 +119,6 @@ class LeanForward:
         self._rotate(states.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, stride, heads, size, rotary_size, width)
 
 
-@define
-class _Recorder:
-    """An attention function that keeps what it was called with."""
-
-    calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]]
-
-    def __call__(self, _: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> tuple[Any, None]:
-        self.calls.append((query.clone(), key.clone(), value.clone(), options))
-        return query.transpose(1, 2), None
-
-
 def merged_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """The module's one projection to query, key and value, if nothing has been put in front of its parts."""
     children = module._modules
@@ -126,7 +127,7 @@ def merged_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | Non
     query, key, value = (children.get(name) for name in ("q_proj", "k_proj", "v_proj"))
     if not (type(query) is type(key) is type(value) is MergedProjection):
         return None
-    return query.shared_linear  # type: ignore[union-attr, no-any-return]
+    return query.shared_linear
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
@@ -135,31 +136,19 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     if not target.has_row_kernels or rotary is None:
         return ()
     count = 0
-    with _recording(model) as recorder:
+    with recording(model) as recorder:
         for module in list(model.modules()):
             lean = _lean_forward(module, rotary, recorder, target) if merged_of(module) else None
             if lean is not None:
-                module.forward = lean  # type: ignore[assignment]
+                module.forward = lean
                 count += 1
     return (f"short forward with rotary embedding in place in {count} attention modules",) if count else ()
 
 
-@contextmanager
-def _recording(model: Any) -> Iterator[_Recorder]:
-    recorder, before = _Recorder([]), model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS[PROBE_NAME] = recorder
-    model.config._attn_implementation = PROBE_NAME
-    try:
-        yield recorder
-    finally:
-        model.config._attn_implementation = before
-        del ALL_ATTENTION_FUNCTIONS[PROBE_NAME]
-
-
-def _lean_forward(module: Any, rotary: Any, recorder: _Recorder, target: Target) -> LeanForward | None:
+def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) -> LeanForward | None:
     if has_hooks(module) or not all(hasattr(module, name) for name in ("o_proj", "head_dim", "config")):
         return None
-    hidden, embeddings = _probe(module, rotary, target)
+    hidden, embeddings = probe(module, rotary, target)
     try:
         expected, _ = module.forward(hidden, embeddings, None)
     except (RuntimeError, TypeError, ValueError):
@@ -170,23 +159,6 @@ def _lean_forward(module: Any, rotary: Any, recorder: _Recorder, target: Target)
         if rotary_size <= module.head_dim:
             heads = Heads(query.shape[1], key.shape[1], module.head_dim, rotary_size)
             lean = LeanForward(module, heads, options, target.dtype)
-            if _same(lean(hidden, embeddings), expected, (query, key, value), recorder):
+            if same(lean(hidden, embeddings), expected, (query, key, value), recorder):
                 return lean
     return None
-
-
-def _probe(module: Any, rotary: Any, target: Target) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    features = module.config.hidden_size
-    hidden = torch.randn(1, len(PROBE_POSITIONS), features, generator=torch.Generator().manual_seed(features))
-    hidden = hidden.to(target.dtype)
-    positions = torch.tensor([PROBE_POSITIONS])  # [1, tokens]
-    # A rope type by layer type means that the embedding must be told which (Gemma 3).
-    by_type = isinstance(getattr(rotary, "rope_type", None), dict)
-    return hidden, rotary(hidden, positions, *((module.layer_type,) if by_type else ()))
-
-
-def _same(found: Any, expected: torch.Tensor, states: tuple[torch.Tensor, ...], recorder: _Recorder) -> bool:
-    *turned, _ = recorder.calls.pop()
-    pairs = [(found[0], expected), *zip(turned, states, strict=True)]
-    tolerance = TOLERANCES[expected.dtype]
-    return all(a.shape == b.shape and relative_difference(a, b) <= tolerance for a, b in pairs)

@@ -21,6 +21,7 @@ TIED_COPY_LIMIT = 1 << 30
 """Bytes that packing an output projection tied to the embedding may cost: the embedding keeps its own copy."""
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
+_linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
@@ -58,6 +59,11 @@ class PackedLinear(nn.Module):
         result: torch.Tensor = _linear(x, self._buffers["packed"], self._parameters["bias"], "none", [], "")
         return result
 
+    def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The output for x, added to a residual of the output's shape as the product's last step."""
+        result: torch.Tensor = _linear_binary(x, residual, self._buffers["packed"], self._parameters["bias"], "add")
+        return result
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
@@ -86,6 +92,11 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 def is_plain_linear(module: nn.Module | None, target: Target) -> TypeGuard[nn.Linear]:
     """Whether a module is exactly torch's linear layer in the target's dtype, with no hooks on it."""
     return type(module) is nn.Linear and module.weight.dtype == target.dtype and not has_hooks(module)
+
+
+def is_untouched(module: nn.Module | None) -> TypeGuard[PackedLinear]:
+    """Whether a module is a packed linear layer that may be computed without being called."""
+    return type(module) is PackedLinear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from torch import nn
 from slotline.plugins.model_families.passes import (
     gated_mlp,
     lean_attention,
+    lean_layer,
     merged_projections,
     packed_linear,
     rms_norm,
@@ -15,7 +16,14 @@ from slotline.plugins.model_families.passes import (
 from slotline.plugins.model_families.passes.target import target_of
 
 # Packing takes every linear layer that merging and fusing have left; the short attention forward needs both done.
-PASSES = (rms_norm.apply, gated_mlp.apply, merged_projections.apply, packed_linear.apply, lean_attention.apply)
+PASSES = (
+    rms_norm.apply,
+    gated_mlp.apply,
+    merged_projections.apply,
+    packed_linear.apply,
+    lean_attention.apply,
+    lean_layer.apply,
+)
 
 
 def optimize(model: nn.Module, *, device: str, dtype: str | torch.dtype) -> tuple[str, ...]:

@@ -63,26 +63,27 @@ def _signatures(element: Any) -> tuple[Any, Any]:
 
 def _compile_float32() -> tuple[Any, Any]:
     norm, rotate = _signatures(types.float32)
-    return (
-        cfunc(norm, fastmath=_FAST, cache=True)(_rms_norm_float32),
-        cfunc(rotate, fastmath=_FAST, cache=True)(_rotate_float32),
-    )
+    return _compile(norm, _rms_norm_float32), _compile(rotate, _rotate_float32)
 
 
 def _compile_bfloat16() -> tuple[Any, Any]:
     norm, rotate = _signatures(types.uint16)
-    return (
-        cfunc(norm, fastmath=_FAST, cache=True)(_rms_norm_bfloat16),
-        cfunc(rotate, fastmath=_FAST, cache=True)(_rotate_bfloat16),
-    )
+    return _compile(norm, _rms_norm_bfloat16), _compile(rotate, _rotate_bfloat16)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+def _compile(signature: Any, function: Callable[..., None]) -> Any:
+    try:
+        return cfunc(signature, fastmath=_FAST, cache=True)(function)
+    except RuntimeError:  # numba found no folder that it may write its cache to
+        return cfunc(signature, fastmath=_FAST)(function)
+
+
+@njit(inline="always")
 def _widen(value):  # type: ignore[no-untyped-def]
     return np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
 
 
-@njit(inline="always")  # type: ignore[untyped-decorator]
+@njit(inline="always")
 def _narrow(value):  # type: ignore[no-untyped-def]
     bits = np.float32(value).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))

@@ -39,3 +39,8 @@ def table(cells: Sequence[Sequence[str]], indent: str) -> list[str]:
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     padded = ("  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)) for line in cells)
     return [f"{indent}{line}".rstrip() for line in padded]
+
+
+def place(origin: str, key: str) -> str:
+    """An origin without the key it ends with, where the key stands beside it anyway."""
+    return origin.removesuffix(key).strip() or origin

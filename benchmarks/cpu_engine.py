@@ -1,0 +1,192 @@
+"""The engine on a CPU beside transformers' `generate`, same checkpoint, same dtype, in one run.
+
+    python benchmarks/cpu_engine.py [--dtype float32 bfloat16] [--rounds 3] [--json out.json]
+
+The checkpoint is a 100M-parameter Llama with random weights. Figures, medians over the rounds, engines in turn:
+
+* decode at batch 1 and 16: tokens/s of 64 greedy tokens after prompts of 32 tokens, the prompt's own step left out;
+* prefill: tokens/s of one prompt of 512 tokens;
+* prefix: median time to first token of 16 requests that share 512 tokens, first wave against second.
+
+Beside each figure stands the share of what the machine allows: weights over measured memory bandwidth for decoding, operations over
+the measured matrix rate for the prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from slotline.core import LLM, SamplingParams
+
+MODEL = Path(__file__).parent / "models" / "llama-100m"
+PROMPT, NEW, PREFIX = 32, 64, 512
+
+
+def checkpoint(folder: Path) -> Path:
+    """A random checkpoint of the model's configuration."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    model.save_pretrained(folder)
+    return folder
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    rng = Random(seed)
+    return [[rng.randint(3, 31_000) for _ in range(length)] for _ in range(count)]
+
+
+class Transformers:
+    """`generate` with SDPA, as a user would call it."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.model: Any = AutoModelForCausalLM.from_pretrained(
+            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+        ).eval()
+
+    @torch.inference_mode()
+    def _generate(self, batch: list[list[int]], tokens: int) -> float:
+        ids = torch.tensor(batch)
+        start = perf_counter()
+        self.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=2,
+        )
+        return perf_counter() - start
+
+    def decode(self, batch: list[list[int]]) -> float:
+        """Tokens/s without the prompt's own step."""
+        first = self._generate(batch, 1)
+        return len(batch) * (NEW - 1) / (self._generate(batch, NEW) - first)
+
+    def prefill(self, prompt: list[int]) -> float:
+        return len(prompt) / self._generate([prompt], 1)
+
+
+class Slotline:
+    """The engine through `LLM`."""
+
+    def __init__(self, path: Path, dtype: str) -> None:
+        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=1024, memory="512MiB")
+
+    def _run(self, batch: list[list[int]], tokens: int, *, forget: bool = True) -> tuple[float, list[float]]:
+        if forget:
+            self.llm.engine.scheduler.cache.pool.reset()
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        start = perf_counter()
+        outputs = self.llm.generate(batch, params, progress=False)
+        return perf_counter() - start, [o.metrics.time_to_first_token or 0.0 for o in outputs]
+
+    def decode(self, batch: list[list[int]]) -> float:
+        seconds, first = self._run(batch, NEW)
+        return len(batch) * (NEW - 1) / (seconds - max(first))
+
+    def prefill(self, prompt: list[int]) -> float:
+        return len(prompt) / self._run([prompt], 1)[0]
+
+    def prefix(self) -> tuple[float, float]:
+        """Median time to first token of the first wave and of the second, seconds."""
+        shared = prompts(1, PREFIX, 5)[0]
+        tails = prompts(32, 16, 6)
+        first = self._run([shared + tail for tail in tails[:16]], 1)[1]
+        self.llm.engine.scheduler.cache.pool.reset()
+        self._run([shared + tails[0]], 1)
+        second = self._run([shared + tail for tail in tails[16:]], 1, forget=False)[1]
+        return statistics.median(first), statistics.median(second)
+
+
+def bandwidth() -> float:
+    """GB/s of reading: a sum over 1 GiB of float32, best of five."""
+    data = torch.ones(2**28)
+    return max(_rate(lambda: data.sum(), data.nbytes) for _ in range(5)) / 1e9
+
+
+def matrix_rate(dtype: torch.dtype) -> float:
+    """GFLOP/s of a 2048 matrix product, best of five."""
+    a = torch.randn(2048, 2048).to(dtype)
+    return max(_rate(lambda: a @ a, 2 * 2048**3) for _ in range(5)) / 1e9
+
+
+def _rate(work: Callable[[], Any], amount: float) -> float:
+    start = perf_counter()
+    work()
+    return amount / (perf_counter() - start)
+
+
+def measure(path: Path, dtype: str, rounds: int) -> dict[str, Any]:
+    """Medians of both engines, taken in turn."""
+    engines = {"transformers": Transformers(path, dtype), "slotline": Slotline(path, dtype)}
+    one, sixteen, long = prompts(1, PROMPT, 1), prompts(16, PROMPT, 2), prompts(1, 512, 3)[0]
+    figures: dict[str, dict[str, list[float]]] = {name: {"b1": [], "b16": [], "prefill": []} for name in engines}
+    for round_number in range(rounds + 1):
+        for name, engine in engines.items():
+            got = {"b1": engine.decode(one), "b16": engine.decode(sixteen), "prefill": engine.prefill(long)}
+            if round_number:  # the first warms up
+                for key, value in got.items():
+                    figures[name][key].append(value)
+    medians = {name: {key: statistics.median(v) for key, v in values.items()} for name, values in figures.items()}
+    waves = [engines["slotline"].prefix() for _ in range(rounds)]  # type: ignore[union-attr]
+    medians["prefix"] = {
+        "first": statistics.median(w[0] for w in waves),
+        "second": statistics.median(w[1] for w in waves),
+    }
+    weights = sum(p.nbytes for p in engines["transformers"].model.model.layers.parameters())  # type: ignore[union-attr]
+    head = engines["transformers"].model.lm_head.weight  # type: ignore[union-attr]
+    operations = 2 * (weights / head.element_size())
+    medians["limit"] = {
+        "b1": bandwidth() * 1e9 / (weights + head.nbytes),
+        "prefill": matrix_rate(getattr(torch, dtype)) * 1e9 / operations,
+    }
+    return medians
+
+
+def show(dtype: str, got: dict[str, Any]) -> None:
+    ours, theirs, limit = got["slotline"], got["transformers"], got["limit"]
+    print(f"\n{dtype:<10}{'slotline':>12}{'transformers':>14}{'ratio':>8}{'limit':>10}{'share':>8}")
+    for key in ("b1", "b16", "prefill"):
+        bound = f"{limit[key]:>10,.0f}{ours[key] / limit[key]:>8.0%}" if key in limit else ""
+        print(f"{key:<10}{ours[key]:>12,.1f}{theirs[key]:>14,.1f}{ours[key] / theirs[key]:>8.2f}{bound}")
+    first, second = got["prefix"]["first"], got["prefix"]["second"]
+    print(
+        f"prefix    time to first token {first * 1e3:,.0f} ms, second wave {second * 1e3:,.0f} ms: 1/{first / second:.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    print(
+        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; tokens/s, medians of {arguments.rounds}"
+    )
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = checkpoint(Path(folder))
+        for dtype in arguments.dtype:
+            results[dtype] = measure(path, dtype, arguments.rounds)
+            show(dtype, results[dtype])
+            gc.collect()
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

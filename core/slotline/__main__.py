@@ -1,0 +1,10 @@
+"""`python -m slotline`: the command line without the installed script."""
+
+from __future__ import annotations
+
+import sys
+
+from slotline.core.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""`slotline generate`: one prompt in, its text out, as it comes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from slotline.core.cli.command import Command, add_config_options, add_json_option, overrides, print_json
+from slotline.core.cli.table import plain_table
+
+if TYPE_CHECKING:
+    from slotline.core.llm import LLM, Prompt
+    from slotline.core.outputs import RequestOutput
+    from slotline.core.sampling_params import SamplingParams
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; '-' reads standard input")
+    add_config_options(parser)
+    parser.add_argument("--model", metavar="PATH", help="a local Hugging Face folder; default: the small model that ships")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most output tokens (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this probability (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampled text repeatable")
+    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="S", help="strings that end the text")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message through the chat template")
+    parser.add_argument("--stats", action="store_true", help="time the parts of the steps and show memory, on standard error")
+    add_json_option(parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from slotline.core.llm import LLM
+
+    params = _params(arguments)
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
+    if arguments.stats:
+        values["observability.profile"] = True
+    llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+    start = perf_counter()
+    output = _stream(llm, _prompt(llm, text, chat=arguments.chat), params, show=not arguments.json)
+    seconds = perf_counter() - start
+    if arguments.json:
+        print_json(_as_json(llm, output, seconds))
+    print(_summary(llm, output, seconds), file=sys.stderr)
+    if arguments.stats:
+        print(plain_table(("part", "value"), list(_stats(llm, output)), right=(1,)), file=sys.stderr)
+    return 0
+
+
+def _params(arguments: argparse.Namespace) -> SamplingParams:
+    from slotline.core.sampling_params import SamplingParams
+
+    return SamplingParams(
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=arguments.seed,
+        stop=arguments.stop,
+        max_tokens=arguments.max_tokens,
+    )
+
+
+def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
+    """The text itself, or the tokens of a conversation of one message."""
+    return llm.tokenizer.chat_prompt([{"role": "user", "content": text}]) if chat else text
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:
+    """Generate; print what is settled of the text after each step. Returns the last output."""
+    printed = ""
+    for output in llm.stream(prompt, params):
+        text = output.outputs[0].text
+        if show and len(text) > len(printed):
+            print(text[len(printed) :], end="", flush=True)
+            printed = text
+    if show:
+        print(flush=True)
+    return output
+
+
+def _summary(llm: LLM, output: RequestOutput, seconds: float) -> str:
+    """One line: what ran, how much, how fast, why it ended."""
+    done = output.outputs[0]
+    first = output.metrics.time_to_first_token or 0.0
+    count = len(done.token_ids)
+    rate = (count - 1) / (seconds - first) if count > 1 and seconds > first else count / seconds
+    ended = f"{done.finish_reason} ({done.stop_reason!r})" if done.stop_reason is not None else done.finish_reason
+    return (
+        f"[{llm.plan.summary()}] {len(output.prompt_token_ids)} tokens in, {count} out, {rate:,.1f} tokens/s "
+        f"after {first * 1e3:,.0f} ms for the first; ended by {ended}"
+    )
+
+
+def _as_json(llm: LLM, output: RequestOutput, seconds: float) -> dict[str, Any]:
+    from attrs import asdict
+
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": list(output.prompt_token_ids),
+        "outputs": [asdict(one) for one in output.outputs],
+        "metrics": asdict(output.metrics),
+        "seconds": seconds,
+        "plan": {"digest": llm.plan.digest, "summary": llm.plan.summary()},
+    }
+
+
+def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
+    """Step parts in milliseconds a step, cached tokens, preemptions, memory."""
+    profiler = llm.engine.profiler
+    for name, seconds in profiler.seconds.items():
+        yield f"{name}, ms a step", f"{1e3 * seconds / profiler.counts[name]:,.3f}"
+    yield "prompt tokens from the prefix cache", str(output.metrics.num_cached_tokens)
+    yield "preemptions", str(output.metrics.num_preemptions)
+    memory = llm.engine.memory
+    if memory is not None:
+        yield "cache blocks", f"{memory.num_blocks:,}"
+        yield "cache, MiB", f"{memory.cache / 2**20:,.1f}"
+        yield "activations at their peak, MiB", f"{memory.activations / 2**20:,.1f}"
+
+
+COMMAND = Command(
+    name="generate",
+    summary="continue a prompt, printing the text as it comes",
+    examples=(
+        'slotline generate "def main("',
+        'slotline generate --model checkpoints/my-model --max-tokens 64 --temperature 0.7 --seed 1 "Once"',
+        'slotline generate --chat --config run.toml "Why is the sky blue?"',
+        "slotline generate --stop '\\n\\n' --json - < prompt.txt",
+    ),
+    configure=_configure,
+    run=_run,
+)

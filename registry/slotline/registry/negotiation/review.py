@@ -1,0 +1,38 @@
+"""What reviewing plugins say of a finished plan: remarks are added to it, a veto refuses it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from attrs import evolve
+
+from slotline.registry.errors import NegotiationError
+from slotline.registry.hooks import PlanNote
+from slotline.registry.negotiation.codes import CODES
+from slotline.registry.negotiation.plan import Failure, Note, Plan
+from slotline.registry.negotiation.request import PlanRequest
+
+
+class Reviewers(Protocol):
+    """What is needed of the host of hook plugins."""
+
+    def review_plan(self, plan: Plan, request: PlanRequest) -> tuple[tuple[str, PlanNote], ...]: ...
+
+
+def review(plan: Plan, request: PlanRequest, reviewers: Reviewers) -> Plan:
+    """The same plan with the reviewers' remarks among its warnings; decisions and digest stay.
+
+    Raises:
+        NegotiationError: if a reviewer refuses the plan.
+    """
+    said = reviewers.review_plan(plan, request)
+    vetoes = tuple(_note("N511", label, item) for label, item in said if item.veto)
+    if vetoes:
+        message = f"{', '.join(note.key for note in vetoes)} refused the plan"
+        failure = Failure(code="N511", message=message, notes=vetoes)
+        raise NegotiationError(f"N511 {message}", fix=CODES["N511"].fix, failure=failure)
+    return evolve(plan, warnings=(*plan.warnings, *(_note("N403", label, item) for label, item in said)))
+
+
+def _note(code: str, label: str, said: PlanNote) -> Note:
+    return Note(code=code, key=label, text=said.text)

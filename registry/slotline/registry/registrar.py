@@ -1,0 +1,33 @@
+"""Descriptors joined to rows: what a hook plugin registers, and whether an entry point and its descriptor agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import PluginLoadError
+from slotline.registry.loading import label_of, to_descriptor
+from slotline.registry.records import PluginRecord
+
+
+class Collected:
+    """The registrar that a hook plugin's `slotline_register` gets."""
+
+    def __init__(self, row: PluginRecord) -> None:
+        self._row = row
+        self.rows: list[PluginRecord] = []
+
+    def add(self, descriptor: Descriptor[Any]) -> None:
+        found = to_descriptor(descriptor, f"what hook plugin {self._row.label!r} registers")
+        self.rows.append(attrs.evolve(self._row, kind=found.kind, name=found.name, descriptor=found))
+
+
+def check_identity(row: PluginRecord, descriptor: Descriptor[Any], what: str) -> None:
+    """Raise PluginLoadError unless the descriptor is of the row's kind and name."""
+    if descriptor.kind != row.kind or descriptor.name != row.name:
+        raise PluginLoadError(
+            f"{what}: its descriptor says {label_of(descriptor)!r}",
+            fix="give the entry point and the descriptor one group and one name",
+        )
