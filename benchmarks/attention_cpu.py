@@ -2,9 +2,9 @@
 
     python benchmarks/attention_cpu.py [--threads 2] [--layout HND] [--quick]
 
-`dense` is PyTorch's own attention over contiguous keys and values of equal lengths: what a layer would cost without paging.
-Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are medians. Every call sees
-another cache out of several, as a model's layers do, so that the processor's own caches do not flatter.
+`dense` is PyTorch's own attention over contiguous keys and values of equal lengths: what a layer would cost without
+paging. Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are medians. Every
+call sees another cache out of several, as a model's layers do, so that the processor's own caches do not flatter.
 """
 
 from __future__ import annotations
@@ -13,14 +13,19 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from importlib import import_module
 
 import numpy as np
 import torch
 from attrs import frozen
 
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+    AttentionLayer,
+    KVCache,
+)
 
 HEADS, KV_HEADS, SIZE, BLOCK = 12, 4, 64, 16
 CACHE_BYTES = 256 << 20
@@ -42,23 +47,40 @@ DECODES = [Shape(requests, 1, context) for requests in (1, 16, 64) for context i
 SHAPES = [*DECODES, Shape(16, 5, 1024), Shape(1, 512, 512), Shape(1, 512, 4096)]
 
 
-def build(name: str, dtype: torch.dtype, layout: str) -> object:
+BACKENDS = {"torch": "slotline.backends.torch_sdpa", "cpu": "slotline.backends.cpu"}
+
+
+def build(name: str, dtype: torch.dtype, layout: str) -> AttentionBackend:
     """The backend called `name`, from its descriptor."""
-    found = entry_points(group="slotline.attention")
-    target = found[name].value if name in found.names else f"slotline.backends.{ {'torch': 'torch_sdpa'}.get(name, name)}:descriptor"
-    module, attribute = target.split(":")
-    factory_module, factory = getattr(import_module(module), attribute).factory.split(":")
+    module, factory = import_module(BACKENDS[name]).descriptor.factory.split(":")
     kind = str(dtype).removeprefix("torch.")
     context = AttentionContext(
-        contract=1, layers=(layer(),), device="cpu", dtype=kind, kv_dtype=kind, block_size=BLOCK, kernel_block_size=BLOCK,
-        layout=layout, max_query_len=8192, max_requests=256, max_tokens=8192, max_model_len=8192,
-    )  # fmt: skip
-    return getattr(import_module(factory_module), factory)(context)
+        contract=1,
+        layers=(layer(),),
+        device="cpu",
+        dtype=kind,
+        kv_dtype=kind,
+        block_size=BLOCK,
+        kernel_block_size=BLOCK,
+        layout=layout,
+        max_query_len=8192,
+        max_requests=256,
+        max_tokens=8192,
+        max_model_len=8192,
+    )
+    backend: AttentionBackend = getattr(import_module(module), factory)(context)
+    return backend
 
 
 def layer() -> AttentionLayer:
     return AttentionLayer(
-        name="layer", index=0, num_heads=HEADS, num_kv_heads=KV_HEADS, head_size=SIZE, head_size_v=SIZE, scale=SIZE**-0.5
+        name="layer",
+        index=0,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_size=SIZE,
+        head_size_v=SIZE,
+        scale=SIZE**-0.5,
     )
 
 
@@ -78,11 +100,19 @@ def make_batch(shape: Shape) -> AttentionBatch:
     request = torch.arange(shape.requests).repeat_interleave(shape.query_len)
     slots = table[request, position // BLOCK].long() * BLOCK + position % BLOCK
     return AttentionBatch(
-        num_requests=shape.requests, num_tokens=int(starts[-1]), max_query_len=shape.query_len, max_seq_len=shape.context,
-        query_start_loc=torch.from_numpy(starts), seq_lens=torch.from_numpy(lens), block_table=table,
-        slot_mapping=slots, positions=position, query_start_loc_cpu=starts, seq_lens_cpu=lens,
+        num_requests=shape.requests,
+        num_tokens=int(starts[-1]),
+        max_query_len=shape.query_len,
+        max_seq_len=shape.context,
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.from_numpy(lens),
+        block_table=table,
+        slot_mapping=slots,
+        positions=position,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=lens,
         num_decodes=shape.requests if shape.query_len == 1 else 0,
-    )  # fmt: skip
+    )
 
 
 def measure(shape: Shape, dtype: torch.dtype, layout: str, rounds: int) -> dict[str, float]:

@@ -8,8 +8,8 @@ The checkpoint is a 100M-parameter Llama with random weights. Figures, medians o
 * prefill: tokens/s of one prompt of 512 tokens;
 * prefix: median time to first token of 16 requests that share 512 tokens, first wave against second.
 
-Beside each figure stands the share of what the machine allows: weights over measured memory bandwidth for decoding, operations over
-the measured matrix rate for the prompt.
+Beside each figure stands the share of what the machine allows: weights over measured memory bandwidth for decoding,
+operations over the measured matrix rate for the prompt.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def show(dtype: str, got: dict[str, Any]) -> None:
         print(f"{key:<10}{ours[key]:>12,.1f}{theirs[key]:>14,.1f}{ours[key] / theirs[key]:>8.2f}{bound}")
     first, second = got["prefix"]["first"], got["prefix"]["second"]
     print(
-        f"prefix    time to first token {first * 1e3:,.0f} ms, second wave {second * 1e3:,.0f} ms: 1/{first / second:.1f}"
+        f"prefix    time to first token {first * 1e3:,.0f} ms,"
+        f" second wave {second * 1e3:,.0f} ms: 1/{first / second:.1f}"
     )
 
 
@@ -175,7 +176,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(
-        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; tokens/s, medians of {arguments.rounds}"
+        f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; tokens/s,"
+        f" medians of {arguments.rounds}"
     )
     results = {}
     with tempfile.TemporaryDirectory() as folder:

@@ -2,9 +2,9 @@
 
     python benchmarks/host_step.py [--requests 256] [--steps 300]
 
-The engine is the real one: scheduler, block pool with prefix caching, rows, gather, hand-out. Only the arithmetic is left
-out: the model returns zeros and its logits are one constant tensor, so that what is timed is the host's work alone.
-Detokenisation is off, as in the throughput workloads; `--detokenize` streams every request's text as well.
+The engine is the real one: scheduler, block pool with prefix caching, rows, gather, hand-out. Only the arithmetic is
+left out: the model returns zeros and its logits are one constant tensor, so that what is timed is the host's work
+alone. Detokenisation is off, as in the throughput workloads; `--detokenize` streams every request's text as well.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def main() -> None:
     times = measure(engine, arguments.requests, arguments.steps, detokenize=arguments.detokenize)
     print(f"{arguments.requests} decoding requests, {arguments.steps} steps, {torch.get_num_threads()} threads")
     print(
-        f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms, p90 {np.quantile(times, 0.9) * 1e3:.3f} ms"
+        f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms,"
+        f" p90 {np.quantile(times, 0.9) * 1e3:.3f} ms"
     )
     print(f"{'part':<12}{'mean ms':>10}")
     for name, seconds in sorted(engine.profiler.seconds.items(), key=lambda item: -item[1]):

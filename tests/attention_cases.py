@@ -1,7 +1,8 @@
 """Batches for attention backends, in surroundings that punish a wrong read or write.
 
-Everything that a backend must not read is NaN: the null block, slots past a request's length, a poison block that unused
-entries of a block table point to, and padded rows. Block ids are shuffled, and K and V are strided views of one buffer.
+Everything that a backend must not read is NaN: the null block, slots past a request's length, a poison block that
+unused entries of a block table point to, and padded rows. Block ids are shuffled, and K and V are strided views of one
+buffer.
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class World:
         self.case, self.layer = case, case.layer()
         self.rng = torch.Generator().manual_seed(case.seed)
         kv_dtype = case.kv_dtype or case.dtype
-        dense = lambda n, h, d: self._random(n, h, d).to(kv_dtype)  # noqa: E731
-        self.keys = [dense(length, case.num_kv_heads, case.head_size) for _, length in case.requests]
-        self.values = [dense(length, case.num_kv_heads, self.layer.head_size_v) for _, length in case.requests]
+        lengths, heads = [length for _, length in case.requests], case.num_kv_heads
+        self.keys = [self._random(n, heads, case.head_size).to(kv_dtype) for n in lengths]
+        self.values = [self._random(n, heads, self.layer.head_size_v).to(kv_dtype) for n in lengths]
         self.queries = [
             (self._random(q, case.num_heads, case.head_size) * case.amplitude).to(case.dtype) for q, _ in case.requests
         ]
@@ -112,7 +113,7 @@ class World:
         buffer = torch.full((n, size * c.num_kv_heads * total), torch.nan, dtype=dtype)
         cut = size * c.num_kv_heads * c.head_size
         shape = (size, c.num_kv_heads) if c.layout == "NHD" else (c.num_kv_heads, size)
-        views = [part.unflatten(1, (*shape, -1)) for part in (buffer[:, :cut], buffer[:, cut:])]
+        views = [part.view(n, *shape, -1) for part in (buffer[:, :cut], buffer[:, cut:])]
         return KVCache(*(v if c.layout == "NHD" else v.transpose(1, 2) for v in views))
 
     def slot(self, request: int, position: int) -> int:
@@ -155,10 +156,15 @@ class World:
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value of the step, padded with NaN rows."""
-        tails = [range(length - q, length) for q, length in self.case.requests]
-        new = lambda dense: [d[r.start : r.stop].to(self.case.dtype) for d, r in zip(dense, tails, strict=True)]  # noqa: E731
-        nan = float("nan")
-        return self._padded(self.queries, nan), self._padded(new(self.keys), nan), self._padded(new(self.values), nan)
+        new = [
+            [
+                dense[length - q :].to(self.case.dtype)
+                for dense, (q, length) in zip(every, self.case.requests, strict=True)
+            ]
+            for every in (self.keys, self.values)
+        ]
+        query, key, value = (self._padded(rows, torch.nan) for rows in (self.queries, *new))
+        return query, key, value
 
     def run(self, backend: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One step: plan, write, forward. Returns out and LSE without padding; checks that inputs stay as they were."""

@@ -31,7 +31,7 @@ def attention(
     causal: bool = True,
     dtype: torch.dtype = torch.float64,
 ) -> Answer:
-    """Attention of query [q, H, D], the last tokens of keys [L, Hkv, D] and values [L, Hkv, Dv], computed in `dtype`."""
+    """Attention of query [q, H, D], the last tokens, over keys [L, Hkv, D] and values [L, Hkv, Dv], all in `dtype`."""
     num_queries, num_heads, _ = query.shape
     num_keys, num_kv_heads, _ = keys.shape
     position = torch.arange(num_keys)[None, :]

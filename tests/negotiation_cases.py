@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from attrs import evolve
+
 from slotline.registry.capability import Flag, GraphSupport, Level, Set
 from slotline.registry.contracts.attention import AttentionCapabilities, AttentionLayer
 from slotline.registry.contracts.kv_spec import KVSpecCapabilities

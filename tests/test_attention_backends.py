@@ -93,7 +93,13 @@ def test_other_declared_dtype_pairs(name: str, dtype: torch.dtype, kv_dtype: tor
 @pytest.mark.parametrize("shape", ["decode", "mixed", "verify", "prefill"])
 @pytest.mark.parametrize(
     "feature",
-    [{"window": 7}, {"soft_cap": 5.0}, {"sinks": True}, {"head_size_v": 48}, {"window": 20, "soft_cap": 9.0, "sinks": True}],
+    [
+        {"window": 7},
+        {"soft_cap": 5.0},
+        {"sinks": True},
+        {"head_size_v": 48},
+        {"window": 20, "soft_cap": 9.0, "sinks": True},
+    ],
     ids=lambda feature: "+".join(feature),
 )
 def test_features_match_the_oracle(name: str, shape: str, feature: dict[str, Any]) -> None:
@@ -227,11 +233,10 @@ def test_an_encoder_sees_all_of_its_own_tokens() -> None:
 
 @pytest.mark.parametrize("module", [*MODULES.values(), "slotline.plugins.kv_specs.full"])
 def test_a_descriptor_is_read_without_torch(module: str) -> None:
-    code = f"import sys, {module} as m; print(m.descriptor.name, 'torch' in sys.modules, 'numba' in sys.modules)"
     paths = [path for path in sys.path if path]
-    result = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {paths!r}; {code}"], capture_output=True, text=True, check=True
-    )
+    code = f"""import sys; sys.path[:0] = {paths!r}
+import {module} as m; print(m.descriptor.name, 'torch' in sys.modules, 'numba' in sys.modules)"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split()[1:] == ["False", "False"]
 
 

@@ -1,4 +1,4 @@
-"""The transformers model family on a CUDA device: the same logits, inside CUDA graphs too, and weights kept on the host."""
+"""The transformers model family on a CUDA device: the same logits, also in graphs, and weights kept on the host."""
 
 from __future__ import annotations
 

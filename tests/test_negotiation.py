@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+
 from slotline.registry.capability import Align, Choice, Flag, Limit, Max, Range, Set
 from slotline.registry.descriptor import ContractRange, DeviceInfo
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import CODES, Asked, Candidate, Need, Part, PlanRequest, group_layers, negotiate
-
 from tests.negotiation_cases import (
     CPU,
     FULL,
@@ -411,7 +411,7 @@ def test_strict_makes_a_downgrade_an_error_unless_its_code_is_allowed() -> None:
     error = failure(asked, [backend("a")])
     assert error.failure is not None
     assert (error.failure.code, [note.code for note in error.failure.notes]) == ("N510", ["N330"])
-    assert error.failure.remedies == ('cache.kv_spec.sliding = "full"',)
+    assert error.failure.remedies == ('cache.kv_spec.sliding = "full"', 'allow = ["N330"]')
     assert negotiate(evolve(asked, allow=("N330",)), [backend("a")], [FULL]).downgrades
 
 
@@ -531,3 +531,15 @@ def test_every_code_that_a_capability_maps_to_exists() -> None:
 def test_device_without_a_name_is_fine() -> None:
     assert negotiate(request(device=DeviceInfo(type="cpu")), [backend("a")], [FULL]).device.type == "cpu"
     assert CPU.name in negotiate(request(), [backend("a")], [FULL]).explain()
+
+
+def test_strict_with_several_downgrades_promises_no_single_setting() -> None:
+    wide = backend("wide", kernel_block_sizes=Align(multiple_of=256))
+    error = failure(request(sliding(0), strict=True), [wide])
+    assert error.failure is not None
+    assert error.failure.remedies == ('allow = ["N301", "N330"]',)
+
+
+def test_a_model_without_attention_layers_gets_a_plan() -> None:
+    plan = negotiate(PlanRequest(device=GPU, groups=(), graphs=explicit("full")), [backend("a")], [FULL])
+    assert (plan.groups, plan.cache_groups) == ((), ())

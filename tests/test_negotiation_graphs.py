@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from slotline.registry.capability import GraphSupport, Level, Limit, Max
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, Plan, capture_sizes, negotiate
-
 from tests.negotiation_cases import CPU, FULL, GPU, backend, explicit, layer, request, sliding
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
@@ -92,7 +92,7 @@ class EngineBuilder:
         planned, config = self.planned, self.planned.loaded.config
         context = ModelContext(
             contract=bind_contract(planned.family_descriptor),
-            facts=planned.facts,
+            facts=evolve(planned.facts, max_model_len=planned.max_model_len),
             device=planned.device,
             dtype=planned.plan.dtype,
             optimize=config.optimize,

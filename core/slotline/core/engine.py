@@ -354,6 +354,7 @@ class Engine:
         needed, usable = cache.blocks_for_one(tokens), cache.pool.num_blocks - 1
         if needed > usable:
             raise RequestError(
-                f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; the pool has {usable}",
+                f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; "
+                f"the pool has {usable}",
                 fix="lower max_tokens, shorten the prompt, or raise cache.memory",
             ) from CapacityError(f"{needed} blocks needed, {usable} in all")

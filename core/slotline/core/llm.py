@@ -147,14 +147,14 @@ class LLM:
         params = _as_params(sampling_params, len(prompts))
         groups: list[list[Request]] = []
         try:
-            for position, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            for prompt, one in zip(prompts, params, strict=True):
                 groups.append([])
                 self._add(prompt, one, groups[-1], stream=stream)
         except BaseException as error:
             for request in itertools.chain.from_iterable(groups):
                 self.engine.abort(request.request_id)
             if isinstance(error, RequestError) and len(prompts) > 1:
-                raise RequestError(f"prompt {position}: {error.message}", fix=error.fix) from error
+                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
             raise
         return groups
 

@@ -174,7 +174,7 @@ def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
 
 
 def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
-    """Dtypes to try, in order, where none is named: the checkpoint's, unless this processor has no arithmetic for it."""
+    """Dtypes to try where none is named: the checkpoint's first, unless this processor has no arithmetic for it."""
     if info.type == "cpu" and (
         facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
     ):
@@ -192,7 +192,7 @@ def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descrip
 
 
 def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
-    """Load every attention backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
+    """Load every backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
     asked = loaded.config.attention.backend
     choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
     names = [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]

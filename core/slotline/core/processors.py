@@ -47,7 +47,7 @@ class ProcessorPipeline:
             if name not in self._handled:
                 raise RequestError(
                     f"extra_args names {name!r}, which no logits processor of this run takes",
-                    fix=f"name the processor under [logits_processors]; this run takes {sorted(self._handled) or 'none'}",
+                    fix=f"name it under [logits_processors]; this run takes: {', '.join(sorted(self._handled))}",
                 )
         defaults = type(request.params)().as_mapping()
         for name in self._known - self._handled:

@@ -1,8 +1,8 @@
 """Permanent rows: the numbers of all admitted requests, as arrays.
 
-A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never moved;
-each step gathers what it needs from them. That makes the host work of a step a handful of array operations, whatever the
-number of requests.
+A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never
+moved; each step gathers what it needs from them. That makes the host work of a step a handful of array operations,
+whatever the number of requests.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; everything it calls was built for it."""
+"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; what it calls was built for it."""
 
 from __future__ import annotations
 

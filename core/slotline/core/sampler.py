@@ -1,9 +1,9 @@
 """Sampling: logits to tokens, for a batch of rows at once.
 
-Order of operations: logits processors, then temperature, then min-p, top-k, top-p, then one draw per row. The draw is the
-inverse of the cumulative distribution at a number that depends on nothing but the request's seed and the token's position,
-so a request's text does not change with the batch around it, with chunked prefill or with preemption; a sample that is
-thrown away needs no rewinding of a generator.
+Order of operations: logits processors, then temperature, then min-p, top-k, top-p, then one draw per row. The draw is
+the inverse of the cumulative distribution at a number that depends on nothing but the request's seed and the token's
+position, so a request's text does not change with the batch around it, with chunked prefill or with preemption; a
+sample that is thrown away needs no rewinding of a generator.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.floa
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         z ^= z >> np.uint64(31)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

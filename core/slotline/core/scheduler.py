@@ -126,7 +126,8 @@ class Scheduler:
         if int(left.sum()) <= self.max_batched_tokens:
             return left
         before = np.cumsum(left) - left
-        return np.clip(self.max_batched_tokens - before, 0, left)
+        cut: Int = np.clip(self.max_batched_tokens - before, 0, left)
+        return cut
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the running request that is last in order and queue it again."""

@@ -1,8 +1,8 @@
 """Moving a step's arrays between host and device.
 
 On a CPU a tensor is a view of the array and nothing moves. On a GPU each named array has a device buffer at an address
-that never changes (captured graphs read it) and two pinned host buffers used in turn: a host buffer is written again only
-once the event of its last copy has passed.
+that never changes (captured graphs read it) and two pinned host buffers used in turn: a host buffer is written again
+only once the event of its last copy has passed.
 """
 
 from __future__ import annotations

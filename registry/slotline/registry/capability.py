@@ -50,13 +50,25 @@ class Capability(Protocol):
         ...
 
 
+def _support(value: Support | bool) -> Support:
+    if isinstance(value, bool):
+        return Support.FULL if value else Support.UNSUPPORTED
+    return value
+
+
+def _frozen(values: Iterable[T] | None) -> frozenset[T] | None:
+    return None if values is None else frozenset(values)
+
+
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
 @frozen
 class Flag:
     """A yes or no. A need of False is always covered."""
 
-    support: Support = field(
-        converter=lambda v: (Support.FULL if v else Support.UNSUPPORTED) if isinstance(v, bool) else v
-    )
+    support: Support = field(converter=_support)
     note: str = ""
 
     def refusal(self, need: bool) -> str | None:
@@ -72,7 +84,7 @@ class Flag:
 class Set(Generic[T]):
     """A set of values, or of pairs where only certain combinations work. `None` accepts anything."""
 
-    values: frozenset[T] | None = field(converter=lambda v: None if v is None else frozenset(v))
+    values: frozenset[T] | None = field(converter=_frozen)
 
     def refusal(self, need: T) -> str | None:
         if self.values is None or need in self.values:
@@ -138,7 +150,7 @@ class Align:
 class Choice:
     """An ordered preference among names, best first."""
 
-    options: tuple[str, ...] = field(converter=tuple)
+    options: tuple[str, ...] = field(converter=_names)
 
     def refusal(self, need: str) -> str | None:
         if need in self.options:

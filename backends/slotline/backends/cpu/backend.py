@@ -27,7 +27,10 @@ _TAGS = {
 
 
 class Plan(NamedTuple):
-    """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries."""
+    """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
+
+    `all_rows` says that these two cover every query token.
+    """
 
     num_tokens: int
     rows: npt.NDArray[np.int64]
@@ -77,7 +80,9 @@ class CpuBackend:
         rows = np.empty((slots.shape[0], 3), np.int64)
         rows = rows[: kernels.cut_rows(slots, self._block_size, rows)]
         arrays, taken = self._kernel_arrays(batch)
-        prefills = [] if taken == batch.num_tokens else cut_prefills(batch, self._longest, self._window, self._block_size)
+        prefills: list[Prefill] = []
+        if taken < batch.num_tokens:
+            prefills = cut_prefills(batch, self._longest, self._window, self._block_size)
         done = taken + sum(prefill.query_len for prefill in prefills)
         return Plan(batch.num_tokens, rows, arrays, prefills, done == batch.num_tokens)
 

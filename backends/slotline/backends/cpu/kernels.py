@@ -1,11 +1,12 @@
 """Paged attention compiled by numba: reads the cache where it lies, in the type it has, and computes in float32.
 
-Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no detour.
-What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag is float32,
-or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, which makes n a constant.
+Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
+detour. What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag
+is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, which makes n a constant.
 
 All functions stay in this one file: numba's cache on disk notices a change of the file that a function lives in,
-but not of the files that it calls into.
+but not of the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
+slices could: both halve the time to compile.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -13,11 +14,11 @@ but not of the files that it calls into.
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir  # type: ignore[import-untyped]
 from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
@@ -34,6 +35,10 @@ REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
 # The shape of a layer and its cache; strides in elements.
 BLOCK, WINDOW, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(8)
+
+
+_inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+_entry = partial(njit, nogil=True, no_cfunc_wrapper=True, cache=True)
 
 
 class Kernels(NamedTuple):
@@ -108,7 +113,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
     return types.float32(types.int32), codegen
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _exp(x: Any) -> Any:
     """exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
 
@@ -126,7 +131,7 @@ def _exp(x: Any) -> Any:
     return y * _power_of_two(np.int32(n)) if x >= np.float32(-87.0) else np.float32(0.0)
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _tanh(x: Any) -> Any:
     """tanh of a float32: the Cephes polynomial (tanhf) near zero, by exp elsewhere."""
     z = x * x
@@ -147,7 +152,7 @@ def use_threads(wanted: int) -> int:
     return threads
 
 
-@njit(nogil=True, cache=True)
+@_entry()
 def cut_rows(slots: Any, block_size: Any, rows: Any) -> Any:
     """Fill `rows` [n, 3] with (token, block, offset) of the tokens whose slot is not negative; returns their number."""
     count = 0
@@ -160,7 +165,7 @@ def cut_rows(slots: Any, block_size: Any, rows: Any) -> Any:
     return count
 
 
-@njit(nogil=True, cache=True)
+@_entry()
 def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, window: Any, pieces: Any) -> Any:
     """Fill `pieces` [n, 5] with the queries of requests of at most `longest` query tokens, `max_rows` tokens each.
 
@@ -183,7 +188,7 @@ def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, win
     return count
 
 
-@njit(nogil=True, cache=True)
+@_entry()
 def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any) -> Any:
     """Share the keys of all pieces among `threads`, equally and in order; fills `items` and `starts` [threads + 1].
 
@@ -225,7 +230,7 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any)
     return partials
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _score_tile(
     query: Any, scores: Any, offsets: Any, keys: Any, count: Any, rows: Any, group_tag: Any, size_tag: Any
 ) -> None:
@@ -244,7 +249,7 @@ def _score_tile(
                 scores[row * TILE + j] = total
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any) -> None:
     """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date."""
     for j in range(low):
@@ -271,10 +276,8 @@ def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any
     norm[0] += total
 
 
-@njit(fastmath=True, nogil=True)
-def _add_values(
-    scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any
-) -> None:
+@_inner(fastmath=True)
+def _add_values(scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
     """acc [num_rows, size] += weights @ values, four keys at a time so that acc is loaded a quarter as often."""
     size = _size(size_tag)
     j = 0
@@ -298,10 +301,8 @@ def _add_values(
         j += 1
 
 
-@njit(fastmath=True, nogil=True)
-def _tile_offsets(
-    table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any
-) -> None:
+@_inner(fastmath=True)
+def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any) -> None:
     """Where keys `at` .. `at + count` and their values start in the cache, in elements."""
     block_size, k_head, v_head = shape[BLOCK], head * shape[K_HEAD], head * shape[V_HEAD]
     block = at // block_size
@@ -316,7 +317,7 @@ def _tile_offsets(
             block += 1
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
     """One item by online softmax; leaves acc [rows * group, size_v], top and norm [rows * group] unnormalised."""
     shape, scalars, _ = layer
@@ -350,7 +351,7 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
         _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, width: Any) -> None:
     """The query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
     for i in range(piece[QUERY_LEN]):
@@ -361,8 +362,10 @@ def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, que
             target[x] = _widen(part[x]) * scale
 
 
-@njit(fastmath=True, nogil=True)
-def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group_tag: Any, size_tag: Any) -> None:
+@_inner(fastmath=True)
+def _store(
+    piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group_tag: Any, size_tag: Any
+) -> None:
     """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp."""
     acc, top, norm = result
     out, out_stride, lse, lse_stride = targets
@@ -385,7 +388,7 @@ def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: An
                 place[d] = _narrow(sums[d] * factor, tag)
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
     """Fold one unnormalised result into another (Milakov and Gimelshein 2018, section 3.1)."""
     into_acc, into_top, into_norm = into
@@ -399,14 +402,14 @@ def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
             into_acc[d] = into_acc[d] * keep + acc[d] * add
 
 
-@njit(nogil=True)
+@_inner()
 def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
     """Views acc, top, norm of a flat buffer of max_rows * (size + 2) floats."""
     end = max_rows * size
     return part[:end], part[end : end + max_rows], part[end + max_rows : end + 2 * max_rows]
 
 
-@njit(fastmath=True, nogil=True)
+@_inner(fastmath=True)
 def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
     """One thread's items: finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
@@ -429,7 +432,7 @@ def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targ
             _store(piece, head, result, layer[2], targets, tag, group_tag, size_v_tag)
 
 
-@njit(nogil=True)
+@_inner()
 def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
     """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
     items, starts, pieces, _, _, parts = plan
@@ -451,7 +454,7 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
         _store(piece, first[HEAD], into, layer[2], targets, tag, group_tag, size_v_tag)
 
 
-@njit(nogil=True)
+@_inner()
 def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: Any, heads: Any, size: Any) -> None:
     """Copy tokens [heads, size] to blocks and offsets; `rows` [n, 3] holds token, block and offset."""
     for index in range(rows.shape[0]):
@@ -469,11 +472,11 @@ def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: 
 def compile_for(group: int, size: int, size_v: int) -> Kernels:
     """The entry points for `group` query heads per KV head, keys of `size` and values of `size_v` elements.
 
-    The sizes are caught as arrays of type ``S<n>``: passed as arguments, numba would take 15 microseconds to look at each.
+    The sizes are caught as tags: passed as arguments, numba would take 15 microseconds to look at each.
     """
     group_tag, size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (group, size, size_v))
 
-    @njit(parallel=True, nogil=True, cache=True)
+    @_entry(parallel=True)
     def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
         """Attention of every piece of a plan over the cache of one layer.
 
@@ -496,11 +499,12 @@ def compile_for(group: int, size: int, size_v: int) -> Kernels:
             _run_thread(np.int64(thread), plan, layer, cache, query, targets, all_tags)
         _finish_partials(plan, layer, targets, all_tags)
 
-    @njit(nogil=True, cache=True)
+    @_entry()
     def store(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tag: Any) -> None:
         """Write new keys and values, elements of `tag`, where `rows` [n, 3] (token, block, offset) says.
 
-        `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in the first two.
+        `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in the
+        first two.
         """
         unbounded = 1 << 60
         key, value = carray(_pointer(addresses[0], tag), unbounded), carray(_pointer(addresses[1], tag), unbounded)

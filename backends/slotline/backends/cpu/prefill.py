@@ -87,7 +87,7 @@ def run_prefill(
     else:
         keys, values = fresh[0][rows], fresh[1][rows]  # [L, Hkv, D]
     group = layer.num_heads // layer.num_kv_heads
-    heads = query[rows].unflatten(1, (layer.num_kv_heads, group)).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
+    heads = query[rows].view(-1, layer.num_kv_heads, group, layer.head_size).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
     keys, values = (t.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values))  # [Hkv, G, L, D]
     result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale

@@ -11,7 +11,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
@@ -69,10 +68,9 @@ class TorchBackend:
         slots = batch.slot_mapping[: batch.num_tokens]
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
         slots = slots if rows is None else slots[rows]
-        key_of = lambda piece: (piece.query_len, piece.num_keys.bit_length())  # noqa: E731
-        pieces = sorted(self._pieces(batch), key=key_of)
+        pieces = sorted(self._pieces(batch), key=_likeness)
         groups: list[Group] = []
-        for (query_len, _), members in groupby(pieces, key_of):
+        for (query_len, _), members in groupby(pieces, _likeness):
             step = len(pieces) if query_len <= MAX_SHARED_QUERY else 1
             same = list(members)
             groups += [self._group(batch, same[i : i + step]) for i in range(0, len(same), step)]
@@ -93,8 +91,8 @@ class TorchBackend:
 
     def _group(self, batch: AttentionBatch, pieces: list[Piece]) -> Group:
         device = batch.block_table.device
-        column = lambda values: torch.tensor(values, device=device).unsqueeze(1)  # noqa: E731
-        num_keys, request, first = (column([p[i] for p in pieces]) for i in (1, 2, 3))  # [B, 1]
+        columns = torch.tensor(pieces, device=device).T.unsqueeze(2)  # [4, B, 1]
+        num_keys, request, first = columns[1], columns[2], columns[3]  # [B, 1] each
         query = torch.arange(pieces[0].query_len, device=device)  # [q]
         keys = torch.arange(max(p.num_keys for p in pieces), device=device)  # [L]
         position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
@@ -139,6 +137,11 @@ class TorchBackend:
             out[group.tokens] = result.to(out.dtype)
             lse[:, group.tokens] = group_lse
         return lse
+
+
+def _likeness(piece: Piece) -> tuple[int, int]:
+    """Pieces of equal likeness share a group: as many queries, and at most twice as many keys."""
+    return piece.query_len, piece.num_keys.bit_length()
 
 
 def _visible(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -45,18 +45,18 @@ def import_findings(rows: Sequence[PluginRecord], seconds: float = SECONDS_FOR_I
     """One row for each plugin; after a crash the rest is tried in another process."""
     left = {row.label: row for row in rows}
     while left:
-        reports, ending = _import(list(left), seconds)
-        for label, report in reports.items():
-            yield _judge(left.pop(label), report)
-        if left and ending:
-            label = next(iter(left))
-            yield Finding(Status.FAIL, label, f"{ending} while it was imported", _repair(left.pop(label)))
-        elif left:
-            raise RuntimeError(f"the import process said nothing of {', '.join(left)}")
+        events, ending = _import(list(left), seconds)
+        for event in events:
+            if event["event"] == "done":
+                yield _judge(left.pop(event["label"]), event)
+        if left:
+            tried = [event["label"] for event in events if event["label"] in left]
+            row = left.pop(tried[-1] if tried else next(iter(left)))
+            yield Finding(Status.FAIL, row.label, f"{ending} while it was imported", _repair(row))
 
 
-def _import(labels: Sequence[str], seconds: float) -> tuple[dict[str, Any], str]:
-    """Reports of the plugins that were imported, in order, and how the process ended if it was not of itself."""
+def _import(labels: Sequence[str], seconds: float) -> tuple[list[dict[str, Any]], str]:
+    """What the import process said, in order, and how it ended."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
     command = [sys.executable, "-P", "-c", _CHILD, *labels]
     environment = {**os.environ, "PYTHONPATH": path}
@@ -65,14 +65,14 @@ def _import(labels: Sequence[str], seconds: float) -> tuple[dict[str, Any], str]
         output, ending = done.stdout, _ending(done.returncode)
     except subprocess.TimeoutExpired as error:
         output, ending = error.stdout or b"", f"took more than {seconds:g} s"
-    reports = [json.loads(line) for line in output.decode(errors="replace").splitlines() if line.startswith('{"label"')]
-    return {report["label"]: report for report in reports if report["label"] in labels}, ending
+    lines = output.decode(errors="replace").splitlines()
+    return [json.loads(line) for line in lines if line.startswith('{"label"')], ending
 
 
 def _ending(code: int) -> str:
     if code < 0:
         return f"its process died of {signal.Signals(-code).name}"
-    return f"its process left with code {code}" if code else ""
+    return f"its process left with code {code}"
 
 
 def _judge(row: PluginRecord, report: Mapping[str, Any]) -> Finding:

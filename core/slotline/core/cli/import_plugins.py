@@ -1,4 +1,9 @@
-"""The process in which `slotline doctor` imports plugins: one line of JSON for each, as soon as it is known."""
+"""The process in which `slotline doctor` imports plugins.
+
+It writes lines of JSON as it goes, so that what is known when a plugin kills it is not lost: `trying` before a plugin
+runs, `done` after. Descriptors come first and factories after them, since factories may import torch and descriptors
+may not.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +19,44 @@ from slotline.registry.loading import resolve_factory, resolve_options
 
 
 def main() -> None:
-    """Import the plugins named in the arguments, ``kind:name`` each: descriptor and options, then the factory."""
+    """Import the plugins named in the arguments, ``kind:name`` each."""
     registry = PluginRegistry.discover(tolerant=True)
-    had_torch = "torch" in sys.modules
-    labels = sys.argv[1:]
-    for label in labels:
-        report = _report(registry, label)
-        report["torch"] = not had_torch and "torch" in sys.modules
-        sys.stdout.write(f"{json.dumps(report)}\n")
-        sys.stdout.flush()
-        if report["torch"] or not report["error"]:
-            _continue_alone(labels[labels.index(label) + 1 :])
+    reports = {label: _descriptor(registry, label) for label in sys.argv[1:]}
+    for label, report in reports.items():
+        if not report["error"]:
+            report |= _factory(registry, label)
+        _say({"label": label, "event": "done", **report})
     os._exit(0)  # a plugin's exit handlers are not what is tested
+
+
+def _descriptor(registry: PluginRegistry, label: str) -> dict[str, Any]:
+    """Import the descriptor and the options class; note whether that brought torch in."""
+    _say({"label": label, "event": "trying"})
+    had_torch = "torch" in sys.modules
+    contract, error, fix = "", "", ""
+    try:
+        descriptor = registry.load(*_key(label), required=True)
+        contract = str(descriptor.contract)
+        resolve_options(descriptor)
+    except SlotlineError as problem:
+        error, fix = problem.message, problem.fix or ""
+    return {"contract": contract, "error": error, "fix": fix, "torch": not had_torch and "torch" in sys.modules}
+
+
+def _factory(registry: PluginRegistry, label: str) -> dict[str, Any]:
+    _say({"label": label, "event": "trying"})
+    try:
+        resolve_factory(registry.load(*_key(label), required=True))
+    except SlotlineError as problem:
+        return {"error": problem.message, "fix": problem.fix or ""}
+    return {}
+
+
+def _key(label: str) -> tuple[Kind, str]:
+    kind, _, name = label.partition(":")
+    return Kind(kind), name
+
+
+def _say(event: dict[str, Any]) -> None:
+    sys.stdout.write(f"{json.dumps(event)}\n")
+    sys.stdout.flush()

@@ -56,7 +56,7 @@ def bind_pages(
 def _logical(part: torch.Tensor, size: int, num_kv_heads: int, head_size: int, layout: str) -> torch.Tensor:
     """[num_kernel_blocks, size * num_kv_heads * head_size] as [num_kernel_blocks, size, num_kv_heads, head_size]."""
     if layout == "NHD":
-        return part.unflatten(1, (size, num_kv_heads, head_size))
+        return part.view(-1, size, num_kv_heads, head_size)
     if layout == "HND":
-        return part.unflatten(1, (num_kv_heads, size, head_size)).transpose(1, 2)
+        return part.view(-1, num_kv_heads, size, head_size).transpose(1, 2)
     raise PluginError(f"cache layout {layout!r} is unknown", fix="use 'NHD' or 'HND'")

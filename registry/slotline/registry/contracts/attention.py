@@ -7,7 +7,7 @@ A backend is built once for an attention group (layers whose attention needs are
 What the payload means:
 
 * A window of W tokens lets a query see W keys, its own included: query position i sees keys max(0, i - W + 1) .. i.
-* `slot_mapping` names the slot of each new token, `kernel_block * kernel_block_size + offset`; slot -1 is never written.
+* `slot_mapping` names each new token's slot, `kernel_block * kernel_block_size + offset`; slot -1 is never written.
 * Kernel block 0 is the null block: block tables point to it where a request has no block; it is never read.
 * Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
 * `seq_lens` includes the new tokens; the queries of a request are its last tokens (bottom-right causal alignment).

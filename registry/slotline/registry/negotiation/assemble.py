@@ -246,8 +246,8 @@ def _settings(search: Search, solution: Solution) -> Iterator[Setting]:
 
 
 def _one_or_table(names: dict[str, str]) -> object:
-    distinct = set(names.values())
-    return names if len(distinct) != 1 else distinct.pop()
+    distinct = sorted(set(names.values()))
+    return names if len(distinct) > 1 else "".join(distinct) or "none"
 
 
 def _setting(key: str, asked: Asked[Any], resolved: object) -> Setting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from attrs import evolve
@@ -32,8 +33,8 @@ def changes_of(search: Search, solution: Solution) -> tuple[Note, ...]:
 
 
 def with_ways_out(search: Search, solution: Solution, notes: tuple[Note, ...]) -> tuple[Note, ...]:
-    """The same notes; each downgrade lists settings under which it is gone and no other kind of downgrade comes."""
-    before = {note.code for note in notes}
+    """The same notes; each downgrade lists settings under which it is gone and no other one comes."""
+    before = Counter(note.code for note in notes if is_downgrade(note))
     return tuple(
         evolve(note, to_avoid=_ways_out(search, solution, note, before)) if is_downgrade(note) else note
         for note in notes
@@ -44,7 +45,7 @@ def is_downgrade(note: Note) -> bool:
     return CODES[note.code].severity is Severity.DOWNGRADE
 
 
-def _ways_out(search: Search, solution: Solution, note: Note, before: set[str]) -> tuple[str, ...]:
+def _ways_out(search: Search, solution: Solution, note: Note, before: Counter[str]) -> tuple[str, ...]:
     found: list[str] = []
     for text, request in _edits(search, solution, note):
         if len(found) == MOST_WAYS_OUT:
@@ -53,13 +54,13 @@ def _ways_out(search: Search, solution: Solution, note: Note, before: set[str]) 
         best = other.best()
         if best is None or text in found:
             continue
-        after = changes_of(other, best)
-        if {item.code for item in after if is_downgrade(item)} <= before and not _still(note, after):
+        after = [item for item in changes_of(other, best) if is_downgrade(item)]
+        if Counter(item.code for item in after) < before and not _still(note, after):
             found.append(text)
     return tuple(found)
 
 
-def _still(note: Note, after: tuple[Note, ...]) -> bool:
+def _still(note: Note, after: list[Note]) -> bool:
     return any((item.code, item.key) == (note.code, note.key) for item in after)
 
 

@@ -8,6 +8,7 @@ from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation.assemble import assemble
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.conflict import explain_infeasible
+from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.needs import Problem
 from slotline.registry.negotiation.plan import Failure, Note, Plan
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
@@ -95,10 +96,11 @@ def _hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
     notes = tuple(note for note in (*plan.downgrades, *failed) if note.code not in allow)
     if not notes:
         return
-    codes = ", ".join(dict.fromkeys(note.code for note in notes))
-    ways_out = tuple(dict.fromkeys(text for note in notes for text in note.to_avoid))
-    message = f"strict: the plan differs from what was asked ({codes})"
-    raise _error(Failure(code="N510", message=message, notes=notes, remedies=ways_out))
+    codes = tuple(dict.fromkeys(note.code for note in notes))
+    ways_out = notes[0].to_avoid if len(notes) == 1 else ()  # one setting takes away one of several at most
+    allowed = f"allow = {toml((*allow, *codes))}"
+    message = f"strict: the plan differs from what was asked ({', '.join(codes)})"
+    raise _error(Failure(code="N510", message=message, notes=notes, remedies=(*ways_out, allowed)))
 
 
 def _error(failure: Failure) -> NegotiationError:
