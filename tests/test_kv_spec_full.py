@@ -86,7 +86,7 @@ def test_the_layout_decides_what_is_next_to_what() -> None:
 
 
 def test_a_buffer_of_another_length_is_refused() -> None:
-    with pytest.raises(CapacityError, match="2 kernel blocks|8 kernel blocks"):
+    with pytest.raises(CapacityError, match="8 kernel blocks"):
         spec().bind(torch.zeros(100, dtype=torch.uint8), layer(), 2)
 
 

@@ -20,11 +20,11 @@ from slotline.registry.loading import resolve_factory
 from slotline.registry.negotiation import (
     Part,
     Plan,
-    PlanRequest,
     attention_candidates,
     kv_spec_candidates,
     negotiate,
     prepare_request,
+    review,
 )
 
 LONGEST_BY_DEFAULT = 8192
@@ -85,7 +85,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         parts=tuple(_part(registry, d) for d in (family_descriptor, *processors)),
     )
     plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
-    _review(registry, plan, request)
+    plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
     return Planned(
         loaded=loaded,
@@ -103,15 +103,6 @@ def make_plan(loaded: LoadedConfig) -> Planned:
 def discover(loaded: LoadedConfig) -> PluginRegistry:
     """The plugins of this environment, by the configuration's rules."""
     return PluginRegistry.discover(loaded.plugin_rules, inline=loaded.inline_plugins, strict=loaded.config.strict)
-
-
-def _review(registry: PluginRegistry, plan: Plan, request: PlanRequest) -> None:
-    """Ask the hook plugins; a veto refuses the plan."""
-    vetoes = [f"{label}: {note.text}" for label, note in registry.hooks.review_plan(plan, request) if note.veto]
-    if vetoes:
-        raise NegotiationError(
-            "a plan was found and vetoed: " + "; ".join(vetoes), fix="change what the plugin objects to, or block it"
-        )
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:

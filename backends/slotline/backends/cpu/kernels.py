@@ -2,7 +2,7 @@
 
 Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
 detour. What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag
-is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, which makes n a constant.
+is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, so n is a constant.
 
 All functions stay in this one file: numba's cache on disk notices a change of the file that a function lives in,
 but not of the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
@@ -18,7 +18,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import ir
 from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 

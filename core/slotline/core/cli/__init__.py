@@ -1,4 +1,4 @@
-"""The command line. One file per command; a command imports what it needs when it runs, so that the light ones stay light.
+"""The command line. One file per command; a command imports what it needs when it runs, so light ones stay light.
 
 Exit codes: 0 all right, 1 the command's own "no" (no plan, warnings), 2 an error, 130 interrupted.
 """

@@ -53,7 +53,11 @@ def add_config_options(parser: argparse.ArgumentParser, *, positional: bool = Fa
     else:
         parser.add_argument("--config", metavar="run.toml", help="a configuration file")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="a.b=value", help="set one key; may be repeated, the last one wins"
+        "--set",
+        action="append",
+        default=[],
+        metavar="a.b=value",
+        help="set one key; may be repeated, the last one wins",
     )
     parser.add_argument("--strict", action="store_true", help="every downgrade and every plugin that fails is an error")
 

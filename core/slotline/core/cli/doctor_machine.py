@@ -51,7 +51,9 @@ def check_gpu() -> Iterator[Finding]:
         yield Finding(Status.WARN, "cuda", f"driver {driver} is there, and {_build()}", fix)
     else:
         fix = "update the driver, or install a torch built for an older CUDA; see CUDA_VISIBLE_DEVICES too"
-        yield Finding(Status.WARN, "cuda", f"driver {driver} is there, and torch for CUDA {torch.version.cuda} sees no card", fix)
+        yield Finding(
+            Status.WARN, "cuda", f"driver {driver} is there, and torch for CUDA {torch.version.cuda} sees no card", fix
+        )
 
 
 def nvidia_driver(file: Path = _NVIDIA) -> str | None:
@@ -76,7 +78,11 @@ def check_small_model() -> Iterator[Finding]:
 def _build() -> str:
     import torch
 
-    return f"torch {torch.__version__} is built for CUDA {torch.version.cuda}" if torch.version.cuda else f"torch {torch.__version__} is built for the CPU"
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else f"torch {torch.__version__} is built for the CPU"
+    )
 
 
 def _usable_cores() -> int:

@@ -31,7 +31,9 @@ def check_duplicates() -> Iterator[Finding]:
         yield Finding(Status.WARN, "plugin rules", text, "correct the [plugins] table or the environment")
     if not failed:
         names = len({row.label for row in rows})
-        yield Finding(Status.OK, "plugin names", f"{names} plugins of {len({row.distribution for row in rows})} distributions")
+        yield Finding(
+            Status.OK, "plugin names", f"{names} plugins of {len({row.distribution for row in rows})} distributions"
+        )
 
 
 def check_imports() -> Iterator[Finding]:

@@ -22,7 +22,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, positional=True)
     parser.add_argument("--why-not", metavar="NAME", help="why this plugin was not chosen")
     parser.add_argument("--diff", metavar="OTHER.toml", help="what this configuration would change")
-    parser.add_argument("--code", metavar="N204", help="what a code means; a code may stand in place of run.toml too")
+    parser.add_argument("--code", metavar="N191", help="what a code means; a code may stand in place of run.toml too")
     parser.add_argument("--width", type=int, default=100, metavar="N", help="columns of the text (default: 100)")
     add_json_option(parser)
 
@@ -121,7 +121,7 @@ COMMAND = Command(
         "slotline explain run.toml --why-not torch",
         "slotline explain run.toml --set attention.backend=torch --json",
         "slotline explain run.toml --diff other.toml",
-        "slotline explain N204",
+        "slotline explain N191",
     ),
     configure=_configure,
     run=_run,

@@ -20,15 +20,25 @@ if TYPE_CHECKING:
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="the text to continue; '-' reads standard input")
     add_config_options(parser)
-    parser.add_argument("--model", metavar="PATH", help="a local Hugging Face folder; default: the small model that ships")
+    parser.add_argument(
+        "--model", metavar="PATH", help="a local Hugging Face folder; default: the small model that ships"
+    )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most output tokens (default: 128)")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this probability (default: 1)")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this probability (default: 1)"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampled text repeatable")
     parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="S", help="strings that end the text")
-    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message through the chat template")
-    parser.add_argument("--stats", action="store_true", help="time the parts of the steps and show memory, on standard error")
+    parser.add_argument(
+        "--chat", action="store_true", help="send the prompt as a user's message through the chat template"
+    )
+    parser.add_argument(
+        "--stats", action="store_true", help="time the parts of the steps and show memory, on standard error"
+    )
     add_json_option(parser)
 
 

@@ -11,6 +11,7 @@ from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
+from types import MappingProxyType
 
 from attrs import frozen
 
@@ -27,12 +28,14 @@ class _Template:
     try_it: str
 
 
-_TEMPLATES: Mapping[Kind, _Template] = {
-    Kind.ATTENTION: _Template("backend", 'slotline generate --set attention.backend=$name "def main("'),
-    Kind.LOGITS_PROCESSOR: _Template("processor", 'slotline generate --set logits_processors.$name={} "def main("'),
-    Kind.KV_SPEC: _Template("spec", 'slotline generate --set cache.kv_spec.full=$name "def main("'),
-    Kind.DRAFTER: _Template("drafter", 'slotline generate --set drafter.name=$name "def main("'),
-}
+_TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
+    {
+        Kind.ATTENTION: _Template("backend", 'slotline generate --set attention.backend=$name "def main("'),
+        Kind.LOGITS_PROCESSOR: _Template("processor", 'slotline generate --set logits_processors.$name={} "def main("'),
+        Kind.KV_SPEC: _Template("spec", 'slotline generate --set cache.kv_spec.full=$name "def main("'),
+        Kind.DRAFTER: _Template("drafter", 'slotline generate --set drafter.name=$name "def main("'),
+    }
+)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +108,9 @@ def checked_name(text: str) -> str:
     """
     name = text.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
-        raise PluginError(f"{text!r} cannot name a Python package", fix="use small letters, digits and '_', such as my_attn")
+        raise PluginError(
+            f"{text!r} cannot name a Python package", fix="use small letters, digits and '_', such as my_attn"
+        )
     if find_spec(name) is not None:
         raise PluginError(f"there is a Python package {name!r} already", fix="choose a name that nothing else has")
     return name
@@ -119,7 +124,10 @@ def distribution_name(name: str) -> str:
 COMMAND = Command(
     name="new-plugin",
     summary="write a package with a working plugin to start from",
-    examples=("slotline new-plugin attention my_attn", "slotline new-plugin logits_processor my_bans --path plugins/my-bans"),
+    examples=(
+        "slotline new-plugin attention my_attn",
+        "slotline new-plugin logits_processor my_bans --path plugins/my-bans",
+    ),
     configure=_configure,
     run=_run,
 )

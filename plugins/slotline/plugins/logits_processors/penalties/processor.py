@@ -35,14 +35,14 @@ class Penalties:
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Penalise [n, vocab_size] logits."""
-        column = lambda values: torch.from_numpy(values[batch.rows]).to(logits.device)[:, None]  # noqa: E731
         if (self._repetition[batch.rows] != 1).any():
             seen = self._counts(logits, batch, np.zeros_like(batch.num_tokens)) > 0
-            factor = column(self._repetition)
+            factor = _column(self._repetition, batch, logits)
             logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
         if self._presence[batch.rows].any() or self._frequency[batch.rows].any():
             counts = self._counts(logits, batch, batch.num_prompt_tokens)
-            logits = logits - column(self._frequency) * counts - column(self._presence) * (counts > 0)
+            logits = logits - _column(self._frequency, batch, logits) * counts
+            logits = logits - _column(self._presence, batch, logits) * (counts > 0)
         return logits
 
     def release(self, row: int) -> None:
@@ -58,3 +58,8 @@ class Penalties:
         return torch.zeros_like(logits).scatter_add_(
             1, ids, torch.from_numpy(inside.astype(np.float32)).to(logits.device)
         )
+
+
+def _column(values: npt.NDArray[np.float32], batch: LogitsBatch, like: torch.Tensor) -> torch.Tensor:
+    """The batch's rows of a per-row array as [n, 1] on the logits' device."""
+    return torch.from_numpy(values[batch.rows]).to(like.device)[:, None]

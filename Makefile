@@ -1,0 +1,44 @@
+# Two commands do all the set-up: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+TORCH ?= torch==2.13.0
+
+.PHONY: demo test lint types imports docs check bench clean
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/ready  ## continue Python code with the small model that ships, then say what ran and why
+	$(BIN)/slotline generate "def main("
+	$(BIN)/slotline explain
+
+test: $(VENV)/ready  ## all tests
+	$(BIN)/pytest -n 2 --dist loadfile -q
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy core/slotline registry/slotline backends/slotline plugins/slotline proposers/slotline
+
+imports: $(VENV)/ready
+	$(BIN)/lint-imports
+
+docs: $(VENV)/ready  ## rewrite the generated parts of docs/
+	$(BIN)/python docs/generate.py
+
+check: lint types imports
+	$(BIN)/python docs/generate.py --check
+
+bench: $(VENV)/ready  ## the CPU figures of docs/performance.md
+	$(BIN)/python benchmarks/cpu_engine.py
+	$(BIN)/python benchmarks/host_step.py
+
+clean:
+	rm -rf $(VENV)

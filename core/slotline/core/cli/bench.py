@@ -1,0 +1,144 @@
+"""`slotline bench`: a workload timed, and beside each figure the share of what the machine allows."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
+from slotline.core.cli.table import print_table
+from slotline.core.workloads import WORKLOADS, Workload, workload
+from slotline.registry.config import LoadedConfig
+from slotline.registry.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slotline.core.cli.bench_figures import Figure
+    from slotline.core.cli.bench_limits import Machine
+    from slotline.core.cli.bench_run import Run
+    from slotline.core.llm import LLM
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("workload", metavar="WORKLOAD", help=", ".join(WORKLOADS))
+    add_config_options(parser)
+    parser.add_argument(
+        "--model", metavar="PATH", help="a checkpoint folder, or one with a config.json alone (random weights)"
+    )
+    parser.add_argument("--random-weights", action="store_true", help="random weights even if the folder has its own")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, metavar="F", help="factor on requests and lengths (default: 1)"
+    )
+    parser.add_argument(
+        "--runs", type=int, default=3, metavar="N", help="timed runs after a warm-up; the median counts (default: 3)"
+    )
+    add_json_option(parser)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from slotline.core.cli.bench_figures import figures
+    from slotline.core.cli.bench_limits import cost_of, measure_machine
+    from slotline.core.cli.bench_run import median_run, timed_runs
+    from slotline.core.device import resolve_device
+    from slotline.core.llm import LLM
+
+    if arguments.runs < 1:
+        raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")
+    work = workload(arguments.workload, arguments.scale)
+    loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
+    with _model_folder(loaded, random=arguments.random_weights) as folder:
+        values = {"model": str(folder), **_length(loaded, work)}
+        llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+        runs = timed_runs(llm, work, arguments.runs)
+        machine = measure_machine(resolve_device(loaded.config.device), llm.plan.dtype)
+        rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
+    report = _report(llm, work, runs, machine, rows)
+    if arguments.json:
+        print_json(report)
+    else:
+        _print(report, rows)
+    return 0
+
+
+def _length(loaded: LoadedConfig, work: Workload) -> dict[str, Any]:
+    """The workload's model length, unless the configuration names one or the model's is shorter."""
+    if loaded.origins["scheduler.max_model_len"].kind != "default":
+        return {}
+    return {"scheduler.max_model_len": work.max_model_len}
+
+
+@contextmanager
+def _model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
+    """The checkpoint's folder; where it has no weights, a temporary one with random weights of its configuration."""
+    from slotline.core.planning import SMALL_MODEL
+
+    path = loaded.path("model") or SMALL_MODEL
+    if not (path / "config.json").is_file() or (not random and _has_weights(path)):
+        yield path  # a folder that is no checkpoint is refused where it is read
+        return
+    with tempfile.TemporaryDirectory(prefix="slotline-bench-") as folder:
+        yield random_checkpoint(path, Path(folder), loaded.config.dtype)
+
+
+def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
+    """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(source))
+    torch.manual_seed(0)
+    kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    AutoModelForCausalLM.from_config(config, dtype=kept).save_pretrained(target)
+    return target
+
+
+def _has_weights(path: Path) -> bool:
+    return any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
+
+
+def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: list[Figure]) -> dict[str, Any]:
+    import torch
+
+    return {
+        "workload": work.name,
+        "plan": llm.plan.summary(),
+        "digest": llm.plan.digest,
+        "parameters": llm.plan.facts["parameters"],
+        "threads": torch.get_num_threads(),
+        "requests": len(work.waves[-1]),
+        "tokens_in": sum(map(len, work.waves[-1])),
+        "tokens_out": sum(work.max_tokens[-1]),
+        "runs_s": [run.seconds for run in runs],
+        "machine": machine.to_json(),
+        "figures": {row.key: row.to_json() for row in rows},
+    }
+
+
+def _print(report: dict[str, Any], rows: list[Figure]) -> None:
+    machine, seconds = report["machine"], report["runs_s"]
+    amounts = f"{report['requests']} requests, {report['tokens_in']:,} tokens in, {report['tokens_out']:,} out"
+    print(f"{report['workload']}: {amounts}")
+    print(f"{report['plan']}; {report['parameters'] / 1e6:,.1f} M parameters, {report['threads']} threads")
+    print(
+        f"machine: {machine['read_bytes_per_s'] / 1e9:,.1f} GB/s read, "
+        f"{machine['copy_bytes_per_s'] / 1e9:,.1f} GB/s copied, "
+        f"{machine['flops_per_s'] / 1e12:,.3f} TFLOP/s in {machine['dtype']} matrix products"
+    )
+    print(f"median of {len(seconds)} runs, best {min(seconds):,.3f} s\n")
+    print_table(("figure", "measured", "limit", "share"), [row.cells() for row in rows], right=(1, 2, 3))
+
+
+COMMAND = Command(
+    name="bench",
+    summary="time a workload and show the share of the hardware's limit that it reaches",
+    examples=(
+        "slotline bench decode16",
+        "slotline bench nano --model models/qwen3-0.6b --random-weights --json",
+        "slotline bench latency --scale 0.25 --set attention.backend=torch",
+    ),
+    configure=_configure,
+    run=_run,
+)

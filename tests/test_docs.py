@@ -1,0 +1,81 @@
+"""The documents match the code: generated parts are fresh, and the code on the pages runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from slotline.core import LLM, SamplingParams
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+def generator():  # type: ignore[no-untyped-def]
+    spec = importlib.util.spec_from_file_location("docs_generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_parts_of_the_docs_match_the_code() -> None:
+    assert generator().stale_pages() == []
+
+
+def test_every_contract_module_is_documented() -> None:
+    modules = {p.stem for p in (ROOT / "registry/slotline/registry/contracts").glob("*.py")} - {"__init__"}
+    named = set(re.findall(r"<!-- generated: contract\.(\w+) -->", (DOCS / "contracts.md").read_text()))
+    assert named == modules
+
+
+def test_files_that_the_architecture_page_names_exist() -> None:
+    text = (DOCS / "architecture.md").read_text()
+    for root, rest in re.findall(r"`(\w+)/…/([\w/.]+)`", text):
+        assert (ROOT / root / "slotline" / root / rest).exists(), f"{root}/…/{rest}"
+
+
+@pytest.mark.parametrize("page", sorted(p.relative_to(ROOT).as_posix() for p in [*DOCS.rglob("*.md"), ROOT / "README.md"]))
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)", (ROOT / page).read_text()):
+        assert (ROOT / page).parent.joinpath(target).exists(), target
+    for target in re.findall(r"\b(docs/[\w/-]+\.md)\b", (ROOT / page).read_text()):
+        assert (ROOT / target).exists(), target
+
+
+def test_the_backend_on_the_page_gives_the_torch_backends_text(tmp_path: Path) -> None:
+    """docs/writing-a-backend.md: the blocks are taken from the page and run as an inline plugin."""
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (DOCS / "writing-a-backend.md").read_text(), re.DOTALL)
+    code, config = blocks[0], blocks[1]
+    assert len([line for line in code.splitlines() if line.strip()]) <= 60
+    (tmp_path / "my_attn.py").write_text(code)
+    (tmp_path / "run.toml").write_text(config)
+    model = tiny_models.build("mistral", tmp_path / "model", 0)  # has a window
+    prompts = [[5, 6, 7, 8] * 10, [9, 10, 11]]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    ours = LLM(tmp_path / "run.toml", model=str(model), max_num_batched_tokens=24)
+    assert ours.plan.groups[0].backend == "my_attn"
+    assert ours.plan.groups[0].inline
+    torch_text = LLM(model=str(model), backend="torch").generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in ours.generate(prompts, params)] == [
+        o.outputs[0].token_ids for o in torch_text
+    ]
+
+
+def test_importing_the_core_takes_less_than_300_ms_and_no_torch() -> None:
+    code = "import time, sys; t = time.perf_counter(); import slotline.core; print(time.perf_counter() - t, 'torch' in sys.modules)"
+    best = min(_run(code) for _ in range(3))
+    assert best < 0.3
+
+
+def _run(code: str) -> float:
+    seconds, has_torch = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert has_torch == "False"
+    return float(seconds)
