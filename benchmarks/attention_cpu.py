@@ -3,8 +3,8 @@
     python benchmarks/attention_cpu.py [--threads 2] [--layout HND] [--quick]
 
 `dense` is PyTorch's own attention over contiguous keys and values of equal lengths: what a layer would cost without
-paging. Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are medians. Every
-call sees another cache out of several, as a model's layers do, so that the processor's own caches do not flatter.
+paging. Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are lower
+quartiles, for the same reason. Every call sees another cache out of several, as a model's layers do, so that the processor's own caches do not flatter.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def make_batch(shape: Shape) -> AttentionBatch:
 
 
 def measure(shape: Shape, dtype: torch.dtype, layout: str, rounds: int) -> dict[str, float]:
-    """Median seconds of one layer's write and attention by name."""
+    """Seconds of one layer's write and attention by name, lower quartiles."""
     batch = make_batch(shape)
     copies = max(1, min(12, CACHE_BYTES // shape.kv_bytes(dtype)))
     caches = [make_cache(int(batch.block_table.max()) + 1, dtype, layout) for _ in range(copies)]
@@ -142,7 +142,7 @@ def measure(shape: Shape, dtype: torch.dtype, layout: str, rounds: int) -> dict[
             begin = time.perf_counter()
             call(turn)
             times[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(values[2:]) for name, values in times.items()}
+    return {name: statistics.quantiles(values[2:], n=4)[0] for name, values in times.items()}
 
 
 def dense(shape: Shape, dtype: torch.dtype, copies: int) -> Callable[[int], object]:

@@ -55,6 +55,7 @@ class NoModel:
     """Returns zeros and a constant."""
 
     facts: Any = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self) -> None:
         self._logits = torch.zeros(1, VOCAB_SIZE)

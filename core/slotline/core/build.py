@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
-import torch
 from attrs import define, evolve
 
 from slotline.core.attention import AttentionGroup, AttentionRouter
@@ -13,7 +13,7 @@ from slotline.core.block_pool import BlockPool
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.inputs import InputGatherer
-from slotline.core.memory import MemoryReport, size_pool
+from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
 from slotline.core.planning import Planned, make_plan
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.profiling import StepProfiler
@@ -34,8 +34,10 @@ from slotline.registry.contracts import (
     ModelContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.errors import CapacityError
 from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
+
+logger = logging.getLogger("slotline")
 
 _PROCESSED = frozenset({"logit_bias", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"})
 """Sampling parameters that only a logits processor can honour."""
@@ -48,7 +50,9 @@ def build_engine(loaded: LoadedConfig) -> Engine:
     Raises:
         SlotlineError: of the kind that fits.
     """
-    return EngineBuilder(make_plan(loaded)).build()
+    engine = EngineBuilder(make_plan(loaded)).build()
+    logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
+    return engine
 
 
 @define(eq=False)
@@ -83,6 +87,7 @@ class EngineBuilder:
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
             memory=memory,
+            notes=model.notes,
             check=config.observability.check_integrity,
         )
         self._warm_up(engine)
@@ -162,7 +167,7 @@ class EngineBuilder:
         caches: dict[int, KVCache] = {}
         for group, spec in zip(self.planned.plan.cache_groups, specs, strict=True):
             for layer in group.layers:
-                raw = torch.zeros(num_blocks * spec.page_bytes(layer), dtype=torch.uint8, device=self.planned.device)
+                raw = zeroed_bytes(num_blocks * spec.page_bytes(layer), self.planned.device)
                 caches[layer.index] = spec.bind(raw, layer, num_blocks)
         for layer in self.planned.facts.layers:
             if layer.shares_kv_with is not None:
@@ -269,12 +274,8 @@ class EngineBuilder:
     def _tokenizer(self) -> Tokenizer | None:
         """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
         named = self.planned.loaded.path("tokenizer")
-        try:
-            return Tokenizer(named or self.planned.facts.path)
-        except ModelError:
-            if named:
-                raise
-            return None
+        path = named or self.planned.facts.path
+        return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
 
     def _warm_up(self, engine: Engine) -> None:
         """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""

@@ -78,6 +78,7 @@ class Engine:
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
         memory: MemoryReport | None = None,
+        notes: tuple[str, ...] = (),
         graph_sizes: tuple[int, ...] = (),
         check: bool = False,
     ) -> None:
@@ -91,6 +92,7 @@ class Engine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.memory = memory
+        self.notes = notes
         self.graph_sizes = graph_sizes
         self.check = check
         self.requests: dict[str, Request] = {}

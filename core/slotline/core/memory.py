@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Callable
 
+import numpy as np
 import psutil
 import torch
 from attrs import frozen
@@ -74,6 +75,13 @@ def size_pool(
     return MemoryReport(
         total=total, activations=activations, cache=num_blocks * block_bytes, block=block_bytes, num_blocks=num_blocks
     )
+
+
+def zeroed_bytes(count: int, device: str) -> torch.Tensor:
+    """[count] uint8 of zeros. On a CPU the pages come zeroed from the system and cost nothing until they are used."""
+    if device.startswith("cuda"):
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    return torch.from_numpy(np.zeros(count, np.uint8))
 
 
 def _total(device: str) -> int:

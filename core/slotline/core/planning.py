@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.core.device import describe_device, resolve_device
 from slotline.registry.config import LoadedConfig
@@ -18,6 +18,7 @@ from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
 from slotline.registry.loading import resolve_factory
 from slotline.registry.negotiation import (
+    Asked,
     Part,
     Plan,
     attention_candidates,
@@ -84,6 +85,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         parts=tuple(_part(registry, d) for d in (family_descriptor, *processors)),
     )
+    request = evolve(request, graphs=Asked("none", "this version of the runner captures no graphs"))
     plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
@@ -194,7 +196,15 @@ def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 
 def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
-    """Drafters and LoRA have contracts, and no step of this version calls them: say so instead of ignoring them."""
+    """Refuse what has a contract or a key but no step in this version that honours it, instead of ignoring it."""
+    config = loaded.config
+    if config.scheduler.async_ is True:
+        raise NegotiationError("scheduler.async = true: this version of the runner is synchronous", fix="remove the key")
+    if config.graphs.mode not in ("auto", "none"):
+        raise NegotiationError(
+            f"graphs.mode = {config.graphs.mode!r}: this version of the runner captures no graphs",
+            fix='set graphs.mode = "auto" or "none"',
+        )
     for kind, name in ((Kind.DRAFTER, loaded.config.drafter.name), (Kind.LORA, loaded.config.lora.name)):
         if name:
             registry.load(kind, name, required=True)

@@ -50,10 +50,12 @@ def _run(arguments: argparse.Namespace) -> int:
     work = workload(arguments.workload, arguments.scale)
     loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
     with _model_folder(loaded, random=arguments.random_weights) as folder:
-        values = {"model": str(folder), **_length(loaded, work)}
+        values = {"model": str(folder), **_length(loaded, work, folder)}
         llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+        device = resolve_device(loaded.config.device)
+        before = measure_machine(device, llm.plan.dtype)
         runs = timed_runs(llm, work, arguments.runs)
-        machine = measure_machine(resolve_device(loaded.config.device), llm.plan.dtype)
+        machine = before.better_of(measure_machine(device, llm.plan.dtype))
         rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
     report = _report(llm, work, runs, machine, rows)
     if arguments.json:
@@ -63,11 +65,15 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _length(loaded: LoadedConfig, work: Workload) -> dict[str, Any]:
-    """The workload's model length, unless the configuration names one or the model's is shorter."""
-    if loaded.origins["scheduler.max_model_len"].kind != "default":
+def _length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any]:
+    """The workload's model length, unless the configuration names one or the model is shorter."""
+    if loaded.origins["scheduler.max_model_len"].kind != "default" or not (folder / "config.json").is_file():
         return {}
-    return {"scheduler.max_model_len": work.max_model_len}
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+    longest = getattr(config, "max_position_embeddings", None) or work.max_model_len
+    return {"scheduler.max_model_len": min(work.max_model_len, longest)}
 
 
 @contextmanager
@@ -87,11 +93,18 @@ def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
     """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
     config = AutoConfig.from_pretrained(str(source))
     torch.manual_seed(0)
     kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    AutoModelForCausalLM.from_config(config, dtype=kept).save_pretrained(target)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        AutoModelForCausalLM.from_config(config, dtype=kept).save_pretrained(target)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
     return target
 
 

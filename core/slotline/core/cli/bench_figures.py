@@ -20,7 +20,7 @@ class Figure:
         key, label: for machines and for people.
         value: measured: a rate in tokens/s, or seconds.
         limit: what the hardware allows in the same unit, None where unknown.
-        is_time: whether less is better, and shown in milliseconds.
+        is_time: whether less is better.
     """
 
     key: str
@@ -46,7 +46,9 @@ class Figure:
         return (self.label, self._text(self.value), "-" if self.limit is None else self._text(self.limit), share)
 
     def _text(self, number: float) -> str:
-        return f"{number * 1e3:,.2f} ms" if self.is_time else f"{number:,.1f}"
+        if not self.is_time:
+            return f"{number:,.1f}"
+        return f"{number:,.3f} s" if number >= 1 else f"{number * 1e3:,.2f} ms"
 
 
 def figures(run: Run, cost: ModelCost | None, machine: Machine) -> list[Figure]:

@@ -47,6 +47,15 @@ class Machine:
         """The higher of the two: a write that first fetches its line makes a copy move more than it counts."""
         return max(self.read_bytes_per_s, self.copy_bytes_per_s)
 
+    def better_of(self, other: Machine) -> Machine:
+        """The higher of two measurements of each rate: whatever else runs can only lower them."""
+        return Machine(
+            read_bytes_per_s=max(self.read_bytes_per_s, other.read_bytes_per_s),
+            copy_bytes_per_s=max(self.copy_bytes_per_s, other.copy_bytes_per_s),
+            flops_per_s=max(self.flops_per_s, other.flops_per_s),
+            dtype=self.dtype,
+        )
+
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
         return {

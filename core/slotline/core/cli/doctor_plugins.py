@@ -30,10 +30,8 @@ def check_duplicates() -> Iterator[Finding]:
     for text in registry.warnings:
         yield Finding(Status.WARN, "plugin rules", text, "correct the [plugins] table or the environment")
     if not failed:
-        names = len({row.label for row in rows})
-        yield Finding(
-            Status.OK, "plugin names", f"{names} plugins of {len({row.distribution for row in rows})} distributions"
-        )
+        names, sources = len({row.label for row in rows}), sorted({row.distribution for row in rows})
+        yield Finding(Status.OK, "plugin names", f"{names} plugins of {', '.join(sources)}; no name is offered twice")
 
 
 def check_imports() -> Iterator[Finding]:

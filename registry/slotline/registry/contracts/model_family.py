@@ -72,9 +72,15 @@ class ModelContext:
 
 
 class Model(Protocol):
-    """A loaded model. It holds no cache; attention goes through `attend`."""
+    """A loaded model. It holds no cache; attention goes through `attend`.
+
+    Attributes:
+        facts: what `inspect` found.
+        notes: what was done to the model while loading, in words.
+    """
 
     facts: ModelFacts
+    notes: tuple[str, ...]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Run flattened tokens through the model.
