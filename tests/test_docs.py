@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -79,3 +80,22 @@ def _run(code: str) -> float:
     seconds, has_torch = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert has_torch == "False"
     return float(seconds)
+
+
+def transcripts() -> list[tuple[str, str]]:
+    """The commands and outputs that README.md shows."""
+    return re.findall(r"```\n\$ (slotline explain.*?)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "shown"), transcripts(), ids=lambda value: value[:40])
+def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    from slotline.core.cli import main
+
+    monkeypatch.chdir(ROOT)
+    main(shlex.split(command)[1:])
+    captured = capsys.readouterr()
+    printed = captured.out + captured.err
+    if "bfloat16" in shown and "bfloat16" not in printed:
+        pytest.skip("this processor has no bfloat16 arithmetic, so the plan differs")
+    head = re.compile(r"^plan \w{6}  \w+ \(cpu\)", re.MULTILINE)  # the digest and the processor's name
+    assert head.sub("plan", printed).strip() == head.sub("plan", shown).strip()
