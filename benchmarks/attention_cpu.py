@@ -4,7 +4,8 @@
 
 `dense` is PyTorch's own attention over contiguous keys and values of equal lengths: what a layer would cost without
 paging. Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are lower
-quartiles, for the same reason. Every call sees another cache out of several, as a model's layers do, so that the processor's own caches do not flatter.
+quartiles, for the same reason. Every call sees another cache out of several, as a model's layers do, so that the
+processor's own caches do not flatter.
 """
 
 from __future__ import annotations

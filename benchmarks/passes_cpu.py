@@ -3,8 +3,7 @@
     OMP_NUM_THREADS=2 python benchmarks/passes_cpu.py [--dtype float32] [--rounds 20] [--config DIR]
 
 Attention is a stand-in that returns the query, so that the modules around it are what is measured. One model a stage,
-all with random weights; the stages take turns, so that a busy machine hits all alike. Huge pages are advised for the
-whole process, so the first and the last stage are measured again after that. Tokens per second: median, best.
+all with random weights; the stages take turns, so that a busy machine hits all alike. Tokens per second: median, best.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ import transformers
 from transformers import AttentionInterface
 
 from slotline.plugins.model_families.loops import LeanLoop
-from slotline.plugins.model_families.passes import huge_pages
 from slotline.plugins.model_families.passes.pipeline import PASSES
 from slotline.plugins.model_families.passes.target import target_of
 
 DEFAULT = Path(__file__).parent / "models" / "llama-100m"
-STAGED = tuple(apply for apply in PASSES if apply is not huge_pages.apply)
 BATCHES = {"b1": (1, 1), "b16": (16, 16), "prefill": (512, 1)}
 """Number of tokens in the forward, and of rows that get logits."""
 
@@ -64,11 +61,11 @@ def step_of(model: Any, *, lean: bool) -> Step:
 def stages(config: Path, dtype: torch.dtype) -> dict[str, Step]:
     """The step after each pass, every stage with a model of its own."""
     steps = {"transformers": step_of(build(config, dtype), lean=False)}
-    for count in range(len(STAGED) + 1):
+    for count in range(len(PASSES) + 1):
         model = build(config, dtype)
-        for apply in STAGED[:count]:
+        for apply in PASSES[:count]:
             apply(model, target_of("cpu", dtype))
-        name = f"+ {STAGED[count - 1].__module__.rpartition('.')[2]}" if count else "lean loop"
+        name = f"+ {PASSES[count - 1].__module__.rpartition('.')[2]}" if count else "lean loop"
         steps[name] = step_of(model, lean=True)
     return steps
 
@@ -104,12 +101,7 @@ def main() -> None:
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, tokens/s median (best)")
     for dtype in args.dtype:
         with torch.inference_mode():
-            steps = stages(args.config, getattr(torch, dtype))
-            report(dtype, measure(steps, args.rounds))
-            huge_pages.advise()
-            first, *_, last = steps
-            again = {f"{name}, huge pages": steps[name] for name in (first, last)}
-            report(dtype, measure(again, args.rounds))
+            report(dtype, measure(stages(args.config, getattr(torch, dtype)), args.rounds))
 
 
 if __name__ == "__main__":

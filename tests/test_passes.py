@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slotline.plugins.model_families.passes import huge_pages, optimize
+from slotline.plugins.model_families.passes import optimize
 from slotline.plugins.model_families.passes import packed_linear as packing
 from slotline.plugins.model_families.passes.equality import equal, relative_difference
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
@@ -302,17 +302,6 @@ def test_hooks_put_on_an_optimised_model_are_called(name: str) -> None:
     handle.remove()
     logits(model, 3)
     assert seen == [name]
-
-
-@pytest.mark.skipif(not huge_pages.MAPS.exists(), reason="needs Linux")
-def test_huge_pages_are_asked_for_large_models_only_and_change_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not any("huge pages" in note for note in optimize(build("llama"), device="cpu", dtype="float32"))
-    monkeypatch.setattr(huge_pages, "SMALLEST_MODEL", 1)
-    model = build("llama")
-    expected = logits(model, 5)
-    notes = optimize(model, device="cpu", dtype="float32")
-    assert any("huge pages" in note for note in notes), notes
-    assert difference(logits(model, 5), expected) <= 1e-5
 
 
 def test_a_tied_head_is_packed_at_the_price_of_a_copy_unless_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:

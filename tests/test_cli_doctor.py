@@ -1,0 +1,140 @@
+"""`slotline doctor`: each check finds what it is for."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from cli_cases import pretend_installed
+from packaging.requirements import Requirement
+
+from slotline.core.cli import main
+from slotline.core.cli.doctor_install import differences, namespace_finding, version_finding
+from slotline.core.cli.doctor_machine import nvidia_driver, threads_finding
+from slotline.core.cli.doctor_plugins import check_duplicates, import_findings
+from slotline.core.cli.finding import Status
+from slotline.registry.records import PluginRecord, installed_records
+
+
+def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    rows = {row["check"]: row for row in report["findings"]}
+    assert {"python", "torch", "transformers", "numpy", "numba", "namespace", "cpu", "threads"} <= rows.keys()
+    assert rows["attention:torch"]["status"] == "ok"
+    assert code == {"ok": 0, "warn": 1, "fail": 2}[report["status"]]
+    assert report["status"] == max((row["status"] for row in rows.values()), key=["ok", "warn", "fail"].index)
+    assert all(row["fix"] for row in rows.values() if row["status"] != "ok")
+
+
+def test_a_plugin_that_kills_its_process_is_a_row_and_the_others_are_still_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "killer.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "heavy.py").write_text("import torch\nfrom slotline.backends.torch_sdpa import descriptor\n")
+    points = {"a_killer": "killer:descriptor", "b_gone": "gone:descriptor"}
+    pretend_installed(monkeypatch, tmp_path, "trouble", {"slotline.logits_processor": points})
+    rows = [row for row in installed_records() if row.distribution == "trouble" or row.name == "min_tokens"]
+    found = {finding.check: finding for finding in import_findings(rows)}
+    assert found["logits_processor:a_killer"].status is Status.FAIL
+    assert "SIGSEGV" in found["logits_processor:a_killer"].text
+    assert "No module named 'gone'" in found["logits_processor:b_gone"].text
+    assert found["logits_processor:min_tokens"].status is Status.OK
+
+
+def test_a_descriptor_that_imports_torch_and_one_of_another_contract_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = (
+        "from slotline.registry import ContractRange, Descriptor, Kind\n"
+        "from slotline.registry.contracts import LogitsProcessorCapabilities\n"
+        "descriptor = Descriptor(kind=Kind.LOGITS_PROCESSOR, name=__name__, factory=dict,\n"
+        "    contract=ContractRange(*RANGE), capabilities=LogitsProcessorCapabilities())\n"
+    )
+    (tmp_path / "a_future.py").write_text(f"RANGE = (7, 8)\n{make}")
+    (tmp_path / "b_heavy.py").write_text(f"import torch\nRANGE = (1, 1)\n{make}")
+    points = {name: f"{name}:descriptor" for name in ("a_future", "b_heavy")}
+    pretend_installed(monkeypatch, tmp_path, "odd", {"slotline.logits_processor": points})
+    rows = [row for row in installed_records() if row.distribution == "odd"]
+    future, heavy = import_findings(rows)
+    assert future.status is Status.FAIL
+    assert "speaks contract 7..8" in future.text
+    assert future.fix == "upgrade slotline"
+    assert heavy.status is Status.WARN
+    assert "imports torch" in heavy.text
+
+
+def test_a_plugin_that_hangs_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeper.py").write_text("import time\ntime.sleep(600)\n")
+    pretend_installed(monkeypatch, tmp_path, "slow", {"slotline.logits_processor": {"sleeper": "sleeper:descriptor"}})
+    rows = [row for row in installed_records() if row.distribution == "slow"]
+    (finding,) = import_findings(rows, seconds=3.0)
+    assert finding.status is Status.FAIL
+    assert "took more than 3 s" in finding.text
+
+
+def test_two_distributions_with_one_name_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one", "two"):
+        pretend_installed(monkeypatch, tmp_path / name, name, {"slotline.attention": {"same": "nowhere:descriptor"}})
+    found = list(check_duplicates())
+    assert [finding.status for finding in found] == [Status.FAIL, Status.FAIL]
+    assert all("one 0.1.0" in finding.text and "two 0.1.0" in finding.text for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("attrs>=20", Status.OK), ("attrs>=9999", Status.FAIL), ("no-such-thing-here>=1", Status.FAIL)],
+)
+def test_versions_are_compared_with_what_is_required(text: str, status: Status) -> None:
+    finding = version_finding(Requirement(text))
+    assert finding.status is status
+    assert bool(finding.fix) == (status is Status.FAIL)
+
+
+def test_an_init_file_that_hijacks_the_namespace_is_named() -> None:
+    assert namespace_finding(None, ["here"]).status is Status.OK
+    hijacked = namespace_finding("site-packages/slotline/__init__.py", [])
+    assert hijacked.status is Status.FAIL
+    assert "site-packages/slotline/__init__.py" in hijacked.fix
+
+
+def test_stale_metadata_of_an_editable_install_is_found() -> None:
+    ours = distribution("slotline")
+    source: dict[str, dict[str, str]] = {}
+    for point in ours.entry_points:
+        source.setdefault(point.group, {})[point.name] = point.value
+    project = {"version": ours.version, "entry-points": source}
+    assert list(differences(ours, project)) == []
+    source["slotline.attention"]["new"] = "somewhere:descriptor"
+    source["slotline.attention"]["torch"] = "elsewhere:descriptor"
+    del source["slotline.kv_spec"]
+    found = list(differences(ours, {**project, "version": "9"}))
+    assert f"version {ours.version} is installed, the source says 9" in found
+    assert "attention:new is not installed" in found
+    assert "attention:torch has moved" in found
+    assert "kv_spec:full is gone from the source" in found
+
+
+def test_more_threads_than_cores_is_a_warning() -> None:
+    assert threads_finding(2, 2).status is Status.OK
+    assert threads_finding(8, 2).fix == "set OMP_NUM_THREADS=2"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 1 00:00:00 UTC 2025",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+    ],
+)
+def test_the_driver_version_is_read_from_the_kernel(line: str, tmp_path: Path) -> None:
+    (tmp_path / "version").write_text(f"{line}\nGCC version: 12.2.0\n")
+    assert nvidia_driver(tmp_path / "version") == "570.86.15"
+    assert nvidia_driver(tmp_path / "absent") is None
+
+
+def test_no_rows_need_no_process() -> None:
+    nothing: list[PluginRecord] = []
+    assert list(import_findings(nothing)) == []

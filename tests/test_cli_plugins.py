@@ -1,0 +1,108 @@
+"""`slotline plugins`, `slotline schema` and `slotline config`: what is installed, and what a file may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_cases import pretend_installed
+
+from slotline.core.cli import main
+from slotline.core.cli.table import plain_table
+
+
+def test_plugins_are_listed_without_importing_them_and_loaded_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json"]) == 0
+    rows = {f"{row['kind']}:{row['name']}": row for row in json.loads(capsys.readouterr().out)}
+    assert rows["attention:torch"]["state"] == "available"
+    assert rows["attention:torch"]["distribution"] == "slotline"
+    assert main(["plugins", "--json", "--load"]) == 0
+    rows = {f"{row['kind']}:{row['name']}": row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["attention:torch"]["state"], rows["attention:torch"]["contract"]) == ("loaded", "1")
+
+
+def test_a_broken_plugin_is_a_row_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    groups = {"slotline.attention": {"broken": "no_such_module_at_all:descriptor"}}
+    pretend_installed(monkeypatch, tmp_path, "broken-attn", groups)
+    assert main(["plugins", "--load"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = [line for line in lines if "broken-attn 0.1.0" in line]
+    assert "failed" in row
+    assert "ModuleNotFoundError: No module named 'no_such_module_at_all'" in row
+    assert str(tmp_path) in row
+
+
+def test_two_distributions_with_one_name_are_two_failed_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        pretend_installed(monkeypatch, tmp_path / name, name, {"slotline.attention": {"same": "nowhere:descriptor"}})
+    assert main(["plugins", "--json"]) == 0
+    rows = [row for row in json.loads(capsys.readouterr().out) if row["name"] == "same"]
+    assert [row["state"] for row in rows] == ["failed", "failed"]
+
+
+def test_a_blocked_plugin_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins", "--json", "--set", "plugins.block=['attention:cpu']"]) == 0
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["name"] == "cpu"]
+    assert row["state"] == "blocked"
+
+
+def test_columns_are_aligned_outside_a_terminal() -> None:
+    assert plain_table(("a", "n"), [("long", "1"), ("b", "22")], right=(1,)) == "a      n\nlong   1\nb     22"
+
+
+def test_the_schema_has_the_tables_and_the_installed_plugins_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "optioned.py").write_text(
+        "from attrs import field, frozen\n"
+        "from slotline.registry import Descriptor, Kind\n"
+        "from slotline.registry.contracts import LogitsProcessorCapabilities\n"
+        "@frozen(kw_only=True)\n"
+        "class Options:\n"
+        "    strength: int = 3\n"
+        "descriptor = Descriptor(kind=Kind.LOGITS_PROCESSOR, name='optioned', factory=Options, options=Options,\n"
+        "                        capabilities=LogitsProcessorCapabilities())\n"
+    )
+    groups = {"slotline.logits_processor": {"optioned": "optioned:descriptor"}}
+    pretend_installed(monkeypatch, tmp_path, "optioned", groups)
+    assert main(["schema"]) == 0
+    tables = json.loads(capsys.readouterr().out)["properties"]["logits_processors"]["properties"]
+    assert tables["optioned"]["properties"]["strength"]["default"] == 3
+    assert main(["schema", "--no-plugins"]) == 0
+    assert "optioned" not in capsys.readouterr().out
+    assert main(["config", "check", "--set", "logits_processors.optioned.strength='much'"]) == 2
+    assert "logits_processors.optioned.strength" in capsys.readouterr().err
+    assert main(["config", "check", "--set", "logits_processors.optioned.strength=4"]) == 0
+
+
+def test_config_show_says_where_each_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[cache]\nblock_size = 32\n")
+    assert main(["config", "show", str(file), "--origin", "--set", "graphs.mode=none"]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.partition(" = ")[0]: line for line in shown.splitlines()}
+    assert lines["block_size"].endswith("run.toml:2")
+    assert lines["mode"].endswith("# --set graphs.mode=none")
+    assert lines["dtype"].endswith("# default")
+    assert main(["config", "show", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["cache"]["block_size"] == 32
+
+
+def test_config_check_lists_every_fault_and_warns_of_absent_plugins(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[cache]\nblock_sise = 32\n[scheduler]\nmax_requests = "many"\n')
+    assert main(["config", "check", str(file)]) == 2
+    shown = capsys.readouterr().err
+    assert "2 errors" in shown
+    assert "did you mean 'cache.block_size'?" in shown
+    file.write_text("[backend.absent]\nsplits = 4\n")
+    assert main(["config", "check", str(file)]) == 1
+    assert "absent" in capsys.readouterr().err
+    assert main(["config", "check", str(file), "--strict"]) == 2
