@@ -19,6 +19,7 @@ from slotline.registry.errors import ConfigError
 
 PUBLISHED = {"nano": "199c6f016a1bff73", "latency": "3600211ebb1301fa", "prefill": "828dfc060ab9a875"}
 """SHA-256 of [prompts, max_tokens] as JSON, of the workloads whose figures for other engines are known."""
+FAST = [f"--set={key}" for key in ("cache.memory=16MiB", "attention.backend=torch", "scheduler.max_batched_tokens=128")]
 
 
 @pytest.fixture(scope="module")
@@ -82,13 +83,15 @@ def test_more_requests_than_rows_need_more_steps() -> None:
 def test_pure_decoding_starts_after_the_last_first_token() -> None:
     served = tuple(Served(prompt=1, cached=0, output=2, first=first) for first in (1.0, 2.0))
     steps = ((1.0, 1.0, 1), (2.0, 1.0, 2), (3.0, 1.0, 1))
-    assert Wave(seconds=3.0, served=served, steps=steps).later_steps == ((3.0, 1.0, 1),)
+    wave = Wave(seconds=3.0, served=served, steps=steps, prompt_steps=2)
+    assert wave.prompt_seconds == 2.0
+    assert wave.later_steps == ((3.0, 1.0, 1),)
 
 
 def test_bench_prints_each_figure_with_its_limit_and_share(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--model", str(checkpoint), "--set", "cache.memory=16MiB", "--set", "attention.backend=torch"]
+    options = ["--model", str(checkpoint), *FAST]
     assert main(["bench", "decode16", *options, "--scale", "0.25", "--runs", "2"]) == 0
     shown = capsys.readouterr().out
     assert "4 requests, 32 tokens in, 64 out" in shown
@@ -105,13 +108,14 @@ def test_a_folder_without_weights_gets_random_ones_and_prefix_finds_its_second_w
     config = transformers.LlamaConfig(vocab_size=64, max_position_embeddings=256, **sizes)
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    options = ["--set", "cache.memory=16MiB", "--set", "attention.backend=torch"]
+    options = [*FAST]
     assert main(["bench", "prefix", "--model", str(tmp_path), *options, "--scale", "0.2", "--runs", "1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["requests"] == 3
     assert len(report["runs_s"]) == 1
     assert report["machine"]["flops_per_s"] > 0
     figures = report["figures"]
+    assert "step_median" not in figures  # one token a request: no step is pure decoding
     assert {"seconds", "output_tokens_per_s", "ttft_median", "first_wave_ttft_median"} <= figures.keys()
     assert figures["ttft_median"]["limit"] <= figures["first_wave_ttft_median"]["limit"]
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
@@ -120,7 +124,7 @@ def test_a_folder_without_weights_gets_random_ones_and_prefix_finds_its_second_w
 def test_a_model_that_is_too_short_is_refused_with_a_scale_that_fits(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--model", str(checkpoint), "--set", "cache.memory=16MiB", "--set", "attention.backend=torch"]
+    options = ["--model", str(checkpoint), *FAST]
     assert main(["bench", "latency", *options]) == 2
     shown = capsys.readouterr().err
     assert "sequences of 640 tokens, and max_model_len is 512" in shown

@@ -37,9 +37,13 @@ def test_json_is_the_plan_and_set_changes_it(run_toml: str, capsys: pytest.Captu
 
 
 def test_width_bounds_the_lines(run_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", run_toml, "--width", "60"]) == 0
-    text = capsys.readouterr().out.partition("settings")[0]
-    assert max(map(len, text.splitlines()[1:])) <= 60
+    widest = []
+    for width in ("60", "140"):
+        assert main(["explain", run_toml, "--width", width]) == 0
+        text = capsys.readouterr().out.partition("group full")[0]
+        widest.append(max(map(len, text.splitlines()[1:])))
+    assert widest[0] <= 60 < widest[1] <= 140
+    assert main(["explain", run_toml, "--width", "3"]) == 2
 
 
 def test_why_not_names_the_reason(run_toml: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,7 +59,7 @@ def test_why_not_of_a_stranger_is_an_error_that_names_who_took_part(
     run_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", run_toml, "--why-not", "flash"]) == 2
-    assert "these did: cpu, torch" in capsys.readouterr().err
+    assert "these did: cpu, full, torch" in capsys.readouterr().err
 
 
 def test_diff_shows_what_another_configuration_changes(run_toml: str, capsys: pytest.CaptureFixture[str]) -> None:

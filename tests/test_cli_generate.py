@@ -25,7 +25,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(checkpoint: Path) -> list[str]:
     """Options that make an engine start fast."""
-    return ["--model", str(checkpoint), "--set", "cache.memory=16MiB", "--set", "attention.backend=torch"]
+    keys = (
+        "cache.memory=16MiB",
+        "attention.backend=torch",
+        "scheduler.max_requests=4",
+        "scheduler.max_batched_tokens=64",
+    )
+    return ["--model", str(checkpoint), *(f"--set={key}" for key in keys)]
 
 
 def test_the_text_is_that_of_the_library_and_the_summary_goes_to_standard_error(
@@ -33,7 +39,7 @@ def test_the_text_is_that_of_the_library_and_the_summary_goes_to_standard_error(
 ) -> None:
     assert main(["generate", *small, "--max-tokens", "24", "def main("]) == 0
     shown = capsys.readouterr()
-    llm = LLM(model=str(checkpoint), backend="torch", memory="16MiB")
+    llm = LLM(model=str(checkpoint), backend="torch", memory="16MiB", max_num_seqs=4, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=24)
     assert shown.out == llm.generate("def main(", params, progress=False)[0].outputs[0].text + "\n"
     (line,) = shown.err.strip().splitlines()
@@ -74,7 +80,7 @@ def test_json_holds_tokens_reason_and_plan_and_the_prompt_may_come_from_standard
 
 def test_stop_strings_and_seeds_reach_the_sampler(small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     def run(*options: str) -> dict[str, Any]:
-        assert main(["generate", *small, "--max-tokens", "24", "--json", *options, "--", "def main("]) == 0
+        assert main(["generate", *small, "--max-tokens", "24", "--json", *options, "def main("]) == 0
         output: dict[str, Any] = json.loads(capsys.readouterr().out)["outputs"][0]
         return output
 

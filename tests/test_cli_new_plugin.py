@@ -33,7 +33,9 @@ def render(kind: str, name: str, folder: Path) -> Path:
 def tokens(checkpoint: str, **settings: Any) -> list[list[int]]:
     """Greedy tokens of a mixed batch; prompts of different lengths, cut into pieces by a small step."""
     extra = settings.pop("extra_args", None)
-    llm = LLM(model=checkpoint, memory="16MiB", max_num_batched_tokens=8, **{"backend": "torch", **settings})
+    llm = LLM(
+        model=checkpoint, memory="16MiB", max_num_seqs=4, max_num_batched_tokens=8, **{"backend": "torch", **settings}
+    )
     params = SamplingParams(temperature=0, max_tokens=12, extra_args=extra, detokenize=False)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, progress=False)]
 

@@ -17,9 +17,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
-def exact_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_matrix_products() -> None:
     """float32 means float32 here, not tf32."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    torch.set_float32_matmul_precision("highest")
 
 
 def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:

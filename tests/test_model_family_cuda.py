@@ -41,6 +41,7 @@ def captured(model: DecoderModel, count: int) -> Callable[[torch.Tensor], torch.
     token_ids = torch.zeros(count, dtype=torch.int64, device="cuda")  # [count]
     positions = torch.arange(count, device="cuda")  # [count]
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # else it may read the two tensors before they are written
     with torch.cuda.stream(stream):
         for _ in range(2):
             logits_of(model, token_ids, positions)

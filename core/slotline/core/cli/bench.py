@@ -132,8 +132,8 @@ def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: l
 
 def _print(report: dict[str, Any], rows: list[Figure]) -> None:
     machine, seconds = report["machine"], report["runs_s"]
-    amounts = f"{report['requests']} requests, {report['tokens_in']:,} tokens in, {report['tokens_out']:,} out"
-    print(f"{report['workload']}: {amounts}")
+    requests = f"{report['requests']} request{'s' if report['requests'] > 1 else ''}"
+    print(f"{report['workload']}: {requests}, {report['tokens_in']:,} tokens in, {report['tokens_out']:,} out")
     print(f"{report['plan']}; {report['parameters'] / 1e6:,.1f} M parameters, {report['threads']} threads")
     print(
         f"machine: {machine['read_bytes_per_s'] / 1e9:,.1f} GB/s read, "

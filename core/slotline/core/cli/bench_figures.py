@@ -75,7 +75,7 @@ def _wave_figures(wave: Wave, cost: ModelCost | None, machine: Machine) -> Itera
     yield Figure(
         key="prefill_tokens_per_s",
         label="prompt tokens/s",
-        value=new / wave.all_first,
+        value=new / wave.prompt_seconds,
         limit=prompt_s and new / prompt_s,
     )
     first, first_limit = _time_to_first(wave, cost, machine)
@@ -87,7 +87,7 @@ def _wave_figures(wave: Wave, cost: ModelCost | None, machine: Machine) -> Itera
 def _decoding(wave: Wave, decode_s: float | None, cost: ModelCost | None) -> Iterator[Figure]:
     """Steps after the last prompt: their tokens/s and their median length."""
     later = wave.later_steps
-    rate = sum(tokens for _, _, tokens in later) / (wave.seconds - wave.all_first)
+    rate = sum(tokens for _, _, tokens in later) / (wave.seconds - wave.prompt_seconds)
     everything = sum(r.output - 1 for r in wave.served)
     steps = cost.decode_steps(wave.served) if cost else 0
     yield Figure(

@@ -36,21 +36,23 @@ class Wave:
         seconds: from the first request's arrival to the last token.
         served: the requests.
         steps: (seconds since the start at a step's end, seconds it took, tokens it gave), in order.
+        prompt_steps: so many of them until every request had its first token.
     """
 
     seconds: float
     served: tuple[Served, ...]
     steps: tuple[tuple[float, float, int], ...]
+    prompt_steps: int
 
     @property
-    def all_first(self) -> float:
-        """When every request has its first token, seconds from the start: the end of the prompts' phase."""
-        return max(request.first for request in self.served)
+    def prompt_seconds(self) -> float:
+        """Until every request had its first token."""
+        return self.steps[self.prompt_steps - 1][0]
 
     @property
     def later_steps(self) -> tuple[tuple[float, float, int], ...]:
         """Steps after that, so pure decoding."""
-        return tuple(step for step in self.steps if step[0] > self.all_first)
+        return self.steps[self.prompt_steps :]
 
 
 @frozen(kw_only=True)
@@ -107,14 +109,18 @@ def _wave(llm: LLM, prompts: Sequence[Sequence[int]], outs: Sequence[int], tempe
         engine.add(f"bench-{index}", prompt, _params(out, temperature))
         for index, (prompt, out) in enumerate(zip(prompts, outs, strict=True))
     ]
-    steps = []
+    steps: list[tuple[float, float, int]] = []
+    waiting, prompt_steps = requests, 0
     while engine.has_work:
         before = perf_counter()
         tokens = len(engine.step().token_ids)
         after = perf_counter()
         steps.append((after - start, after - before, tokens))
+        if waiting:
+            waiting, prompt_steps = [r for r in waiting if r.metrics.time_to_first_token is None], len(steps)
     _synchronize()
-    return Wave(seconds=perf_counter() - start, served=tuple(map(_served, requests)), steps=tuple(steps))
+    seconds, served = perf_counter() - start, tuple(map(_served, requests))
+    return Wave(seconds=seconds, served=served, steps=tuple(steps), prompt_steps=prompt_steps)
 
 
 def _params(max_tokens: int, temperature: float) -> SamplingParams:

@@ -32,7 +32,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)"
     )
     parser.add_argument("--seed", type=int, metavar="N", help="makes sampled text repeatable")
-    parser.add_argument("--stop", nargs="+", action="extend", default=[], metavar="S", help="strings that end the text")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="S", help="a string that ends the text; repeatable"
+    )
     parser.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message through the chat template"
     )
@@ -140,7 +142,7 @@ COMMAND = Command(
         'slotline generate "def main("',
         'slotline generate --model checkpoints/my-model --max-tokens 64 --temperature 0.7 --seed 1 "Once"',
         'slotline generate --chat --config run.toml "Why is the sky blue?"',
-        "slotline generate --stop '\\n\\n' --json - < prompt.txt",
+        "slotline generate --stop 'class ' --stop 'def ' --json - < prompt.txt",
     ),
     configure=_configure,
     run=_run,
