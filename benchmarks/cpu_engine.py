@@ -83,7 +83,10 @@ class Slotline:
     """The engine through `LLM`."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=1024, memory="512MiB")
+        self.llm = LLM(model=str(path), dtype=dtype, max_model_len=1024, memory="256MiB")
+        for cache in self.llm.engine.runner.router.caches():  # memory that was used before, as after a while of serving
+            cache.key.zero_()
+            cache.value.zero_()
 
     def _run(self, batch: list[list[int]], tokens: int, *, forget: bool = True) -> tuple[float, list[float]]:
         if forget:

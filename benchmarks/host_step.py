@@ -60,7 +60,7 @@ class NoModel:
     def __init__(self) -> None:
         self._logits = torch.zeros(1, VOCAB_SIZE)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any, wanted: Any) -> torch.Tensor:
         return torch.zeros(input_ids.shape[0], HIDDEN_SIZE)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,10 @@ class AttentionRouter:
             for layer in group.layers
         }
 
+    def caches(self) -> list[KVCache]:
+        """The caches of all layers, in the layers' order."""
+        return [route[2] for _, route in sorted(self._routes.items())]
+
     def plan(self, batches: Sequence[AttentionBatch]) -> Attend:
         """Host work of every group for this step; returns the callable that the model's layers call.
 

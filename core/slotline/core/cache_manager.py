@@ -182,7 +182,7 @@ class CacheManager:
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
         chain, size = request.block_hashes, self.hash_block_size
-        parent = chain[-1] if chain else request.cache_salt.encode()
+        parent = chain[-1] if chain else hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
         for start in range(len(chain) * size, count * size, size):
             parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes()).digest()
             chain.append(parent)

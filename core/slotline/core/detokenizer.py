@@ -36,17 +36,17 @@ class Detokenizer:
         self._include_stop = include_stop
         self._held: list[int] = []
         for token in prompt_token_ids[-_CONTEXT:]:
-            self._stream.step(tokenizer, token)
+            self._advance(token)
 
     @property
     def settled(self) -> str:
         """The part of the text that no later token can take back: a stop string may have begun at its end."""
-        return self.text[: len(self.text) - self._longest_stop + 1] if self._longest_stop > 1 else self.text
+        return self.text[: max(0, len(self.text) - self._longest_stop + 1)] if self._longest_stop > 1 else self.text
 
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that the text now ends with, if any and if it may stop yet."""
         self._held.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
+        piece = self._advance(token_id)
         if not piece:
             return None
         self._held.clear()
@@ -59,6 +59,15 @@ class Detokenizer:
         if self._held:
             self.text += self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special)
             self._held.clear()
+
+    def _advance(self, token_id: int) -> str | None:
+        try:
+            piece: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # a byte-fallback decoder reads bytes otherwise once an invalid one follows: start afresh
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
+            self._stream.step(self._tokenizer, token_id)
+            piece = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special)
+        return piece
 
     def _cut_at_stop(self, start: int) -> str | None:
         found = [(position, stop) for stop in self._stop if (position := self.text.find(stop, start)) >= 0]

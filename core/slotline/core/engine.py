@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -127,7 +128,7 @@ class Engine:
         """
         request = Request(
             request_id=request_id,
-            prompt_token_ids=list(prompt_token_ids),
+            prompt_token_ids=_token_ids(prompt_token_ids),
             params=params,
             prompt=prompt,
             priority=priority,
@@ -172,6 +173,11 @@ class Engine:
             raise RequestError(
                 f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
                 fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
+            )
+        if not isinstance(request.priority, int) or not isinstance(request.cache_salt, str):
+            raise RequestError(
+                f"priority={request.priority!r} and cache_salt={request.cache_salt!r} do not fit",
+                fix="priority is an integer, cache_salt a string",
             )
         if request.priority and not limits.priorities:
             raise RequestError(
@@ -320,7 +326,7 @@ class Engine:
                 request.detokenizer.append(token)
         if not isinstance(request.stop_reason, str):
             request.detokenizer.finish()
-        request.text = request.detokenizer.text
+        request.text = request.detokenizer.text if request.params.detokenize else ""
 
     def _completion(self, request: Request) -> CompletionOutput:
         tokens = request.output_token_ids
@@ -329,7 +335,8 @@ class Engine:
         logprobs: list[TokenLogprobs] | None = None
         if request.logprobs is not None:
             logprobs = [entry for entry in self._with_text(request.logprobs) if entry is not None]
-        text = request.text if request.finished or request.detokenizer is None else request.detokenizer.settled
+        settled = request.params.detokenize and request.detokenizer is not None and not request.finished
+        text = request.detokenizer.settled if settled and request.detokenizer else request.text
         return CompletionOutput(
             index=request.index,
             text=text,
@@ -360,3 +367,13 @@ class Engine:
                 f"the pool has {usable}",
                 fix="lower max_tokens, shorten the prompt, or raise cache.memory",
             ) from CapacityError(f"{needed} blocks needed, {usable} in all")
+
+
+def _token_ids(values: Sequence[int]) -> list[int]:
+    """The values as plain integers, numpy's included."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(
+            f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
+        ) from error

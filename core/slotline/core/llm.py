@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,13 @@ class LLM:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
         (group,) = self._add_all([prompt], sampling_params, stream=True)
         try:
-            while not all(request.finished for request in group):
-                self.engine.step()
-                yield self.engine.output(group)
+            finished = False
+            while not finished:
+                if not all(request.finished for request in group):  # another caller's steps may have ended it
+                    self.engine.step()
+                output = self.engine.output(group)
+                finished = output.finished
+                yield output
         finally:
             for request in group:
                 self.engine.abort(request.request_id)
@@ -163,9 +168,9 @@ class LLM:
         fields = self._fields(prompt)
         request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
         for index in range(params.n):
-            seed = None if params.seed is None else params.seed + index
+            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
             one = evolve(params, n=1, seed=seed) if params.n > 1 else params
-            name = request_id if params.n == 1 else f"{request_id}/{index}"
+            name = f"{request_id}/{index}" if index else request_id
             group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
@@ -186,6 +191,8 @@ class LLM:
         return fields
 
     def _encode(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt={text!r:.60} is no text", fix="give a string, or 'prompt_token_ids'")
         if not text:
             raise RequestError("the prompt is empty", fix="give at least one character")
         return self.tokenizer.encode(text)
@@ -195,9 +202,13 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt as a list of one; a list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if len(prompts) == 0:
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise RequestError(f"prompts={prompts!r:.60} cannot be read", fix="give text, token ids, or a list") from error
+    if not listed:
         raise RequestError("no prompt was given", fix="give at least one; an empty list of token ids is no prompt")
-    return [prompts] if isinstance(prompts[0], int) else prompts  # type: ignore[list-item, return-value]
+    return [listed] if isinstance(listed[0], Integral) else listed
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
@@ -207,4 +218,7 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         raise RequestError(
             f"{len(params)} sampling parameters for {count} prompts", fix="give one, or one for each prompt"
         )
+    wrong = [one for one in params if not isinstance(one, SamplingParams)]
+    if wrong:
+        raise RequestError(f"sampling_params={wrong[0]!r:.60} is no SamplingParams", fix="give SamplingParams(...)")
     return params

@@ -73,10 +73,11 @@ class Runner:
         scope = self.profiler.scope
         with scope("plan"):
             attend = self.router.plan(inputs.batches)
+        whole = self._wants_prompt_logprobs(inputs)
         with scope("forward"):
-            hidden = self.forward(inputs, attend)
+            hidden = self.forward(inputs, attend, None if whole else inputs.logits_indices)
         with scope("logits"):
-            logits = self.model.compute_logits(hidden[inputs.logits_indices])
+            logits = self.model.compute_logits(hidden[inputs.logits_indices] if whole else hidden)
         batch = SamplingBatch.gather(self.rows, inputs.logits_rows)
         with scope("process"):
             processed = self.pipeline.apply(logits, batch.rows, all_greedy=batch.all_greedy)
@@ -85,9 +86,14 @@ class Runner:
         with scope("output"):
             return self._output(inputs, hidden, logits, final, tokens, batch)
 
-    def forward(self, inputs: StepInputs, attend: Attend) -> torch.Tensor:
-        """The model's forward pass: hidden states [num_padded_tokens, hidden_size]."""
-        return self.model.forward(inputs.input_ids, inputs.positions, attend)
+    def forward(self, inputs: StepInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
+        if wanted is not None and len(wanted) == inputs.num_padded_tokens:
+            wanted = None  # each request has one token: all are wanted, in order
+        return self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
+
+    def _wants_prompt_logprobs(self, inputs: StepInputs) -> bool:
+        return bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())
 
     def _output(
         self,
@@ -101,7 +107,7 @@ class Runner:
         output = StepOutput(rows=batch.rows, token_ids=self.staging.download(tokens).astype(np.int32))
         if (self.rows.num_logprobs[batch.rows] >= 0).any():
             output.logprobs = self._logprobs(logits if self.raw_logprobs else final, tokens, batch.rows)
-        if (self.rows.num_prompt_logprobs[inputs.rows] >= 0).any():
+        if self._wants_prompt_logprobs(inputs):
             output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         if self.count_nans:
             counts = self.staging.download(logits.isnan().sum(dim=-1))

@@ -70,7 +70,8 @@ def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.floa
 
 def scale(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Divide by the temperature; greedy rows stay as they are."""
-    temperature = torch.from_numpy(np.where(batch.temperature == 0, np.float32(1), batch.temperature)).to(logits.device)
+    clamped = np.maximum(batch.temperature, np.float32(1e-6))  # below that the quotient may overflow
+    temperature = torch.from_numpy(np.where(batch.temperature == 0, np.float32(1), clamped)).to(logits.device)
     return logits / temperature[:, None]
 
 
@@ -85,16 +86,18 @@ def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     top_k = np.where(batch.top_k == 0, vocab_size, np.minimum(batch.top_k, vocab_size))
     largest = int(top_k.max())
     if largest < vocab_size:  # a partial sort is enough when every row limits its tokens
-        ordered, order = torch.topk(logits, largest, dim=-1)
+        ordered = torch.topk(logits, largest, dim=-1).values
     else:
-        ordered, order = torch.sort(logits, dim=-1, descending=True)
+        ordered = torch.sort(logits, dim=-1, descending=True).values
     rank = torch.arange(largest, device=logits.device)
     drop = rank >= _column(top_k, logits)
     probabilities = ordered.masked_fill(drop, -torch.inf).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    drop |= (before >= _column(batch.top_p, logits)) & (rank > 0)
-    kept = ordered.masked_fill(drop, -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter_(-1, order, kept)
+    top_p = _column(batch.top_p, logits)  # [n, 1]; a sum may round to 1 before the last token, so 1 drops nothing
+    drop |= (before >= top_p) & (top_p < 1) & (rank > 0)
+    # by value, not by place: equal logits stay or go together, whatever order the sort gave them
+    least = ordered.masked_fill(drop, torch.inf).amin(dim=-1, keepdim=True)
+    return logits.masked_fill(logits < least, -torch.inf)
 
 
 def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -31,11 +31,24 @@ def _is_int(value: Any) -> bool:
 
 
 def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+    if isinstance(value, str):
+        return (value,)
+    return () if value is None else _tuple("stop", value, "non-empty strings")
 
 
 def _ints(value: Sequence[int] | None) -> tuple[int, ...]:
-    return () if value is None else tuple(value)
+    return () if value is None else _tuple("stop_token_ids", value, "token ids >= 0")
+
+
+def _tuple(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    try:
+        return tuple(value)
+    except TypeError as error:
+        raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be a list of {allowed}") from error
+
+
+def _is_mapping(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
 
 
 @frozen(kw_only=True)
@@ -102,10 +115,14 @@ class SamplingParams:
     prompt_logprobs: int | None = field(
         default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None")
     )
-    logit_bias: Mapping[int, float] | None = None
+    logit_bias: Mapping[int, float] | None = field(
+        default=None, validator=_check(_is_mapping, "a mapping from token ids to numbers, or None")
+    )
     detokenize: bool = True
     skip_special_tokens: bool = True
-    extra_args: Mapping[str, Any] | None = None
+    extra_args: Mapping[str, Any] | None = field(
+        default=None, validator=_check(_is_mapping, "a mapping from parameter names to values, or None")
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

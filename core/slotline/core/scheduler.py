@@ -189,7 +189,7 @@ class Scheduler:
     def _seed(self, request: Request) -> int:
         """A seed of its own for a request that brings none, from the engine's seed and its order of arrival."""
         return (
-            self.default_seed * 0x9E3779B97F4A7C15 + request.arrival * 0xD1342543DE82EF95 + request.index + 1
+            self.default_seed * 0xDA942042E4DD58B5 + request.arrival * 0xD1342543DE82EF95 + request.index + 1
         ) % 2**64
 
     def _in_batch_order(self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]) -> Schedule:

@@ -1,4 +1,7 @@
-"""Long queries on a CPU: the request's keys are gathered once, PyTorch's flash attention does the rest.
+"""Long queries on a CPU: the request's keys are gathered once, PyTorch's matrix products do the rest.
+
+Prompts of up to `MAX_BLOCKED` tokens run as batched products over blocks of queries, each block against the keys that it
+may see; longer ones, and those with a prefix or a window, go to PyTorch's flash attention.
 
 A KV head is a row of the flash kernel's batch and the query heads of its group are its heads, so keys and values are
 shared by a stride of zero and never repeated in memory.
@@ -14,6 +17,13 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer
 
 MAX_MASKED_QUERY = 1024
 """Query tokens per call where a mask is needed: bounds the mask's memory."""
+
+
+MAX_BLOCKED = 1024
+"""Longest prompt for the blocked products: beyond it their scores leave the processor's cache and flash wins."""
+
+QUERY_BLOCK = 48
+"""Query tokens per block, the fastest of 24 to 128 for 512 tokens; see docs/decisions/cpu-attention.md."""
 
 
 class Prefill(NamedTuple):
@@ -89,9 +99,12 @@ def run_prefill(
     group = layer.num_heads // layer.num_kv_heads
     heads = query[rows].view(-1, layer.num_kv_heads, group, layer.head_size).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
     keys, values = (t.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values))  # [Hkv, G, L, D]
-    result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale
-    )  # [Hkv, G, q, D], [Hkv, G, q]
+    if prefill.complete and prefill.query_len <= MAX_BLOCKED:
+        result, norm = _blocked(heads, keys[:, 0], values[:, 0], layer.scale)
+    else:
+        result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale
+        )  # [Hkv, G, q, D], [Hkv, G, q]
     result, norm = result.flatten(0, 1).transpose(0, 1), norm.flatten(0, 1)
     if sinks is not None:
         # A sink is one more key without value: it takes exp(sink) of the sum under the softmax.
@@ -100,6 +113,35 @@ def run_prefill(
         norm = torch.logaddexp(norm, logits)
     out[rows] = result.to(out.dtype)
     lse[:, rows] = norm
+
+
+def _blocked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention of a whole prompt: query [Hkv, G, L, D], key and value [Hkv, L, D].
+
+    Scores and softmax are float32 whatever the dtype. Returns [Hkv, G, L, D] of the value's dtype and the natural
+    log-sum-exp [Hkv, G, L] float32.
+    """
+    kv_heads, group, length, _ = query.shape
+    query = query.float() * scale
+    keys = key.float().transpose(1, 2)  # [Hkv, D, L]
+    out = value.new_empty((kv_heads, group, length, value.shape[-1]))
+    lse = query.new_empty((kv_heads, group, length))
+    hidden = torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf).triu_(1)  # keys after the query, on the diagonal block
+    for first in range(0, length, QUERY_BLOCK):
+        end = min(length, first + QUERY_BLOCK)
+        size = end - first
+        block = query[:, :, first:end].reshape(kv_heads, group * size, -1)
+        scores = torch.bmm(block, keys[:, :, :end])  # [Hkv, G * size, end]
+        scores.view(kv_heads, group, size, end)[..., first:] += hidden[:size, :size]
+        highest = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)  # [Hkv, G * size, 1]
+        mixed = torch.bmm(weights.to(value.dtype), value[:, :end]) / total
+        out[:, :, first:end] = mixed.view(kv_heads, group, size, -1)
+        lse[:, :, first:end] = (highest + total.log()).view(kv_heads, group, size)
+    return out, lse
 
 
 def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:

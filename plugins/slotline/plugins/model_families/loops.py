@@ -17,7 +17,7 @@ from slotline.plugins.model_families.logits import LogitsHead
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.errors import ModelError
 
-Loop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 PROBE_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -30,13 +30,15 @@ class TransformersLoop:
     def __init__(self, hf_model: Any) -> None:
         self._base = hf_model.base_model
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size] of input_ids and positions [num_tokens]."""
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens."""
         outputs = self._base(
             input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True
         )
         hidden_states: torch.Tensor = outputs.last_hidden_state
-        return hidden_states
+        return hidden_states if wanted is None else hidden_states[:, wanted]
 
 
 class LeanLoop:
@@ -49,15 +51,18 @@ class LeanLoop:
         self._layer_types: tuple[str, ...] = tuple(hf_model.config.layer_types) if by_type else ()
         self._multiplier: float | None = getattr(hf_model.config, "embedding_multiplier", None)
 
-    def __call__(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size] of input_ids and positions [num_tokens]."""
+    def __call__(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens."""
         base = self._base
         hidden_states: torch.Tensor = base.embed_tokens(input_ids.unsqueeze(0))  # [1, num_tokens, hidden_size]
         if self._multiplier is not None:
             hidden_states = hidden_states * self._multiplier
-        for layer, embeddings in zip(base.layers, self._position_embeddings(hidden_states, positions), strict=True):
-            hidden_states = layer(hidden_states, position_embeddings=embeddings)
-        normed: torch.Tensor = base.norm(hidden_states)
+        *embeddings, last = self._position_embeddings(hidden_states, positions)
+        for layer, embedding in zip(base.layers[:-1], embeddings, strict=True):
+            hidden_states = layer(hidden_states, position_embeddings=embedding)
+        normed: torch.Tensor = base.norm(_last_layer(base.layers[-1], hidden_states, last, wanted))
         return normed
 
     def _position_embeddings(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
@@ -68,6 +73,18 @@ class LeanLoop:
             return [rotary(hidden_states, position_ids)] * len(self._base.layers)
         by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(self._layer_types)}
         return [by_type[name] for name in self._layer_types]
+
+
+def _last_layer(layer: Any, hidden_states: torch.Tensor, embedding: Any, wanted: torch.Tensor | None) -> torch.Tensor:
+    """The last layer; only the `wanted` tokens go past its attention where its forward can do that."""
+    if wanted is None:
+        return layer(hidden_states, position_embeddings=embedding)  # type: ignore[no-any-return]
+    found = None
+    if (narrow := getattr(layer.forward, "narrow", None)) is not None:
+        found = narrow(hidden_states, embedding, wanted)
+    if found is None:
+        found = layer(hidden_states, position_embeddings=embedding)[:, wanted]
+    return found  # type: ignore[no-any-return]
 
 
 def choose_loop(
@@ -114,7 +131,7 @@ class _Probe:
 
     def difference(self, loop: Loop) -> float:
         """Largest difference of a loop's logits, relative to the largest expected one."""
-        found = self._run(lambda: self._head(loop(self._input_ids, self._positions)[0]))
+        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
     def _logits_of_transformers(self, hf_model: Any) -> torch.Tensor:

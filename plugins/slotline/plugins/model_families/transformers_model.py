@@ -60,12 +60,14 @@ class DecoderModel:
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.Model.forward`."""
         holder = self._holder
         holder.attend = attend
         try:
-            return self._loop(input_ids, positions)[0]  # [num_tokens, hidden_size]
+            return self._loop(input_ids, positions, wanted)[0]  # [n, hidden_size]
         finally:
             holder.attend = binding.no_attend
 

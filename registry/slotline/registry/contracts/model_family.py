@@ -82,7 +82,9 @@ class Model(Protocol):
     facts: ModelFacts
     notes: tuple[str, ...]
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Run flattened tokens through the model.
 
         Args:
@@ -91,9 +93,11 @@ class Model(Protocol):
             attend: called once per attention layer as ``attend(layer, query, key, value, sinks)`` with query
                 [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads]
                 or None; returns [num_tokens, num_heads, head_size_v].
+            wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer attends over all
+                tokens, but what follows the last layer's attention is needed for these alone.
 
         Returns:
-            Last hidden states [num_tokens, hidden_size].
+            Last hidden states [n, hidden_size], or [num_tokens, hidden_size].
         """
         ...
 

@@ -50,13 +50,25 @@ class LeanLayer:
             hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **others
         )
 
-    def _run(self, hidden_states: torch.Tensor, embeddings: Any, options: dict[str, Any]) -> torch.Tensor | None:
+    def narrow(self, hidden_states: torch.Tensor, embeddings: Any, wanted: torch.Tensor) -> torch.Tensor | None:
+        """The layer's output [batch, n, hidden_size] for the `wanted` [n] tokens: all attend, these alone go on.
+
+        None if this is a case for the original.
+        """
+        return self._run(hidden_states, embeddings, {}, wanted) if is_lean(self._layer) else None
+
+    def _run(
+        self, hidden_states: torch.Tensor, embeddings: Any, options: dict[str, Any], wanted: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         children = self._layer._modules
         attention, mlp = children["self_attn"], children["mlp"]
         attended = attention.forward.attended(children[NORMS[0]].forward(hidden_states), embeddings, options)
         if attended is None:
             return None
-        hidden_states = attention._modules["o_proj"].plus(attended[0], hidden_states)
+        mixed = attended[0]
+        if wanted is not None:
+            mixed, hidden_states = mixed[:, wanted], hidden_states[:, wanted]
+        hidden_states = attention._modules["o_proj"].plus(mixed, hidden_states)
         gated = mlp.gated(children[NORMS[1]].forward(hidden_states))
         return mlp._modules["down_proj"].plus(gated, hidden_states)  # type: ignore[no-any-return]
 

@@ -1,0 +1,112 @@
+"""What tests of whole engines share: tiny checkpoints, transformers' answers on them, and engines, each made once."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+import torch
+
+from slotline.core import LLM
+from slotline.core.integrity import check_integrity
+
+DEFAULTS: dict[str, Any] = {
+    "dtype": "float32",
+    "backend": "torch",
+    "block_size": 16,
+    "max_model_len": 64,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 64,
+    "memory": "4MiB",
+    "optimize": False,
+    "observability.check_integrity": True,
+    "observability.progress": False,
+}
+"""Settings of an engine in tests, unless a test says otherwise; the integrity checker runs after every step."""
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors this small only wait for each other on more threads: ten times as long on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Builds the tiny checkpoint of a family, once for each set of settings."""
+    root, made = tmp_path_factory.mktemp("tiny"), dict[str, Path]()
+
+    def get(family: str, **settings: Any) -> Path:
+        key = repr((family, sorted(settings.items())))
+        if key not in made:
+            made[key] = tiny_models.build(family, root / f"{family}-{len(made)}", **settings)
+        return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def greedy() -> Callable[[Path, list[int], int], list[int]]:
+    """transformers' greedy tokens; each checkpoint is loaded once and each answer computed once."""
+    oracles: dict[Path, Any] = {}
+    known: dict[tuple[Path, tuple[int, ...], int], list[int]] = {}
+
+    def get(path: Path, prompt: list[int], max_tokens: int) -> list[int]:
+        key = (path, tuple(prompt), max_tokens)
+        if key not in known:
+            oracle = oracles[path] = oracles.get(path) or tiny_models.oracle(path)
+            known[key] = _greedy_tokens(oracle, prompt, max_tokens)
+        return known[key]
+
+    return get
+
+
+def _greedy_tokens(oracle: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    ids = torch.tensor([prompt])  # [1, len(prompt)]
+    with torch.no_grad():
+        out = oracle.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
+        )
+    return [int(token) for token in out[0, len(prompt) :]]
+
+
+@pytest.fixture(scope="session")
+def engines() -> Iterator[Callable[..., LLM]]:
+    """Builds an engine on a checkpoint, once for each set of settings that differ from `DEFAULTS`."""
+    made: dict[str, LLM] = {}
+
+    def get(path: Path | None, **settings: Any) -> LLM:
+        key = repr((path, sorted(settings.items())))
+        if key not in made:
+            made[key] = LLM(path, **{**DEFAULTS, **settings})
+        llm = made[key]
+        everything_returned(llm)
+        llm.engine.scheduler.cache.pool.reset()  # no prefix hits from the tests before
+        return llm
+
+    yield get
+    for llm in made.values():
+        everything_returned(llm)
+    made.clear()
+    gc.collect()
+
+
+def everything_returned(llm: LLM) -> None:
+    """No request, row, block or processor state is left over."""
+    engine = llm.engine
+    check_integrity(engine.scheduler)
+    assert not engine.has_work
+    assert not engine.scheduler.running
+    assert engine.scheduler.num_waiting == 0
+    assert engine.rows.num_free == engine.rows.max_requests
+    pool = engine.scheduler.cache.pool
+    assert pool.num_free == pool.num_blocks - 1
+    assert not np.any([slot.active for slot in engine.pipeline.slots])

@@ -1,0 +1,112 @@
+"""Scheduler, cache and rows without a model: a step's tokens are whatever the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from attrs import define, field
+
+from slotline.core.block_pool import BlockPool
+from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.integrity import check_integrity
+from slotline.core.request import Request
+from slotline.core.rows import Rows
+from slotline.core.sampling_params import SamplingParams
+from slotline.core.scheduler import Schedule, Scheduler
+from slotline.plugins.kv_specs.full_cache import FullSpec
+from slotline.registry.contracts import KVSpecContext
+
+
+def request(name: str, prompt: list[int], arrival: int = 0, priority: int = 0, **params: object) -> Request:
+    """A request that nobody has queued."""
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        params=SamplingParams(**params),  # type: ignore[arg-type]
+        arrival=arrival,
+        priority=priority,
+    )
+
+
+def cache_of(
+    num_blocks: int,
+    *,
+    block_size: int = 4,
+    kernel_block_size: int | None = None,
+    max_requests: int = 4,
+    max_model_len: int = 32,
+    prefix_caching: bool = True,
+) -> CacheManager:
+    """A cache with one group of full attention and `num_blocks` usable blocks."""
+    kernel = kernel_block_size or block_size
+    context = KVSpecContext(
+        contract=1,
+        layers=(),
+        block_size=block_size,
+        kernel_block_size=kernel,
+        layout="NHD",
+        kv_dtype="float32",
+        max_model_len=max_model_len,
+    )
+    group = CacheGroup(0, FullSpec(context), block_size, kernel, max_requests, max_model_len)
+    return CacheManager(BlockPool(num_blocks + 1), [group], prefix_caching=prefix_caching)
+
+
+@define(eq=False)
+class Bench:
+    """A scheduler and what it schedules; `step` plays the model."""
+
+    num_blocks: int = 16
+    max_requests: int = 4
+    max_model_len: int = 32
+    max_batched_tokens: int = 16
+    block_size: int = 4
+    chunked_prefill: bool = True
+    prefix_caching: bool = True
+    rows: Rows = field(init=False)
+    cache: CacheManager = field(init=False)
+    scheduler: Scheduler = field(init=False)
+    arrivals: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        self.rows = Rows(self.max_requests, self.max_model_len)
+        self.cache = cache_of(
+            self.num_blocks,
+            block_size=self.block_size,
+            max_requests=self.max_requests,
+            max_model_len=self.max_model_len,
+            prefix_caching=self.prefix_caching,
+        )
+        self.scheduler = Scheduler(
+            self.rows, self.cache, max_batched_tokens=self.max_batched_tokens, chunked_prefill=self.chunked_prefill
+        )
+
+    def add(self, name: str, prompt: list[int] | int, *, priority: int = 0, **params: object) -> Request:
+        """Queue a request; a number stands for so many tokens of its own."""
+        tokens = [1000 * (self.arrivals + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
+        made = request(name, tokens, self.arrivals, priority, **params)
+        self.arrivals += 1
+        self.scheduler.add(made)
+        return made
+
+    def step(self, sample: Callable[[Request], int] = lambda _: 7) -> Schedule:
+        """Schedule, pretend to compute, append a token to each complete row; what is too long leaves."""
+        schedule = self.scheduler.schedule()
+        rows = self.rows
+        rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        self.cache.commit(rows, schedule.rows, schedule.num_computed)
+        complete = schedule.rows[rows.num_computed_tokens[schedule.rows] == rows.num_tokens[schedule.rows]]
+        tokens = np.array([sample(rows.request(row)) for row in complete.tolist()], np.int32)
+        rows.append(complete, tokens)
+        done = complete[rows.num_tokens[complete] >= rows.length_limit[complete]]
+        for row in done.tolist():
+            rows.request(row).output_token_ids = rows.output_token_ids(row)
+        self.scheduler.remove_running([rows.request(row) for row in done.tolist()])
+        check_integrity(self.scheduler)
+        return schedule
+
+    def names(self, schedule: Schedule) -> list[str]:
+        """The scheduled requests that still hold their row, in batch order."""
+        found = (self.rows.requests[row] for row in schedule.rows.tolist())
+        return [r.request_id for r in found if r is not None]

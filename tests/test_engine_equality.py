@@ -1,0 +1,162 @@
+"""The whole engine against transformers: the same greedy tokens, whatever batching, chunking, sharing and preemption do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
+from tiny_models import FAMILIES
+
+from slotline.core import LLM, SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+Greedy = Callable[[Path, list[int], int], list[int]]
+
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+KIB_PER_TOKEN = 4 * 2 * (16 + 16) * 4 // 1024
+"""Layers, KV heads, key and value, bytes of a float32."""
+
+
+def pool_of(num_blocks: int, block_size: int) -> str:
+    """`cache.memory` for so many usable blocks."""
+    return f"{num_blocks * block_size * KIB_PER_TOKEN}KiB"
+
+
+def expected(greedy: Greedy, path: Path, prompts: list[list[int]], count: int = 20) -> list[list[int]]:
+    return [greedy(path, prompt, count) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("backend", "optimize", "block_size"), [("torch", False, 4), ("cpu", True, 16)])
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.behaviour(18, 36, 41, 46, 52, 62, 67, 85, 100, 108, 110)
+def test_every_family_gives_transformers_tokens_in_mixed_chunked_shared_batches(
+    family: str, backend: str, optimize: bool, block_size: int, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny(family)
+    llm = engines(
+        path, backend=backend, optimize=optimize, block_size=block_size, **{"scheduler.max_batched_tokens": 24}
+    )
+    assert {group.backend for group in llm.plan.groups} == {backend}
+    with recorded(llm) as steps:
+        first = llm.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in first] == expected(greedy, path, PROMPTS)
+    assert any(mixes_decode_and_prefill(step) for step in steps)
+    assert max(int(step.num_scheduled.max()) for step in steps) < 40  # the longest prompt came in chunks
+    again = llm.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in again] == expected(greedy, path, PROMPTS)
+    hits = [o.metrics.num_cached_tokens for o in again]
+    assert hits == [(len(p) - 1) // block_size * block_size for p in PROMPTS]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.behaviour(16, 33, 39, 40, 41)
+def test_preempted_requests_give_transformers_tokens(
+    prefix_caching: bool, block_size: int, optimize: bool, backend: str, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny("llama")
+    llm = engines(
+        path,
+        backend=backend,
+        optimize=optimize,
+        block_size=block_size,
+        memory=pool_of(80 // block_size, block_size),
+        **{"scheduler.max_batched_tokens": 24, "cache.prefix_caching": prefix_caching},
+    )
+    memory = llm.engine.memory
+    assert memory is not None
+    assert memory.num_blocks == 80 // block_size + 1
+    with recorded(llm) as steps:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == expected(greedy, path, PROMPTS)
+    preemptions = sum(o.metrics.num_preemptions for o in outputs)
+    assert preemptions == sum(len(step.preempted) for step in steps) > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "qwen3"])
+@pytest.mark.behaviour(33, 39)
+def test_preempted_requests_of_other_families_give_transformers_tokens(
+    family: str, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny(family)
+    llm = engines(path, block_size=4, memory=pool_of(20, 4), **{"scheduler.max_batched_tokens": 24})
+    outputs = llm.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == expected(greedy, path, PROMPTS)
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.behaviour(39, 42)
+def test_a_prefix_that_a_running_request_computed_is_shared_while_it_runs(
+    block_size: int, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny("llama")
+    llm = engines(path, block_size=block_size)
+    (head,) = random_prompts([32], seed=5)
+    prompts = [[*head, *tail] for tail in random_prompts([3, 5], seed=6)]
+    first = llm.engine.add("first", prompts[0], GREEDY)
+    llm.engine.step()
+    llm.engine.step()
+    second = llm.engine.add("second", prompts[1], GREEDY)
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert second.metrics.num_cached_tokens == 32
+    assert [first.output_token_ids, second.output_token_ids] == expected(greedy, path, prompts)
+
+
+def test_a_request_that_ends_in_a_full_block_is_continued_from_the_cache(
+    tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny("llama")
+    llm = engines(path, block_size=4)
+    (prompt,) = random_prompts([12], seed=7)
+    (first,) = tokens_of(llm, [prompt], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+    (output,) = llm.generate([[*prompt, *first]], GREEDY)  # 20 tokens; the last one was never computed
+    assert output.metrics.num_cached_tokens == 16
+    assert first + output.outputs[0].token_ids == greedy(path, prompt, 28)
+
+
+def test_without_chunked_prefill_tokens_are_the_same_and_no_prompt_is_split(
+    tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny("llama")
+    llm = engines(path, **{"scheduler.max_batched_tokens": 44, "scheduler.chunked_prefill": False})
+    with recorded(llm) as steps:
+        outputs = llm.generate(PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == expected(greedy, path, PROMPTS)
+    prefills = sorted(int(n) for step in steps for n in step.num_scheduled if n > 1)
+    assert prefills == sorted(len(p) for p in PROMPTS if len(p) > 1)
+
+
+@pytest.mark.parametrize("max_batched_tokens", [1, 2, 7])
+def test_a_step_may_be_smaller_than_the_number_of_requests(
+    max_batched_tokens: int, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    path = tiny("llama")
+    llm = engines(path, **{"scheduler.max_batched_tokens": max_batched_tokens})
+    with recorded(llm) as steps:
+        assert tokens_of(llm, PROMPTS[:4]) == expected(greedy, path, PROMPTS[:4])
+    assert max(step.num_tokens for step in steps) == max_batched_tokens
+
+
+def test_more_prompts_than_rows_wait_their_turn(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
+    path = tiny("llama")
+    llm = engines(path, max_num_seqs=2)
+    prompts = random_prompts([5, 9, 2, 14, 7], seed=8)
+    with recorded(llm) as steps:
+        assert tokens_of(llm, prompts) == expected(greedy, path, prompts)
+    assert max(len(step.rows) for step in steps) == 2
+
+
+@pytest.mark.behaviour(3)
+def test_a_model_in_bfloat16_generates_with_each_backend(tiny: Tiny, engines: Engines) -> None:
+    for backend in ("torch", "cpu"):
+        llm = engines(tiny("llama"), backend=backend, dtype="bfloat16")
+        assert {len(tokens) for tokens in tokens_of(llm, PROMPTS)} == {20}

@@ -1,0 +1,264 @@
+"""What a step's inputs hold: positions, slots, tables and the tokens that are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from core_cases import Bench, cache_of
+from engine_driver import GREEDY, add, random_prompts, recorded
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotline.core import LLM
+from slotline.core.build import even_split, mixed_split, uniform_split
+from slotline.core.inputs import PAD_SLOT, InputGatherer, StepInputs
+from slotline.core.padding import graph_sizes, padded_size
+from slotline.core.rows import Rows
+from slotline.core.scheduler import Schedule
+from slotline.core.staging import CpuStaging
+from slotline.registry.contracts import AttentionBatch
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def gatherer_of(bench: Bench, max_tokens: int = 64) -> InputGatherer:
+    sizes = [group.block_size // group.ratio for group in bench.cache.groups]
+    return InputGatherer(bench.rows, bench.cache.groups, sizes, CpuStaging(), max_tokens)
+
+
+def batch_of(inputs: StepInputs) -> AttentionBatch:
+    (batch,) = inputs.batches
+    return batch
+
+
+def schedule_of(rows: Rows, entries: list[tuple[int, int]]) -> Schedule:
+    """A step of (row, scheduled tokens)."""
+    which = np.array([row for row, _ in entries], np.int64)
+    counts = np.array([count for _, count in entries], np.int64)
+    return Schedule(
+        rows=which,
+        num_scheduled=counts,
+        num_computed=rows.num_computed_tokens[which],
+        num_tokens=int(counts.sum()),
+        num_decodes=int((counts == 1).sum()),
+    )
+
+
+@pytest.mark.behaviour(50, 52, 57)
+def test_two_five_and_three_tokens_give_the_worked_example() -> None:
+    inputs = gatherer_of(Bench()).dummy([2, 5, 3])
+    batch = batch_of(inputs)
+    assert batch.query_start_loc.tolist() == [0, 2, 7, 10]
+    assert batch.query_start_loc_cpu.tolist() == [0, 2, 7, 10]
+    assert inputs.positions.tolist() == [0, 1, 0, 1, 2, 3, 4, 0, 1, 2]
+    assert inputs.logits_indices.tolist() == [1, 6, 9]
+    assert (batch.num_requests, batch.num_tokens, batch.max_query_len, batch.max_seq_len) == (3, 10, 5, 5)
+
+
+@pytest.mark.behaviour(48, 52, 53, 58, 62)
+def test_tokens_and_positions_continue_where_each_request_stands() -> None:
+    bench = Bench(max_batched_tokens=8)
+    a, b = bench.add("a", [10, 11, 12], max_tokens=9), bench.add("b", [20 + i for i in range(9)], max_tokens=9)
+    bench.step()  # a whole, b's first five
+    schedule = bench.scheduler.schedule()
+    inputs = gatherer_of(bench).gather(schedule)
+    assert bench.names(schedule) == ["a", "b"]
+    assert inputs.input_ids.tolist() == [7, 25, 26, 27, 28]  # a's sampled token, then the rest of b's prompt
+    assert inputs.positions.tolist() == [3, 5, 6, 7, 8]
+    assert batch_of(inputs).seq_lens.tolist() == [4, 9]
+    assert inputs.logits_indices.tolist() == [0, 4]
+    assert inputs.logits_rows.tolist() == [a.row, b.row]
+
+
+@pytest.mark.behaviour(61)
+def test_a_request_in_the_middle_of_its_prompt_is_not_scored() -> None:
+    bench = Bench(max_batched_tokens=8)
+    bench.add("a", 3, max_tokens=9)
+    bench.add("b", 9, max_tokens=9)
+    inputs = gatherer_of(bench).gather(bench.scheduler.schedule())
+    assert inputs.num_scheduled.tolist() == [3, 5]
+    assert inputs.logits_indices.tolist() == [2]
+    assert inputs.logits_rows.tolist() == [0]
+
+
+@pytest.mark.behaviour(61)
+def test_a_partial_prefill_samples_nothing_in_a_real_step(tiny: Callable[..., Path], engines: Callable[..., LLM]) -> None:
+    llm = engines(tiny("llama"), **{"scheduler.max_batched_tokens": 24})
+    (prompt,) = random_prompts([40], seed=3)
+    request = add(llm, "long", prompt)
+    assert llm.engine.step().rows.tolist() == []
+    assert llm.engine.rows.num_tokens[request.row] == 40
+    assert llm.engine.step().rows.tolist() == [request.row]
+    assert llm.engine.rows.num_tokens[request.row] == 41
+    llm.engine.abort("long")
+
+
+@pytest.mark.behaviour(56, 87)
+def test_padding_writes_nowhere_and_leaves_the_batch_as_it_is() -> None:
+    bench = Bench()
+    bench.add("a", 3)
+    gatherer, schedule = gatherer_of(bench), bench.scheduler.schedule()
+    plain, padded = gatherer.gather(schedule), gatherer.gather(schedule, 8)
+    assert (padded.num_tokens, padded.num_padded_tokens) == (3, 8)
+    assert padded.input_ids.shape == padded.positions.shape == (8,)
+    slots = batch_of(padded).slot_mapping
+    assert slots.tolist() == batch_of(plain).slot_mapping.tolist() + [PAD_SLOT] * 5
+    assert (PAD_SLOT, batch_of(padded).num_tokens) == (-1, 3)
+    assert batch_of(padded).query_start_loc.tolist() == [0, 3]
+    assert padded.logits_indices.tolist() == plain.logits_indices.tolist()
+    assert torch.equal(padded.input_ids[:3], plain.input_ids)
+
+
+@pytest.mark.behaviour(27, 59)
+@pytest.mark.parametrize(
+    ("query_lens", "uniform"), [([1, 1, 1], 1), ([3, 3], 3), ([5], 5), ([2, 1], 0), ([1, 1, 4], 0), ([3, 3, 2], 0)]
+)
+def test_a_batch_is_uniform_if_all_queries_are_equally_long(query_lens: list[int], uniform: int) -> None:
+    assert gatherer_of(Bench()).dummy(query_lens).uniform_query_len == uniform
+
+
+@pytest.mark.behaviour(46)
+def test_the_number_of_single_token_requests_at_the_front_is_told() -> None:
+    bench = Bench(max_batched_tokens=8)
+    bench.add("a", 3, max_tokens=9)
+    bench.add("b", 9, max_tokens=9)
+    bench.step()
+    assert batch_of(gatherer_of(bench).gather(bench.scheduler.schedule())).num_decodes == 1
+    assert batch_of(gatherer_of(bench).dummy([1, 1, 4])).num_decodes == 2
+    assert batch_of(gatherer_of(bench).dummy([4, 1])).num_decodes == 0
+
+
+@given(data=st.data(), block_size=st.sampled_from([2, 4, 8]), ratio=st.sampled_from([1, 2]))
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@pytest.mark.behaviour(24, 48, 52, 53, 56, 57, 58, 62)
+def test_everything_equals_a_plain_loop_over_requests_and_tokens(
+    data: st.DataObject, block_size: int, ratio: int
+) -> None:
+    rows = Rows(5, 24)
+    cache = cache_of(
+        64, block_size=block_size * ratio, kernel_block_size=block_size, max_requests=5, max_model_len=24
+    )
+    rows.token_ids[:] = np.arange(5 * 24).reshape(5, 24)
+    entries = []
+    for row in data.draw(st.permutations(range(5)))[: data.draw(st.integers(1, 5))]:
+        known = data.draw(st.integers(1, 24))
+        computed = data.draw(st.integers(0, known - 1))
+        count = data.draw(st.integers(1, known - computed))
+        rows.num_tokens[row], rows.num_computed_tokens[row] = known, computed
+        assert cache.try_grow(row, computed + count)
+        entries.append((row, count))
+    inputs = InputGatherer(rows, cache.groups, [block_size], CpuStaging(), 120).gather(schedule_of(rows, entries))
+    batch, table = batch_of(inputs), cache.groups[0].table
+    ids, positions, slots, starts, scored = [], [], [], [0], []
+    for row, count in entries:
+        first = int(rows.num_computed_tokens[row])
+        for position in range(first, first + count):
+            ids.append(row * 24 + position)
+            positions.append(position)
+            slots.append(int(table[row, position // block_size]) * block_size + position % block_size)
+        starts.append(len(ids))
+        if first + count == rows.num_tokens[row]:
+            scored.append((len(ids) - 1, row))
+    assert inputs.input_ids.tolist() == ids
+    assert inputs.positions.tolist() == batch.positions.tolist() == positions
+    assert batch.slot_mapping.tolist() == slots
+    assert len(set(slots)) == len(slots)
+    assert min(slots) >= block_size  # never the null block
+    assert batch.query_start_loc.tolist() == starts
+    assert list(zip(inputs.logits_indices.tolist(), inputs.logits_rows.tolist(), strict=True)) == scored
+    assert batch.seq_lens.tolist() == batch.seq_lens_cpu.tolist()
+    assert batch.seq_lens.tolist() == [int(rows.num_computed_tokens[row]) + count for row, count in entries]
+    assert batch.max_seq_len == max(batch.seq_lens.tolist())
+    for i, (row, _) in enumerate(entries):
+        used = -(-int(batch.seq_lens[i]) // block_size)
+        assert batch.block_table[i, :used].tolist() == table[row, :used].tolist()
+
+
+@pytest.mark.behaviour(56, 57, 58)
+def test_the_arrays_have_the_types_of_the_contract() -> None:
+    batch = batch_of(gatherer_of(Bench()).dummy([2, 1]))
+    assert (batch.query_start_loc.dtype, batch.seq_lens.dtype, batch.block_table.dtype) == (torch.int32,) * 3
+    assert (batch.slot_mapping.dtype, batch.positions.dtype) == (torch.int64,) * 2
+    assert (batch.query_start_loc_cpu.dtype, batch.seq_lens_cpu.dtype) == (np.int32, np.int32)
+
+
+def test_what_was_handed_out_is_not_rewritten_by_the_next_step() -> None:
+    bench = Bench()
+    bench.add("a", 5, max_tokens=9)
+    gatherer = gatherer_of(bench)
+    schedule = bench.scheduler.schedule()
+    inputs = gatherer.gather(schedule)
+    kept = [t.clone() for t in (inputs.input_ids, inputs.positions, batch_of(inputs).block_table)]
+    bench.rows.token_ids[:] = -1
+    bench.rows.num_computed_tokens[:] = 3
+    bench.cache.groups[0].table[:] = 9
+    gatherer.dummy([4, 4])
+    for tensor, before in zip((inputs.input_ids, inputs.positions, batch_of(inputs).block_table), kept, strict=True):
+        assert torch.equal(tensor, before)
+
+
+@pytest.mark.behaviour(135, 136)
+def test_a_made_up_batch_reads_token_zero_and_writes_nowhere() -> None:
+    inputs = gatherer_of(Bench(max_model_len=32)).dummy([1, 1, 4], seq_len=9, num_padded_tokens=8)
+    batch = batch_of(inputs)
+    assert batch.seq_lens.tolist() == [9, 9, 9]
+    assert inputs.positions.tolist() == [8, 8, 5, 6, 7, 8, 0, 0]
+    assert batch.slot_mapping.tolist() == [PAD_SLOT] * 8
+    assert not inputs.input_ids.any()
+    assert batch.block_table.shape == (3, 3)
+    assert not batch.block_table.any()
+
+
+@pytest.mark.behaviour(135)
+@given(tokens=st.integers(1, 300), requests=st.integers(1, 40))
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+def test_the_shapes_of_made_up_batches_sum_to_what_was_asked(tokens: int, requests: int) -> None:
+    for lens in (even_split(tokens, min(requests, tokens)), mixed_split(tokens, requests), uniform_split(tokens, requests)):
+        assert sum(lens) == tokens
+        assert min(lens) >= 1
+    assert len(even_split(tokens, min(requests, tokens))) == min(requests, tokens)
+    assert len(mixed_split(tokens, requests)) <= requests
+    assert mixed_split(tokens, requests)[:-1] == [1] * (len(mixed_split(tokens, requests)) - 1)
+    assert set(uniform_split(tokens, requests)[:-1]) <= {requests}
+
+
+@pytest.mark.behaviour(87)
+def test_a_step_is_padded_to_the_next_captured_size_or_not_at_all() -> None:
+    assert [padded_size(n, (1, 2, 4, 8)) for n in (1, 2, 3, 5, 8, 9, 100)] == [1, 2, 4, 8, 8, 9, 100]
+    assert padded_size(7, ()) == 7
+
+
+@pytest.mark.behaviour(21)
+def test_captured_sizes_rise_and_are_multiples_of_the_query_length() -> None:
+    assert graph_sizes((8, 1, 4, 2), uniform_query_len=1, max_requests=4) == (1, 2, 4)
+    assert graph_sizes((8, 1, 4, 2), uniform_query_len=3, max_requests=3) == (3, 6, 9)
+
+
+@pytest.mark.behaviour(24)
+def test_offsets_cover_the_longest_of_tokens_requests_and_model() -> None:
+    for rows, tokens, length in ((Rows(3, 9), 2, 9), (Rows(3, 2), 50, 50), (Rows(90, 2), 5, 91)):
+        arange = InputGatherer(rows, [], [], CpuStaging(), tokens)._arange
+        assert (arange.dtype, len(arange)) == (np.int64, length)
+
+
+@pytest.mark.behaviour(45, 46)
+def test_batch_order_and_row_order_may_differ_in_a_real_engine(
+    tiny: Callable[..., Path], engines: Callable[..., LLM]
+) -> None:
+    llm = engines(tiny("llama"))
+    for name, prompt in zip("abc", random_prompts([5, 6, 7]), strict=True):
+        add(llm, name, prompt)
+    llm.engine.step()
+    llm.engine.abort("a")
+    late = add(llm, "late", random_prompts([9], seed=4)[0], GREEDY)
+    with recorded(llm) as steps:
+        llm.engine.step()
+    assert late.row == 0
+    assert steps[0].rows.tolist() == [1, 2, 0]
+    for name in ("b", "c", "late"):
+        llm.engine.abort(name)
