@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,15 @@ import torch
 
 from slotline.core import LLM
 from slotline.core.integrity import check_integrity
+
+
+def pytest_configure() -> None:
+    """One thread for each test process: small tensors gain nothing from more, and threads of several processes that
+    wait for each other made the suite ten times slower. Tests run on the CPU unless they ask for a GPU."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("SLOTLINE_DEVICE", "cpu")
+    torch.set_num_threads(1)
+
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

@@ -286,7 +286,7 @@ BAD_SETTINGS: dict[str, tuple[dict[str, Any], type[SlotlineError], str]] = {
     "too little memory for one block": ({"memory": "1KiB"}, CapacityError, "one block takes 16384"),
     "size without unit": ({"memory": "12"}, ConfigError, "'12'"),
     "unknown device": ({"device": "tpu"}, ConfigError, "tpu"),
-    "unknown processor": ({"logits_processors": {"penaltis": {}}}, PluginNotFoundError, r"penaltis[\s\S]*penalties"),
+    "unknown processor": ({"logits_processors": {"penaltis": {}}}, ConfigError, r"penaltis[\s\S]*penalties"),
     "unknown mode": ({"sampling.logprobs_mode": "cooked"}, ConfigError, r"cooked[\s\S]*raw_logprobs"),
 }
 
@@ -443,17 +443,25 @@ def test_nothing_is_timed_unless_asked_for(llm: LLM) -> None:
 
 
 @pytest.mark.behaviour(132)
-def test_reloaded_weights_are_used_by_the_next_request(tiny: Tiny, engines: Engines) -> None:
-    llm = engines(tiny("llama"), **{"cache.prefix_caching": False})
-    prompts = random_prompts([9, 4], seed=80)
+def test_reloaded_weights_are_used_by_the_next_request_and_old_prefixes_are_forgotten(llm: LLM) -> None:
+    prompts = random_prompts([40, 4], seed=80)
     expected = tokens_of(llm, prompts)
     model: Any = llm.engine.runner.model
     with torch.no_grad():
         for parameter in model.hf_model.parameters():
             parameter.neg_()
+    llm.engine.scheduler.cache.pool.reset()
     assert tokens_of(llm, prompts) != expected
-    model.reload_weights()
+    llm.engine.reload_weights()
     assert tokens_of(llm, prompts) == expected
+
+
+@pytest.mark.behaviour(132)
+def test_weights_are_not_reloaded_under_a_running_request(llm: LLM) -> None:
+    add(llm, "running", [5, 6])
+    with pytest.raises(RequestError, match="1 requests are unfinished"):
+        llm.engine.reload_weights()
+    llm.engine.abort("running")
 
 
 @pytest.mark.behaviour(142)
@@ -478,11 +486,51 @@ def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
     assert pool("10KiB") == 11
     assert pool("10.9KiB") == 11
     assert pool("1GiB", useful=7) == 8
-    with pytest.raises(CapacityError, match="1023 bytes"):
-        pool("1.023KB")
+    with pytest.raises(CapacityError, match="1000 bytes for the cache and one block takes 1024"):
+        pool("1KB")
 
 
 @pytest.mark.behaviour(142)
+class FixedBuffers:
+    """Staging as on a GPU, in host memory: one buffer for each name, of the declared shape, written in every step."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, np.ndarray] = {}
+
+    def declare(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+        self.buffers[name] = np.zeros(shape, dtype)
+
+    def upload(self, name: str, array: np.ndarray) -> torch.Tensor:
+        view = self.buffers[name][tuple(slice(0, n) for n in array.shape)]
+        assert (view.shape, view.dtype) == (array.shape, array.dtype), name
+        view[...] = array
+        return torch.from_numpy(view)
+
+    def download(self, tensor: torch.Tensor) -> np.ndarray:
+        return tensor.numpy().copy()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 1},
+        {"max_num_seqs": 1, "max_num_batched_tokens": 8192, "max_model_len": 32},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 95, "max_model_len": 32},
+        {"max_num_seqs": 3, "max_num_batched_tokens": 500, "max_model_len": 33, "block_size": 4},
+    ],
+    ids=str,
+)
+@pytest.mark.behaviour(7, 23, 142)
+def test_buffers_of_fixed_size_hold_every_step_the_profiling_one_included(
+    settings: dict[str, Any], tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = random_prompts([28, 3, 17, 9])
+    expected = tokens_of(engines(tiny("llama")), prompts, SHORT)
+    monkeypatch.setattr("slotline.core.build.staging_for", lambda _: FixedBuffers())
+    assert tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), prompts, SHORT) == expected
+
+
 def test_a_step_larger_than_the_longest_request_still_builds(tiny: Tiny) -> None:
     settings = {"max_num_seqs": 1, "max_model_len": 32, "max_num_batched_tokens": 8192}
     assert len(tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), [[5]], SHORT)[0]) == 4

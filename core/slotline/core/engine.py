@@ -203,6 +203,17 @@ class Engine:
             self._finish([request], ["abort"], [None])
         return request
 
+    def reload_weights(self) -> None:
+        """Read the checkpoint's weights again, in place, and forget the prefixes that the old ones computed.
+
+        Raises:
+            RequestError: if a request is unfinished; its keys and values are the old weights'.
+        """
+        if self.requests:
+            raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
+        self.runner.model.reload_weights()
+        self.scheduler.cache.pool.reset()
+
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
         with self.profiler.scope("schedule"):

@@ -199,7 +199,7 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     """Refuse what has a contract or a key but no step in this version that honours it, instead of ignoring it."""
     config = loaded.config
     if config.scheduler.async_ is True:
-        raise NegotiationError("scheduler.async = true: this version of the runner is synchronous", fix="remove the key")
+        raise NegotiationError("scheduler.async = true: this version runs step by step", fix="remove the key")
     if config.graphs.mode not in ("auto", "none"):
         raise NegotiationError(
             f"graphs.mode = {config.graphs.mode!r}: this version of the runner captures no graphs",

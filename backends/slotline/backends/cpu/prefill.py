@@ -1,7 +1,7 @@
 """Long queries on a CPU: the request's keys are gathered once, PyTorch's matrix products do the rest.
 
-Prompts of up to `MAX_BLOCKED` tokens run as batched products over blocks of queries, each block against the keys that it
-may see; longer ones, and those with a prefix or a window, go to PyTorch's flash attention.
+Prompts of up to `MAX_BLOCKED` tokens run as batched products over blocks of queries, each block against the keys that
+it may see; longer ones, and those with a prefix or a window, go to PyTorch's flash attention.
 
 A KV head is a row of the flash kernel's batch and the query heads of its group are its heads, so keys and values are
 shared by a stride of zero and never repeated in memory.
