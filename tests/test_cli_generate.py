@@ -37,7 +37,7 @@ def small(checkpoint: Path) -> list[str]:
 def test_the_text_is_that_of_the_library_and_the_summary_goes_to_standard_error(
     small: list[str], checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["generate", *small, "--max-tokens", "24", "def main("]) == 0
+    assert main(["generate", *small, "--temperature", "0", "--max-tokens", "24", "def main("]) == 0
     shown = capsys.readouterr()
     llm = LLM(model=str(checkpoint), backend="torch", memory="16MiB", max_num_seqs=4, max_num_batched_tokens=64)
     params = SamplingParams(temperature=0, max_tokens=24)

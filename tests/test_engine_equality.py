@@ -1,15 +1,17 @@
-"""The whole engine against transformers: the same greedy tokens, whatever batching, chunking, sharing and preemption do."""
+"""The whole engine against transformers: the same greedy tokens, whatever batching, sharing and preemption do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
 from tiny_models import FAMILIES
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, Logprob, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,3 +162,70 @@ def test_a_model_in_bfloat16_generates_with_each_backend(tiny: Tiny, engines: En
     for backend in ("torch", "cpu"):
         llm = engines(tiny("llama"), backend=backend, dtype="bfloat16")
         assert {len(tokens) for tokens in tokens_of(llm, PROMPTS)} == {20}
+
+
+def _random_params(rng: Random) -> SamplingParams:
+    """Parameters of every sort, each now and then."""
+    length = rng.randint(1, 15)
+    choices: dict[str, Any] = {
+        "top_k": rng.randint(1, 30),
+        "top_p": rng.uniform(0.3, 1),
+        "min_p": rng.uniform(0, 0.3),
+        "logprobs": rng.randint(0, 3),
+        "prompt_logprobs": rng.randint(0, 3),
+        "presence_penalty": rng.uniform(-2, 2),
+        "repetition_penalty": rng.uniform(0.5, 2),
+        "stop": rng.choice(["a", "e", "in", "ar"]),
+        "stop_token_ids": rng.sample(range(384), 40),
+        "min_tokens": rng.randint(0, length),
+        "ignore_eos": True,
+    }
+    some = {name: value for name, value in choices.items() if rng.random() < 0.25}
+    return SamplingParams(
+        max_tokens=length, seed=rng.randrange(10**6), temperature=rng.choice([0, 0, 0.5, 1, 1.7]), **some
+    )
+
+
+@pytest.mark.parametrize(
+    ("block_size", "rows", "budget", "backend"), [(4, 5, 23, "torch"), (8, 3, 50, "cpu"), (4, 4, 3, "cpu")]
+)
+@pytest.mark.behaviour(16, 33, 34, 39, 45, 61, 106, 110)
+def test_random_requests_give_in_a_crowd_what_they_give_alone(
+    block_size: int, rows: int, budget: int, backend: str, tiny: Tiny, engines: Engines
+) -> None:
+    rng, path = Random(block_size * budget), tiny("llama", eos_token_id=2)
+    heads = random_prompts([40, 40], seed=90)
+    prompts = [
+        rng.choice(heads)[: rng.randint(1, 40)] + random_prompts([rng.randint(0, 8)], seed=i)[0] for i in range(20)
+    ]
+    params = [_random_params(rng) for _ in prompts]
+    alone = engines(path, **{"cache.prefix_caching": False})
+    expected = [alone.generate([prompt], one)[0] for prompt, one in zip(prompts, params, strict=True)]
+    crowd = engines(
+        path,
+        backend=backend,
+        block_size=block_size,
+        memory=pool_of(64 // block_size, block_size),
+        max_num_seqs=rows,
+        **{"scheduler.max_batched_tokens": budget},
+    )
+    outputs = crowd.generate(prompts, params)
+    for output, want in zip(outputs, expected, strict=True):
+        ours, theirs = output.outputs[0], want.outputs[0]
+        assert (ours.token_ids, ours.text, ours.finish_reason, ours.stop_reason) == (
+            theirs.token_ids,
+            theirs.text,
+            theirs.finish_reason,
+            theirs.stop_reason,
+        )
+        assert _values(ours.logprobs) == pytest.approx(_values(theirs.logprobs), abs=1e-3)
+        assert _values(output.prompt_logprobs) == pytest.approx(_values(want.prompt_logprobs), abs=1e-3)
+    assert sum(o.metrics.num_cached_tokens for o in outputs) > 0
+    if budget > 3:
+        assert sum(o.metrics.num_preemptions for o in outputs) > 0
+
+
+def _values(entries: Sequence[dict[int, Logprob] | None] | None) -> dict[tuple[int, int], float]:
+    """Log-probabilities by place and token."""
+    places = enumerate(entries or ())
+    return {(i, token): value.logprob for i, entry in places if entry for token, value in entry.items()}

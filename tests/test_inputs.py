@@ -22,7 +22,6 @@ from slotline.core.scheduler import Schedule
 from slotline.core.staging import CpuStaging
 from slotline.registry.contracts import AttentionBatch
 
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -87,7 +86,9 @@ def test_a_request_in_the_middle_of_its_prompt_is_not_scored() -> None:
 
 
 @pytest.mark.behaviour(61)
-def test_a_partial_prefill_samples_nothing_in_a_real_step(tiny: Callable[..., Path], engines: Callable[..., LLM]) -> None:
+def test_a_partial_prefill_samples_nothing_in_a_real_step(
+    tiny: Callable[..., Path], engines: Callable[..., LLM]
+) -> None:
     llm = engines(tiny("llama"), **{"scheduler.max_batched_tokens": 24})
     (prompt,) = random_prompts([40], seed=3)
     request = add(llm, "long", prompt)
@@ -140,9 +141,7 @@ def test_everything_equals_a_plain_loop_over_requests_and_tokens(
     data: st.DataObject, block_size: int, ratio: int
 ) -> None:
     rows = Rows(5, 24)
-    cache = cache_of(
-        64, block_size=block_size * ratio, kernel_block_size=block_size, max_requests=5, max_model_len=24
-    )
+    cache = cache_of(64, block_size=block_size * ratio, kernel_block_size=block_size, max_requests=5, max_model_len=24)
     rows.token_ids[:] = np.arange(5 * 24).reshape(5, 24)
     entries = []
     for row in data.draw(st.permutations(range(5)))[: data.draw(st.integers(1, 5))]:
@@ -218,7 +217,11 @@ def test_a_made_up_batch_reads_token_zero_and_writes_nowhere() -> None:
 @given(tokens=st.integers(1, 300), requests=st.integers(1, 40))
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_the_shapes_of_made_up_batches_sum_to_what_was_asked(tokens: int, requests: int) -> None:
-    for lens in (even_split(tokens, min(requests, tokens)), mixed_split(tokens, requests), uniform_split(tokens, requests)):
+    for lens in (
+        even_split(tokens, min(requests, tokens)),
+        mixed_split(tokens, requests),
+        uniform_split(tokens, requests),
+    ):
         assert sum(lens) == tokens
         assert min(lens) >= 1
     assert len(even_split(tokens, min(requests, tokens))) == min(requests, tokens)

@@ -144,6 +144,9 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "priority without the policy": ({"prompt_token_ids": [5], "priority": 3}, r"priority=3[\s\S]*scheduler.policy"),
     "priority of the wrong type": ({"prompt_token_ids": [5], "priority": "high"}, "high"),
     "salt of the wrong type": ({"prompt_token_ids": [5], "cache_salt": 3}, "cache_salt=3"),
+    "priority that is none": ({"prompt_token_ids": [5], "priority": None}, "priority=None"),
+    "id of the wrong type": ({"prompt_token_ids": [5], "request_id": [7]}, r"request_id=\[7\]"),
+    "keys of two types": ({5: 1, "prompt": "x"}, "5, 'prompt'"),
 }
 
 
@@ -203,6 +206,11 @@ def test_a_bad_sampling_parameter_is_refused_with_its_name_and_value(wrong: dict
     assert caught.value.fix
 
 
+def test_extra_arguments_cannot_replace_checked_parameters() -> None:
+    with pytest.raises(RequestError, match=r"'presence_penalty'[\s\S]*SamplingParams\(presence_penalty="):
+        SamplingParams(extra_args={"presence_penalty": 100})
+
+
 def test_a_minimum_above_the_maximum_is_refused() -> None:
     with pytest.raises(RequestError, match="min_tokens=5 is above max_tokens=4"):
         SamplingParams(min_tokens=5, max_tokens=4)
@@ -219,9 +227,7 @@ def test_a_minimum_above_the_maximum_is_refused() -> None:
         ({"extra_args": {"colour": 3}}, r"'colour'[\s\S]*logits_processors"),
     ],
 )
-def test_parameters_that_this_engine_cannot_honour_are_refused(
-    params: dict[str, Any], message: str, llm: LLM
-) -> None:
+def test_parameters_that_this_engine_cannot_honour_are_refused(params: dict[str, Any], message: str, llm: LLM) -> None:
     with pytest.raises(RequestError, match=message):
         llm.generate([[5]], SamplingParams(**params))
     everything_returned(llm)
@@ -238,7 +244,7 @@ def test_parameters_of_the_wrong_number_or_type_are_refused(llm: LLM) -> None:
 
 
 def test_one_bad_prompt_among_many_is_named_and_none_of_them_runs(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="prompt 2: .*384"):
+    with pytest.raises(RequestError, match=r"prompt 2: .*384"):
         llm.generate([[5], [6], [384], [7]], SHORT)
     everything_returned(llm)
 

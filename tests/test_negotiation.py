@@ -13,12 +13,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-
-from slotline.registry.capability import Align, Choice, Flag, Limit, Max, Range, Set
-from slotline.registry.descriptor import ContractRange, DeviceInfo
-from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import CODES, Asked, Candidate, Need, Part, PlanRequest, group_layers, negotiate
-from tests.negotiation_cases import (
+from negotiation_cases import (
     CPU,
     FULL,
     GPU,
@@ -30,6 +25,11 @@ from tests.negotiation_cases import (
     sliding,
     spec,
 )
+
+from slotline.registry.capability import Align, Choice, Flag, Limit, Max, Range, Set
+from slotline.registry.descriptor import ContractRange, DeviceInfo
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation import CODES, Asked, Candidate, Need, Part, PlanRequest, group_layers, negotiate
 
 
 def codes_against(refused: Candidate, asked: PlanRequest) -> set[str]:

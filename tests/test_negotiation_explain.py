@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from negotiation_cases import FULL, GPU, backend, explicit, layer, request, sliding
 
 from slotline.registry.capability import Align, Flag, GraphSupport, Level, Range, Set
 from slotline.registry.errors import ConfigError, NegotiationError
@@ -21,7 +22,6 @@ from slotline.registry.negotiation import (
     negotiate,
     why_not,
 )
-from tests.negotiation_cases import FULL, GPU, backend, explicit, layer, request, sliding
 
 GOLDEN = Path(__file__).parent / "golden"
 DOCS = Path(__file__).parent.parent / "docs" / "negotiation.md"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from negotiation_cases import CPU, FULL, GPU, backend, explicit, layer, request, sliding
 
 from slotline.registry.capability import GraphSupport, Level, Limit, Max
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, Plan, capture_sizes, negotiate
-from tests.negotiation_cases import CPU, FULL, GPU, backend, explicit, layer, request, sliding
 
 
 def plan_for(mode: str, *levels: GraphSupport, draft_tokens: int = 0) -> Plan:

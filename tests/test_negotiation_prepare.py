@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from negotiation_cases import CPU, FULL, PLAIN, backend, layer, request, sliding
 
 from slotline.registry.capability import Flag
 from slotline.registry.config import LoadedConfig, load_config
@@ -24,7 +25,6 @@ from slotline.registry.negotiation import (
     review,
 )
 from slotline.registry.records import PluginRecord, PluginState
-from tests.negotiation_cases import CPU, FULL, PLAIN, backend, layer, request, sliding
 
 FACTS = ModelFacts(
     architecture="LlamaForCausalLM",

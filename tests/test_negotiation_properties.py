@@ -10,13 +10,13 @@ from typing import Any
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from negotiation_cases import CPU, FULL, GPU, SLIDING, backend, explicit, layer, request, sliding, spec
 
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import CODES, Asked, Candidate, Plan, PlanRequest, negotiate
 from slotline.registry.negotiation.needs import Problem
 from slotline.registry.negotiation.search import Search, captures, common_multiples, must_capture
-from tests.negotiation_cases import CPU, FULL, GPU, SLIDING, backend, explicit, layer, request, sliding, spec
 
 NAMES = ("a", "b", "c")
 RUN = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -98,6 +98,22 @@ def test_single_token_requests_come_first_in_the_batch_in_their_order() -> None:
     assert schedule.num_computed.tolist() == [10, 3, 6, 0]
 
 
+@pytest.mark.behaviour(45, 46)
+def test_a_chunk_of_an_urgent_request_stands_behind_single_tokens_of_others() -> None:
+    bench = Bench(max_batched_tokens=6)
+    bench.add("a", 2, max_tokens=9)
+    bench.add("b", 2, max_tokens=9)
+    bench.step()
+    bench.add("urgent", 14, priority=-1, max_tokens=9)
+    bench.step()  # urgent's first 4 tokens
+    schedule = bench.step()  # urgent goes first: 6 tokens, nothing is left for the others
+    assert counts(bench, schedule) == {"urgent": 6}
+    schedule = bench.step()  # its last 4, and one for each of the others
+    assert bench.names(schedule) == ["a", "b", "urgent"]
+    assert (schedule.num_scheduled.tolist(), schedule.num_decodes) == ([1, 1, 4], 2)
+    assert schedule.num_computed.tolist() == [3, 3, 10]
+
+
 def out_of_blocks() -> tuple[Bench, list[Request]]:
     """Three requests of which the last in order has just lost its blocks: 6 blocks of 4 tokens, 2 + 2 + 1 held."""
     bench = Bench(num_blocks=6, max_model_len=16, prefix_caching=False)
@@ -131,11 +147,16 @@ def test_the_last_by_priority_is_preempted_even_if_it_came_first() -> None:
 
 
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
-    bench, (_, _, c) = out_of_blocks()
-    bench.add("d", 1, max_tokens=1)  # one token: would fit into what the preemption freed
+    bench = Bench(num_blocks=7, max_model_len=16, max_batched_tokens=32, prefix_caching=False)
+    _, _, c = (bench.add(name, 7, max_tokens=9) for name in "abc")
+    for _ in range(2):
+        assert not bench.step().preempted
+    urgent = bench.add("urgent", 1, priority=-1, max_tokens=1)  # fits into what the preemption leaves over
     schedule = bench.step()
     assert schedule.preempted == (c,)
+    assert bench.cache.pool.num_free == 1
     assert schedule.admitted == ()
+    assert bench.step().admitted == (urgent,)
 
 
 @pytest.mark.behaviour(16, 33, 40, 41)
@@ -384,5 +405,5 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, derandomize=True, database=None
+    max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )

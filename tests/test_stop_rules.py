@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def test_a_streamed_text_only_grows_and_ends_as_the_whole_one(llm: LLM, stop: tu
     script = ids(llm, "The quick 😀 brown fox jumps over the lazy dog.")
     outputs = streamed(llm, script, stop=stop)
     texts = [output.text for output in outputs]
-    for before, after in zip(texts, texts[1:], strict=False):
+    for before, after in itertools.pairwise(texts):
         assert after.startswith(before)
     whole = say(llm, script, stop=stop)
     assert (texts[-1], outputs[-1].finish_reason, outputs[-1].stop_reason) == (
@@ -197,7 +198,9 @@ def test_a_stream_that_is_dropped_leaves_no_request(llm: LLM) -> None:
 # ---- the detokeniser alone
 
 
-@given(text=st.text(alphabet="ab😀é日 \n", max_size=20), stop=st.lists(st.text("ab ", min_size=1, max_size=5), max_size=2))
+@given(
+    text=st.text(alphabet="ab😀é日 \n", max_size=20), stop=st.lists(st.text("ab ", min_size=1, max_size=5), max_size=2)
+)
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 def test_settled_text_is_always_a_prefix_of_what_comes_out(
     detokenizer_of: Callable[..., Detokenizer], encode: Callable[[str], list[int]], text: str, stop: list[str]

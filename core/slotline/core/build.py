@@ -202,12 +202,13 @@ class EngineBuilder:
     def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], model: Model) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
         budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
-        tokens = budget if device.startswith("cuda") else min(budget, _CPU_PROFILE_TOKENS)
+        most = min(budget, requests * self.planned.max_model_len)  # a step holds no more, however large its budget
+        tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
             runner.run(gatherer.dummy(even_split(tokens, min(requests, tokens))))
             warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
-            return budget / tokens
+            return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
         block_bytes = sum(
@@ -290,11 +291,9 @@ class EngineBuilder:
 
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:
-    """Query lengths of a profiling batch: as even as can be, the rest on the last; they sum to `num_tokens`."""
+    """Query lengths of a profiling batch: as even as can be; they sum to `num_tokens`."""
     each, rest = divmod(num_tokens, num_requests)
-    lens = [each] * num_requests
-    lens[-1] += rest
-    return lens
+    return [each] * (num_requests - rest) + [each + 1] * rest
 
 
 def mixed_split(num_tokens: int, max_requests: int) -> list[int]:

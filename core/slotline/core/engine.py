@@ -151,6 +151,9 @@ class Engine:
             RequestError: with the value and the fix.
         """
         limits, params, length = self.limits, request.params, len(request.prompt_token_ids)
+        for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
+            if not isinstance(value := getattr(request, name), kind):
+                raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be of type {kind.__name__}")
         if request.request_id in self.requests:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
@@ -173,11 +176,6 @@ class Engine:
             raise RequestError(
                 f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
                 fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
-            )
-        if not isinstance(request.priority, int) or not isinstance(request.cache_salt, str):
-            raise RequestError(
-                f"priority={request.priority!r} and cache_salt={request.cache_salt!r} do not fit",
-                fix="priority is an integer, cache_salt a string",
             )
         if request.priority and not limits.priorities:
             raise RequestError(

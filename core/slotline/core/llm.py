@@ -183,7 +183,7 @@ class LLM:
         unknown = set(fields) - {"prompt", "prompt_token_ids", "priority", "cache_salt", "request_id"}
         if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
             raise RequestError(
-                f"a prompt with the keys {sorted(fields)} cannot be read",
+                f"a prompt with the keys {list(fields)} cannot be read",
                 fix="give 'prompt' or 'prompt_token_ids', and optionally 'priority', 'cache_salt', 'request_id'",
             )
         if "prompt_token_ids" not in fields:

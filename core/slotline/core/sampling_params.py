@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attrs import asdict, field, frozen
+from attrs import asdict, field, fields, frozen
 
 from slotline.registry.errors import RequestError
 
@@ -130,6 +130,9 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}",
                 fix="lower min_tokens or raise max_tokens",
             )
+        for name in self.extra_args or ():
+            if name in {parameter.name for parameter in fields(SamplingParams)}:
+                raise RequestError(f"extra_args names {name!r}", fix=f"give it as SamplingParams({name}=...)")
 
     @property
     def greedy(self) -> bool:

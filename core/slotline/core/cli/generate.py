@@ -24,14 +24,14 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--model", metavar="PATH", help="a local Hugging Face folder; default: the small model that ships"
     )
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most output tokens (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
     parser.add_argument(
         "--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this probability (default: 1)"
     )
     parser.add_argument(
         "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)"
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="makes sampled text repeatable")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another text (default: 0)")
     parser.add_argument(
         "--stop", action="append", default=[], metavar="S", help="a string that ends the text; repeatable"
     )
@@ -85,6 +85,8 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:
     """Generate; print what is settled of the text after each step. Returns the last output."""
     printed = ""
+    if show and sys.stdout.isatty() and isinstance(prompt, str):
+        print(prompt, end="", flush=True)  # a person reads the whole; a program that captures gets the continuation
     for output in llm.stream(prompt, params):
         text = output.outputs[0].text
         if show and len(text) > len(printed):
