@@ -335,7 +335,7 @@ def test_a_token_far_from_the_top_keeps_its_rank(tiny: Tiny, engines: Engines) -
     path, (prompt,) = tiny("llama"), random_prompts([6], seed=32)
     worst = int(reference(path, prompt)[-1].argmin())
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=2, logit_bias={worst: 100.0})
-    (entry,) = engines(path).generate([prompt], params)[0].outputs[0].logprobs or ()
+    (entry,) = engines(path).generate([prompt], params)[0].outputs[0].logprobs or [{}]
     assert entry[worst].rank == tiny_models.VOCAB_SIZE
     assert len(entry) == 3
     assert entry[worst].decoded_token is not None
@@ -507,5 +507,5 @@ def test_raw_logprobs_do_not_see_the_processors_of_the_same_batch(tiny: Tiny, en
     path, prompts = tiny("llama"), random_prompts([6, 7], seed=52)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=1, logit_bias={9: 100.0})
     for prompt, output in zip(prompts, engines(path).generate(prompts, params), strict=True):
-        (entry,) = output.outputs[0].logprobs or ()
+        (entry,) = output.outputs[0].logprobs or [{}]
         entries_match(entry, reference(path, prompt)[-1].log_softmax(-1), 9, 1)

@@ -103,9 +103,7 @@ def test_the_folder_is_complete_and_small() -> None:
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) < SIZE_LIMIT
 
 
-@pytest.mark.parametrize(
-    "text", [HELD_OUT, "\tif x:\r\n\t\tpass  \n", "naïve = '日本語 🐍'", " \n\n    \n", ""]
-)
+@pytest.mark.parametrize("text", [HELD_OUT, "\tif x:\r\n\t\tpass  \n", "naïve = '日本語 🐍'", " \n\n    \n", ""])
 def test_the_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text), clean_up_tokenization_spaces=False) == text
 
@@ -113,9 +111,7 @@ def test_the_tokenizer_round_trips(tokenizer: PreTrainedTokenizerFast, text: str
 def test_runs_of_indentation_and_newlines_are_single_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     for run in ("\n", "\n\n", "\n\n\n", " " * 4, " " * 8, " " * 12, " " * 16):
         assert len(tokenizer.encode(run)) == 1, repr(run)
-    assert (
-        len(HELD_OUT) / len(tokenizer.encode(HELD_OUT)) > 2.8
-    )  # characters a token; a byte vocabulary has 1
+    assert len(HELD_OUT) / len(tokenizer.encode(HELD_OUT)) > 2.8  # characters a token; a byte vocabulary has 1
 
 
 def test_special_tokens_and_chat_template(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -126,9 +122,7 @@ def test_special_tokens_and_chat_template(tokenizer: PreTrainedTokenizerFast) ->
     assert tokenizer.encode(text)[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
 
 
-def test_the_model_predicts_code_it_has_not_seen(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_the_model_predicts_code_it_has_not_seen(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """Measured 1.514 nats a token, with a margin of 9 %; a uniform guess costs 8.3."""
     assert mean_loss(model, tokenizer.encode(HELD_OUT)) < 1.65
 

@@ -252,9 +252,10 @@ def byte_fallback_tokenizer() -> FastTokenizer:
 
 def test_words_of_a_marked_space_tokenizer_keep_their_spaces() -> None:
     tokenizer = byte_fallback_tokenizer()
-    detokenizer = Detokenizer(tokenizer, [tokenizer.token_to_id(t) for t in ("<s>", "▁the")])
+    vocab = tokenizer.get_vocab()
+    detokenizer = Detokenizer(tokenizer, [vocab["<s>"], vocab["▁the"]])
     for token in ("▁quick", "fox", "▁the"):
-        detokenizer.append(tokenizer.token_to_id(token))
+        detokenizer.append(vocab[token])
     assert detokenizer.text == " quickfox the"
 
 
