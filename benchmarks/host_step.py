@@ -61,7 +61,7 @@ class NoModel:
         self._logits = torch.zeros(1, VOCAB_SIZE)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Any, wanted: Any) -> torch.Tensor:
-        return torch.zeros(input_ids.shape[0], HIDDEN_SIZE)
+        return torch.zeros(len(input_ids) if wanted is None else len(wanted), HIDDEN_SIZE)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(hidden_states.shape[0], -1)
