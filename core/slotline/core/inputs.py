@@ -73,14 +73,14 @@ class InputGatherer:
     def gather(self, schedule: Schedule, num_padded_tokens: int | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to `num_padded_tokens` if given."""
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
-        token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         seq_lens = computed + counts
+        tables = self._tables(rows, seq_lens)  # first, so that the largest copy is under way while the rest is computed
+        token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         input_ids = self.rows.token_ids[token_rows, positions].astype(np.int64)
         complete = seq_lens == self.rows.num_tokens[rows]
         slots = [
             self._slots(g, k, token_rows, positions) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
-        tables = [self._table(g, k, rows, seq_lens) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)]
         return self._assemble(
             rows=rows,
             counts=counts,
@@ -110,8 +110,10 @@ class InputGatherer:
         seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
         rows = np.zeros(len(counts), np.int64)
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
+        width = int(seq_lens.max(initial=0))
         tables = [
-            np.zeros((len(counts), -(-int(seq_lens.max(initial=0)) // k)), np.int32) for k in self.kernel_block_sizes
+            self.staging.upload(f"block_table.{i}", np.zeros((len(counts), -(-width // size)), np.int32))
+            for i, size in enumerate(self.kernel_block_sizes)
         ]
         return self._assemble(
             rows=rows,
@@ -142,9 +144,13 @@ class InputGatherer:
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
 
-    def _table(self, group: CacheGroup, kernel_block_size: int, rows: Int, seq_lens: Int) -> npt.NDArray[np.int32]:
-        width = -(-int(seq_lens.max(initial=0)) // kernel_block_size)
-        return group.table[:, :width][rows]
+    def _tables(self, rows: Int, seq_lens: Int) -> list[torch.Tensor]:
+        """The block tables of the batch on the device, by cache group, as wide as its longest request needs."""
+        longest = int(seq_lens.max(initial=0))
+        return [
+            self.staging.upload(f"block_table.{i}", group.table[:, : -(-longest // size)][rows])
+            for i, (group, size) in enumerate(zip(self.groups, self.kernel_block_sizes, strict=True))
+        ]
 
     def _assemble(
         self,
@@ -156,7 +162,7 @@ class InputGatherer:
         input_ids: Int,
         positions: Int,
         slots: list[Int],
-        tables: list[npt.NDArray[np.int32]],
+        tables: list[torch.Tensor],
         logits_indices: Int,
         logits_rows: Int,
         num_decodes: int,
@@ -178,7 +184,7 @@ class InputGatherer:
                 max_seq_len=int(seq_lens.max(initial=0)),
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens_device,
-                block_table=upload(f"block_table.{i}", table),
+                block_table=table,
                 slot_mapping=upload(f"slot_mapping.{i}", slot),
                 positions=positions_device,
                 query_start_loc_cpu=starts32,

@@ -77,6 +77,14 @@ class LLM:
             raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
         return self.engine.tokenizer
 
+    def reload_weights(self) -> None:
+        """Read the checkpoint's weights again, in place, and forget the prefixes that the old ones computed.
+
+        Raises:
+            RequestError: if a request is unfinished.
+        """
+        self.engine.reload_weights()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -1,0 +1,219 @@
+"""What is built from a plan: every table of the configuration reaches its part, every layer its group and its cache."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny_models
+import torch
+from attrs import evolve
+
+from slotline.core import LLM, SamplingParams
+from slotline.core.build import EngineBuilder, even_split, mixed_split, uniform_split
+from slotline.core.planning import make_plan
+from slotline.core.staging import CpuStaging, CudaStaging, staging_for
+from slotline.registry.config import load_config
+from slotline.registry.errors import NegotiationError
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+def planned(path: Path, **values: Any) -> Any:
+    return make_plan(
+        load_config(values={"model": str(path), "dtype": "float32", "attention.backend": "torch", **values})
+    )
+
+
+@pytest.mark.behaviour(1, 7)
+def test_one_configuration_reaches_every_part(tiny: Callable[..., Path], engines: Callable[..., LLM]) -> None:
+    llm = engines(
+        tiny("llama"),
+        max_num_seqs=3,
+        max_num_batched_tokens=24,
+        max_model_len=48,
+        block_size=4,
+        seed=11,
+        **{"sampling.logprobs_mode": "raw_logits", "sampling.max_logprobs": 3, "cache.prefix_caching": False},
+    )
+    engine = llm.engine
+    assert (engine.rows.max_requests, engine.rows.max_model_len) == (3, 48)
+    assert engine.scheduler.max_batched_tokens == engine.limits.max_batched_tokens == 24
+    assert engine.scheduler.default_seed == 11
+    assert [group.block_size for group in engine.scheduler.cache.groups] == [4]
+    assert engine.scheduler.cache.prefix_caching is False
+    assert engine.limits.max_logprobs == 3
+    assert engine.runner.normalise_logprobs is False
+    assert engine.check is True
+
+
+@pytest.mark.behaviour(20)
+def test_nothing_asynchronous_is_made_and_asking_for_it_is_refused(tiny: Callable[..., Path]) -> None:
+    with pytest.raises(NegotiationError, match=r"scheduler\.async = true"):
+        LLM(tiny("llama"), **{"scheduler.async": True})
+
+
+@pytest.mark.behaviour(22)
+def test_a_device_brings_its_own_staging() -> None:
+    assert isinstance(staging_for("cpu"), CpuStaging)
+    if torch.cuda.is_available():
+        assert isinstance(staging_for("cuda:0"), CudaStaging)
+
+
+@pytest.mark.behaviour(51)
+def test_the_block_table_is_sent_before_the_rest_is_computed(
+    engines: Callable[..., LLM], tiny: Callable[..., Path]
+) -> None:
+    llm = engines(tiny("llama"))
+    sent: list[str] = []
+
+    class Recording(CpuStaging):
+        def upload(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+            sent.append(name)
+            return super().upload(name, array)
+
+    gatherer, old = llm.engine.gatherer, llm.engine.gatherer.staging
+    gatherer.staging = Recording()
+    try:
+        llm.generate([[1, 2, 3]], GREEDY)
+    finally:
+        gatherer.staging = old
+    assert sent[0] == "block_table.0"
+    assert set(sent) >= {"input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping.0"}
+
+
+@pytest.mark.behaviour(94, 95, 142)
+def test_one_overridable_forward_serves_requests_and_dummy_rows(
+    engines: Callable[..., LLM], tiny: Callable[..., Path]
+) -> None:
+    engine = engines(tiny("llama")).engine
+    seen: list[tuple[int, int]] = []
+    original = engine.runner.forward
+
+    def forward(inputs: Any, attend: Any, wanted: Any = None) -> torch.Tensor:
+        seen.append((inputs.num_tokens, inputs.batches[0].max_seq_len))  # what layers see of the step
+        return original(inputs, attend, wanted)
+
+    engine.runner.forward = forward  # type: ignore[method-assign]
+    try:
+        engine.runner.run(engine.gatherer.dummy([1, 1, 5]))
+        request = engine.add("one", [4, 5, 6], GREEDY)
+        engine.step()
+        engine.abort(request.request_id)
+    finally:
+        engine.runner.forward = original  # type: ignore[method-assign]
+    assert seen == [(7, 5), (3, 3)]
+
+
+@pytest.mark.behaviour(107)
+def test_what_a_step_handed_out_does_not_change_with_the_next(
+    engines: Callable[..., LLM], tiny: Callable[..., Path]
+) -> None:
+    engine = engines(tiny("llama")).engine
+    for i in range(3):
+        engine.add(str(i), [i + 3, 7], GREEDY)
+    first = engine.step()
+    kept = first.rows.copy(), first.token_ids.copy()
+    while engine.has_work:
+        engine.step()
+    np.testing.assert_array_equal(first.rows, kept[0])
+    np.testing.assert_array_equal(first.token_ids, kept[1])
+
+
+@pytest.mark.behaviour(29, 148, 159, 164)
+def test_layers_with_equal_needs_share_a_backend_and_every_layer_has_a_cache(tiny: Callable[..., Path]) -> None:
+    builder = EngineBuilder(planned(tiny("gemma3"), **{"scheduler.max_model_len": 64}))
+    groups, facts = builder._attention_groups(), builder.planned.facts
+    windows = [{layer.window for layer in group.layers} for group in groups]
+    assert all(len(of_group) == 1 for of_group in windows)
+    assert len(windows) == len({next(iter(of_group)) for of_group in windows}) == 2
+    assert sorted(layer.index for group in groups for layer in group.layers) == [layer.index for layer in facts.layers]
+    assert len({id(group.backend) for group in groups}) == len(groups)
+    router = builder._router(groups, builder._specs(), num_blocks=3)
+    assert len(router.caches()) == len(facts.layers)
+
+
+@pytest.mark.behaviour(153, 157)
+def test_caches_are_zeroed_sized_by_the_spec_and_shared_where_a_layer_reads_anothers(tiny: Callable[..., Path]) -> None:
+    plan = planned(tiny("llama"), **{"scheduler.max_model_len": 64})
+    *own, last = plan.facts.layers
+    reader = evolve(last, shares_kv_with=0)
+    groups = tuple(evolve(g, layers=(*own, reader)) for g in plan.plan.groups)
+    cache_groups = tuple(evolve(g, layers=tuple(own)) for g in plan.plan.cache_groups)
+    plan = evolve(
+        plan,
+        facts=evolve(plan.facts, layers=(*own, reader)),
+        plan=evolve(plan.plan, groups=groups, cache_groups=cache_groups),
+    )
+    builder = EngineBuilder(plan)
+    specs = builder._specs()
+    caches = builder._router(builder._attention_groups(), specs, num_blocks=5).caches()
+    assert caches[-1].key.data_ptr() == caches[0].key.data_ptr()
+    assert len({cache.key.data_ptr() for cache in caches}) == len(caches) - 1
+    for layer, cache in zip(own, caches, strict=False):
+        assert cache.key.nbytes + cache.value.nbytes == 5 * specs[0].page_bytes(layer)
+        assert not cache.key.any()
+        assert not cache.value.any()
+
+
+@pytest.mark.behaviour(152, 154)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_layout_decides_strides_and_never_the_shape(layout: str, tiny: Callable[..., Path]) -> None:
+    plan = planned(tiny("llama"), **{"attention.layout": layout, "cache.block_size": 8, "scheduler.max_model_len": 64})
+    builder = EngineBuilder(plan)
+    cache = builder._router(builder._attention_groups(), builder._specs(), num_blocks=3).caches()[0]
+    layer = plan.facts.layers[0]
+    assert cache.key.shape == (3, 8, layer.num_kv_heads, layer.head_size)
+    token, head = cache.key.stride(1), cache.key.stride(2)
+    assert (token > head) == (layout == "NHD")
+    assert cache.key.stride(3) == 1
+    tables = [group.table.shape[1] for group in builder._cache_groups(builder._specs())]
+    assert tables == [64 // 8]  # rows are made once, for the block size that was negotiated
+
+
+@pytest.mark.behaviour(135)
+def test_dummy_batches_add_up() -> None:
+    assert sum(even_split(37, 8)) == sum(mixed_split(37, 8)) == sum(uniform_split(37, 5)) == 37
+    assert mixed_split(10, 8)[:-1] == [1] * 5
+    assert uniform_split(11, 5) == [5, 5, 1]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+@pytest.mark.parametrize("optimize", [False, True])
+def test_the_wanted_tokens_alone_have_the_hidden_states_of_the_whole(
+    family: str, optimize: bool, tiny: Callable[..., Path]
+) -> None:
+    plan = planned(tiny(family), optimize=optimize, **{"scheduler.max_model_len": 64})
+    model = EngineBuilder(plan)._model()
+    wanted = torch.tensor([2, 6, 9])
+    inputs = torch.arange(3, 13), torch.arange(10)
+    with torch.inference_mode():
+        whole = model.forward(*inputs, plain_attend)
+        narrow = model.forward(*inputs, plain_attend, wanted)
+    torch.testing.assert_close(narrow, whole[wanted], atol=1e-5, rtol=1e-5)
+
+
+def plain_attend(
+    layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any = None
+) -> torch.Tensor:
+    """Plain causal attention, enough to compare a model with itself."""
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        key.transpose(0, 1)[None],
+        value.transpose(0, 1)[None],
+        is_causal=True,
+        scale=layer.scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def test_host_step_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["host_step.py", "--requests", "8", "--steps", "5"])
+    runpy.run_path(str(Path(tiny_models.__file__).parent.parent / "benchmarks" / "host_step.py"), run_name="__main__")
+    assert "host cost of a step" in capsys.readouterr().out
