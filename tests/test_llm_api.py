@@ -637,3 +637,36 @@ def test_the_integrity_checker_finds_every_kind_of_damage(damage: Callable[[Engi
     damage(llm.engine)
     with pytest.raises(IntegrityError):
         check_integrity(llm.engine.scheduler)
+
+
+def test_a_request_that_a_processor_fails_on_ends_alone(tiny: Callable[..., Path], engines: Callable[..., LLM]) -> None:
+    llm = engines(tiny("llama"))
+    slot = next(slot for slot in llm.engine.pipeline.slots if slot.name == "logit_bias")
+    original = slot.processor.admit
+
+    def admit(row: int, params: Any, prompt_token_ids: list[int]) -> bool:
+        if prompt_token_ids == [7, 7]:
+            raise RuntimeError("the plugin broke")
+        return original(row, params, prompt_token_ids)
+
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    alone = llm.generate([[3, 4, 5]], params)[0].outputs[0].token_ids
+    slot.processor.admit = admit  # type: ignore[method-assign]
+    try:
+        first, broken, last = llm.generate([[3, 4, 5], [7, 7], [3, 4, 5]], params)
+        (only,) = llm.generate([[7, 7]], params)
+    finally:
+        slot.processor.admit = original  # type: ignore[method-assign]
+    assert first.outputs[0].token_ids == last.outputs[0].token_ids == alone
+    for output in (broken, only):
+        assert output.finished
+        assert output.outputs[0].finish_reason == "error"
+        assert output.outputs[0].stop_reason == "RuntimeError: the plugin broke"
+        assert output.outputs[0].token_ids == []
+
+
+def test_a_stream_refuses_a_mistake_when_it_is_asked_for(
+    tiny: Callable[..., Path], engines: Callable[..., LLM]
+) -> None:
+    with pytest.raises(RequestError, match="empty"):
+        engines(tiny("llama")).stream([])

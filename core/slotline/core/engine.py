@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import operator
 from collections.abc import Sequence
 from time import monotonic
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from slotline.registry.negotiation import Plan
 
 Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
 
 
 @define(kw_only=True, eq=False)
@@ -216,15 +218,15 @@ class Engine:
         """Run one step over everything that is ready."""
         with self.profiler.scope("schedule"):
             schedule = self.scheduler.schedule()
+        schedule, refused = self._admit(schedule)
         if schedule.num_tokens == 0:
-            return StepResult()
-        for request in schedule.admitted:
-            self._admit(request)
+            return StepResult(finished=refused)
         with self.profiler.scope("gather"):
             inputs = self.gatherer.gather(schedule, padded_size(schedule.num_tokens, self.graph_sizes))
         output = self.runner.run(inputs)
         with self.profiler.scope("hand_out"):
             result = self._hand_out(schedule, output)
+        result.finished += refused
         if self.check:
             check_integrity(self.scheduler)
         return result
@@ -242,8 +244,24 @@ class Engine:
             metrics=first.metrics,
         )
 
-    def _admit(self, request: Request) -> None:
-        """A request joins the running ones: the first time, or again after preemption."""
+    def _admit(self, schedule: Schedule) -> tuple[Schedule, list[Request]]:
+        """Prepare the requests that join in this step.
+
+        One that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
+        """
+        refused, rows = [], []
+        for request in schedule.admitted:
+            try:
+                self._prepare(request)
+            except Exception as error:  # a plugin's code may raise anything; the others go on
+                logger.exception("request %r could not be admitted", request.request_id)
+                rows.append(request.row)
+                self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+                refused.append(request)
+        return schedule.without(rows), refused
+
+    def _prepare(self, request: Request) -> None:
+        """What a request needs when it joins for the first time; after preemption it has it."""
         if request.metrics.num_preemptions > 0:
             return
         if request.params.logprobs is not None:

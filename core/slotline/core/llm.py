@@ -136,7 +136,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
-        (group,) = self._add_all([prompt], sampling_params, stream=True)
+        (group,) = self._add_all([prompt], sampling_params, stream=True)  # at once, so that a mistake shows here
+        return self._stream(group)
+
+    def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
         try:
             finished = False
             while not finished:

@@ -28,8 +28,8 @@ class CompletionOutput:
         text: the output's text; empty with `detokenize=False`.
         token_ids: the output's tokens, a stop token included.
         logprobs: one entry per token, None unless asked for.
-        finish_reason: `stop`, `length`, `abort`, or None while running.
-        stop_reason: the stop string or token id that ended it, None for end-of-sequence.
+        finish_reason: `stop`, `length`, `abort`, `error`, or None while running.
+        stop_reason: the stop string or token id that ended it, or the error; None for end-of-sequence.
         cumulative_logprob: sum over the sampled tokens, None unless logprobs were asked for.
     """
 

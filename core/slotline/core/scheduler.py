@@ -8,10 +8,11 @@ blocks run out, the running request that is last in order loses its own and is c
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from slotline.core.cache_manager import CacheManager
 from slotline.core.request import Request, Status
@@ -40,6 +41,21 @@ class Schedule:
     num_decodes: int
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = field(default=())
+
+    def without(self, rows: Sequence[int]) -> Schedule:
+        """The same step without some of its rows."""
+        if not rows:
+            return self
+        kept = ~np.isin(self.rows, rows)
+        counts = self.num_scheduled[kept]
+        return evolve(
+            self,
+            rows=self.rows[kept],
+            num_scheduled=counts,
+            num_computed=self.num_computed[kept],
+            num_tokens=int(counts.sum()),
+            num_decodes=int((counts == 1).sum()),
+        )
 
 
 class Scheduler:
