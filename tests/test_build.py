@@ -217,3 +217,17 @@ def test_host_step_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr("sys.argv", ["host_step.py", "--requests", "8", "--steps", "5"])
     runpy.run_path(str(Path(tiny_models.__file__).parent.parent / "benchmarks" / "host_step.py"), run_name="__main__")
     assert "host cost of a step" in capsys.readouterr().out
+
+
+@pytest.mark.behaviour(134, 136)
+def test_profiling_spreads_its_tokens_over_the_vocabulary(
+    engines: Callable[..., LLM], tiny: Callable[..., Path]
+) -> None:
+    """A mixture of experts that meets one token alone would be profiled on one expert alone."""
+    gatherer = engines(tiny("mixtral")).engine.gatherer
+    spread = gatherer.dummy([16, 16], vocab_size=300)
+    assert len(spread.input_ids.unique()) > 20
+    assert int(spread.input_ids.max()) < 300
+    torch.testing.assert_close(spread.input_ids, gatherer.dummy([16, 16], vocab_size=300).input_ids)
+    assert not gatherer.dummy([16, 16]).input_ids.any()
+    assert (spread.batches[0].slot_mapping == -1).all()

@@ -206,7 +206,8 @@ class EngineBuilder:
         tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
-            runner.run(gatherer.dummy(even_split(tokens, min(requests, tokens))))
+            lens = even_split(tokens, min(requests, tokens))
+            runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
             warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
             return most / tokens
 

@@ -97,13 +97,20 @@ class InputGatherer:
         )
 
     def dummy(
-        self, query_lens: Sequence[int], *, seq_len: int | None = None, num_padded_tokens: int | None = None
+        self,
+        query_lens: Sequence[int],
+        *,
+        seq_len: int | None = None,
+        num_padded_tokens: int | None = None,
+        vocab_size: int = 1,
     ) -> StepInputs:
-        """Inputs of the given shape that read token 0 and write nowhere, for profiling, warm-up and capture.
+        """Inputs of the given shape that write nowhere, for profiling, warm-up and capture.
 
         Args:
             query_lens: tokens of each made-up request.
             seq_len: tokens each pretends to have in the cache; its own query by default.
+            vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
+                of them; 1 gives token 0 alone.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
@@ -120,7 +127,7 @@ class InputGatherer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
-            input_ids=np.zeros(num_tokens, np.int64),
+            input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
             positions=positions,
             slots=[np.full(num_tokens, PAD_SLOT, np.int64) for _ in self.groups],
             tables=tables,
