@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from slotline.core import LLM
 from slotline.core.build import even_split, mixed_split, uniform_split
 from slotline.core.inputs import PAD_SLOT, InputGatherer, StepInputs
-from slotline.core.padding import graph_sizes, padded_size
+from slotline.core.padding import padded_size
 from slotline.core.rows import Rows
 from slotline.core.scheduler import Schedule
 from slotline.core.staging import CpuStaging
 from slotline.registry.contracts import AttentionBatch
+from slotline.registry.negotiation import capture_sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -238,8 +239,8 @@ def test_a_step_is_padded_to_the_next_captured_size_or_not_at_all() -> None:
 
 @pytest.mark.behaviour(21)
 def test_captured_sizes_rise_and_are_multiples_of_the_query_length() -> None:
-    assert graph_sizes((8, 1, 4, 2), uniform_query_len=1, max_requests=4) == (1, 2, 4)
-    assert graph_sizes((8, 1, 4, 2), uniform_query_len=3, max_requests=3) == (3, 6, 9)
+    assert capture_sizes((8, 1, 4, 2), uniform_query_len=1, max_requests=4) == (1, 2, 4)
+    assert capture_sizes((8, 1, 4, 2), uniform_query_len=3, max_requests=3) == (3, 6, 9)
 
 
 @pytest.mark.behaviour(24)

@@ -486,7 +486,13 @@ def test_the_memory_report_adds_up(llm: LLM) -> None:
 def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
     def pool(asked: float | str, useful: int = 10**9) -> int:
         return size_pool(
-            asked, explicit=True, device="cpu", block_bytes=1024, useful_blocks=useful, profile=lambda: 1.0
+            asked,
+            explicit=True,
+            device="cpu",
+            total=2**40,
+            block_bytes=1024,
+            useful_blocks=useful,
+            profile=lambda: 1.0,
         ).num_blocks
 
     assert pool("10KiB") == 11
@@ -496,7 +502,6 @@ def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
         pool("1KB")
 
 
-@pytest.mark.behaviour(142)
 class FixedBuffers:
     """Staging as on a GPU, in host memory: one buffer for each name, of the declared shape, written in every step."""
 
@@ -516,6 +521,7 @@ class FixedBuffers:
         return tensor.numpy().copy()
 
 
+@pytest.mark.behaviour(142)
 @pytest.mark.parametrize(
     "settings",
     [

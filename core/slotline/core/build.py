@@ -72,7 +72,7 @@ class EngineBuilder:
         pipeline = self._pipeline(rows)
         attention = self._attention_groups()
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler)
-        memory = self._size(runner, gatherer, specs, model)
+        memory = self._size(runner, gatherer, specs)
         runner.router = self._router(attention, specs, memory.num_blocks)
         cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
         engine = Engine(
@@ -199,7 +199,7 @@ class EngineBuilder:
         )
         return gatherer, runner
 
-    def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], model: Model) -> MemoryReport:
+    def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec]) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
         budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
         most = min(budget, requests * self.planned.max_model_len)  # a step holds no more, however large its budget
@@ -219,6 +219,7 @@ class EngineBuilder:
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
             device=device,
+            total=plan.device.total_memory,
             block_bytes=block_bytes,
             useful_blocks=requests * sum(held),
             profile=profile,

@@ -42,13 +42,11 @@ class StepResult:
 
     Attributes:
         rows: [n] int64, rows that got a token; `token_ids` [n] int32.
-        progressed: requests among them that are read while they run (streamed, or with stop strings).
         finished: requests that ended in this step; they hold no row any more.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
     token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
-    progressed: list[Request] = field(factory=list)
     finished: list[Request] = field(factory=list)
 
 
@@ -278,10 +276,9 @@ class Engine:
         rows.append(output.rows, output.token_ids)
         self._record(output)
         stopped, reasons, causes = self._stopped(output)
-        progressed = [rows.request(row) for row in output.rows[rows.streams[output.rows]].tolist()]
         finished = [rows.request(row) for row in stopped]
         self._finish(finished, reasons, causes)
-        return StepResult(rows=output.rows, token_ids=output.token_ids, progressed=progressed, finished=finished)
+        return StepResult(rows=output.rows, token_ids=output.token_ids, finished=finished)
 
     def _record(self, output: StepOutput) -> None:
         """Keep log-probabilities, NaN counts and first-token times."""

@@ -41,6 +41,7 @@ def size_pool(
     *,
     explicit: bool,
     device: str,
+    total: int,
     block_bytes: int,
     useful_blocks: int,
     profile: Callable[[], float],
@@ -50,6 +51,7 @@ def size_pool(
     Args:
         asked: a share of the device's memory, or a size for the cache.
         explicit: whether the user named it.
+        total: bytes of the device's memory.
         block_bytes: bytes of one block over all layers.
         useful_blocks: more than this no set of running requests can use at a time.
         profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
@@ -58,7 +60,6 @@ def size_pool(
         CapacityError: if not even one block fits.
     """
     activations = _measure(device, profile)
-    total = _total(device)
     if isinstance(asked, str):
         cache = size_in_bytes(asked)
     elif device.startswith("cuda"):
@@ -91,14 +92,6 @@ def zeroed_bytes(count: int, device: str) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)[:count]
-
-
-def _total(device: str) -> int:
-    return (
-        torch.cuda.get_device_properties(device).total_memory
-        if device.startswith("cuda")
-        else psutil.virtual_memory().total
-    )
 
 
 def _measure(device: str, profile: Callable[[], float]) -> int:

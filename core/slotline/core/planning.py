@@ -66,8 +66,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         SlotlineError: of the kind that fits; nothing has been allocated then.
     """
     config = loaded.config
-    registry = discover(loaded)
-    loaded = loaded.check_plugin_tables(registry.installed())
+    registry = PluginRegistry.discover(loaded)
     _refuse_unserved(loaded, registry)
     _load_named(loaded, registry)
     device = resolve_device(config.device)
@@ -100,11 +99,6 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         max_model_len=max_model_len,
         plan=plan,
     )
-
-
-def discover(loaded: LoadedConfig) -> PluginRegistry:
-    """The plugins of this environment, by the configuration's rules."""
-    return PluginRegistry.discover(loaded.plugin_rules, inline=loaded.inline_plugins, strict=loaded.config.strict)
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
@@ -215,7 +209,7 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:
-    record = next(r for r in registry.records() if r.descriptor is descriptor)
+    record = registry.record(descriptor.kind, descriptor.name)
     return Part(
         kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution, version=record.version
     )

@@ -73,7 +73,7 @@ class Runner:
         scope = self.profiler.scope
         with scope("plan"):
             attend = self.router.plan(inputs.batches)
-        whole = self._wants_prompt_logprobs(inputs)
+        whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
         with scope("forward"):
             hidden = self.forward(inputs, attend, None if whole else inputs.logits_indices)
         with scope("logits"):
@@ -84,7 +84,9 @@ class Runner:
         with scope("sample"):
             tokens, final = sample(processed, batch)
         with scope("output"):
-            return self._output(inputs, hidden, logits, final, tokens, batch)
+            output = self._output(logits, final, tokens, batch)
+            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden) if whole else {}
+        return output
 
     def forward(self, inputs: StepInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
@@ -92,23 +94,12 @@ class Runner:
             wanted = None  # each request has one token: all are wanted, in order
         return self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
 
-    def _wants_prompt_logprobs(self, inputs: StepInputs) -> bool:
-        return bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())
-
     def _output(
-        self,
-        inputs: StepInputs,
-        hidden: torch.Tensor,
-        logits: torch.Tensor,
-        final: torch.Tensor,
-        tokens: torch.Tensor,
-        batch: SamplingBatch,
+        self, logits: torch.Tensor, final: torch.Tensor, tokens: torch.Tensor, batch: SamplingBatch
     ) -> StepOutput:
         output = StepOutput(rows=batch.rows, token_ids=self.staging.download(tokens).astype(np.int32))
         if (self.rows.num_logprobs[batch.rows] >= 0).any():
             output.logprobs = self._logprobs(logits if self.raw_logprobs else final, tokens, batch.rows)
-        if self._wants_prompt_logprobs(inputs):
-            output.prompt_logprobs = self._prompt_logprobs(inputs, hidden)
         if self.count_nans:
             counts = self.staging.download(logits.isnan().sum(dim=-1))
             output.num_nans = {int(batch.rows[i]): int(counts[i]) for i in np.flatnonzero(counts)}

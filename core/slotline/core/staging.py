@@ -55,7 +55,7 @@ class _Buffer:
 
 
 class CudaStaging:
-    """Pinned double buffers, persistent device buffers, and a copy stream for results."""
+    """Pinned double buffers on the way there, a pinned buffer and an event on the way back."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
