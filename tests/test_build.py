@@ -231,3 +231,11 @@ def test_profiling_spreads_its_tokens_over_the_vocabulary(
     torch.testing.assert_close(spread.input_ids, gatherer.dummy([16, 16], vocab_size=300).input_ids)
     assert not gatherer.dummy([16, 16]).input_ids.any()
     assert (spread.batches[0].slot_mapping == -1).all()
+
+
+def test_a_table_of_a_plugin_that_is_not_installed_is_said_in_the_log(
+    tiny: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", logger="slotline"):
+        LLM(tiny("llama"), max_model_len=32, max_num_seqs=2, memory="1MiB", **{"backend.ghost.strength": 3})
+    assert any("ghost" in record.getMessage() for record in caplog.records)

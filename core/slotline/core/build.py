@@ -50,7 +50,10 @@ def build_engine(loaded: LoadedConfig) -> Engine:
     Raises:
         SlotlineError: of the kind that fits.
     """
-    engine = EngineBuilder(make_plan(loaded)).build()
+    planned = make_plan(loaded)
+    for warning in planned.registry.warnings:
+        logger.warning(warning)
+    engine = EngineBuilder(planned).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     return engine
 
