@@ -19,12 +19,6 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionConte
 MAX_KERNEL_QUERY = 16
 """Query tokens of one request that the kernels take; above it, gathering for flash attention pays."""
 
-_TAGS = {
-    torch.float32: np.empty(0, np.float32),
-    torch.bfloat16: np.empty(0, np.uint16),
-    torch.float16: np.empty(0, np.int16),
-}
-
 
 class Plan(NamedTuple):
     """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
@@ -66,7 +60,6 @@ class CpuBackend:
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._read_new = context.dtype == context.kv_dtype
         self._bound: dict[int, Bound] = {}
-        self._no_sinks = np.empty(0, np.float32)
         self._threads = kernels.use_threads(torch.get_num_threads())
         group = layer.num_heads // layer.num_kv_heads
         self._kernels = kernels.compile_for(group, layer.head_size, layer.head_size_v)
@@ -143,7 +136,7 @@ class CpuBackend:
         target = _packed(out)  # a copy only where heads do not lie side by side
         addresses = (query.data_ptr(), *bound.addresses, target.data_ptr(), lse.data_ptr())
         strides = (query.stride(0), target.stride(0), lse.stride(0))
-        logits = self._no_sinks if sinks is None else sinks.detach().float().numpy()
+        logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().numpy()
         self._kernels.attend(plan.arrays, (bound.shape, bound.scalars, logits), addresses, strides, bound.tags)
         if target is not out:
             out.copy_(target)
@@ -162,7 +155,7 @@ def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, dtype: torch.d
         np.array(shape, np.int64),
         np.array([layer.scale, layer.soft_cap or 0.0], np.float32),
         (cache.key.data_ptr(), cache.value.data_ptr()),
-        (_TAGS[dtype], _TAGS[cache.key.dtype]),
+        (kernels.TAGS[dtype], kernels.TAGS[cache.key.dtype]),
     )
 
 

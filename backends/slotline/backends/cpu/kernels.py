@@ -18,6 +18,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
@@ -28,6 +29,14 @@ MIN_SPLIT = 64
 """Fewest keys that are worth a thread of their own."""
 NO_SCORE = np.float32(-1e30)
 """Below any real score; finite, since the compiler is told that there are no infinities."""
+
+TAGS = {
+    torch.float32: np.empty(0, np.float32),
+    torch.bfloat16: np.empty(0, np.uint16),
+    torch.float16: np.empty(0, np.int16),
+}
+"""The element tag of each dtype."""
+NO_SINKS = np.empty(0, np.float32)
 
 # A piece: query tokens of one request that share one pass over its keys [START, END).
 REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
@@ -466,6 +475,43 @@ def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: 
                 stored[d] = row[d]
             begin += size
             place += strides[2]
+
+
+@_entry(parallel=True, fastmath=True)
+def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any, tag: Any) -> None:
+    """Causal softmax of one block of queries: scores [rows, keys] float32 to weights [rows, keys] of `tag`.
+
+    Row r is query token r % size of query head r // size and sees the keys up to first + r % size; the others get the
+    weight 0. `shape` is (rows, keys, first, size, elements between heads in the log-sum-exp, its first token); the
+    log-sum-exp [heads, tokens] float32 is written too. Weights and scores may be one array. Sinks as in `attend`.
+    """
+    rows, keys, first, size, lse_stride, token = shape
+    unbounded = 1 << 60
+    all_scores = carray(_pointer(scores_at, lse_at[1]), unbounded)
+    all_weights = carray(_pointer(weights_at, tag), unbounded)
+    lse = carray(_pointer(lse_at[0], lse_at[1]), unbounded)
+    for row in prange(rows):
+        scores, weights = all_scores[row * keys : row * keys + keys], all_weights[row * keys : row * keys + keys]
+        head = row // size
+        seen = first + row - head * size + 1
+        best = NO_SCORE
+        for j in range(seen):
+            best = max(best, scores[j])
+        if sinks.shape[0] > 0:
+            best = max(best, sinks[head])
+        total = np.float32(0.0)
+        for j in range(seen):
+            weight = _exp(scores[j] - best)
+            scores[j] = weight
+            total += weight
+        if sinks.shape[0] > 0:
+            total += _exp(sinks[head] - best)
+        factor = np.float32(1.0) / total
+        for j in range(seen):
+            weights[j] = _narrow(scores[j] * factor, tag)
+        for j in range(seen, keys):
+            weights[j] = _narrow(np.float32(0.0), tag)
+        lse[head * lse_stride + token + row - head * size] = best + np.float32(math.log(total))
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from slotline.backends.cpu import kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
 
 MAX_MASKED_QUERY = 1024
@@ -100,11 +101,11 @@ def run_prefill(
     heads = query[rows].view(-1, layer.num_kv_heads, group, layer.head_size).permute(1, 2, 0, 3)  # [Hkv, G, q, D]
     keys, values = (t.permute(1, 0, 2).unsqueeze(1).expand(-1, group, -1, -1) for t in (keys, values))  # [Hkv, G, L, D]
     if prefill.complete and prefill.query_len <= MAX_BLOCKED:
-        result, norm = _blocked(heads, keys[:, 0], values[:, 0], layer.scale)
-    else:
-        result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale
-        )  # [Hkv, G, q, D], [Hkv, G, q]
+        _blocked(heads, keys[:, 0], values[:, 0], layer.scale, out[rows], lse[:, rows], sinks)
+        return
+    result, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        heads, keys, values, 0.0, prefill.mask is None, attn_mask=prefill.mask, scale=layer.scale
+    )  # [Hkv, G, q, D], [Hkv, G, q]
     result, norm = result.flatten(0, 1).transpose(0, 1), norm.flatten(0, 1)
     if sinks is not None:
         # A sink is one more key without value: it takes exp(sink) of the sum under the softmax.
@@ -116,32 +117,44 @@ def run_prefill(
 
 
 def _blocked(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
     """Causal attention of a whole prompt: query [Hkv, G, L, D], key and value [Hkv, L, D].
 
-    Scores and softmax are float32 whatever the dtype. Returns [Hkv, G, L, D] of the value's dtype and the natural
-    log-sum-exp [Hkv, G, L] float32.
+    Scores and softmax are float32 whatever the dtype; weights are rounded to the value's. Fills out [L, H, D] and the
+    natural log-sum-exp lse [H, L] float32.
     """
     kv_heads, group, length, _ = query.shape
     query = query.float() * scale
     keys = key.float().transpose(1, 2)  # [Hkv, D, L]
-    out = value.new_empty((kv_heads, group, length, value.shape[-1]))
-    lse = query.new_empty((kv_heads, group, length))
-    hidden = torch.full((QUERY_BLOCK, QUERY_BLOCK), -torch.inf).triu_(1)  # keys after the query, on the diagonal block
+    block_rows = kv_heads * group * min(length, QUERY_BLOCK)
+    room = torch.empty(block_rows * length, dtype=torch.float32)
+    weights_room = room if value.dtype == torch.float32 else value.new_empty(block_rows * length)
+    logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().numpy()
     for first in range(0, length, QUERY_BLOCK):
         end = min(length, first + QUERY_BLOCK)
         size = end - first
+        rows = kv_heads * group * size
         block = query[:, :, first:end].reshape(kv_heads, group * size, -1)
-        scores = torch.bmm(block, keys[:, :, :end])  # [Hkv, G * size, end]
-        scores.view(kv_heads, group, size, end)[..., first:] += hidden[:size, :size]
-        highest = scores.amax(-1, keepdim=True)
-        weights = scores.sub_(highest).exp_()
-        total = weights.sum(-1, keepdim=True)  # [Hkv, G * size, 1]
-        mixed = torch.bmm(weights.to(value.dtype), value[:, :end]) / total
-        out[:, :, first:end] = mixed.view(kv_heads, group, size, -1)
-        lse[:, :, first:end] = (highest + total.log()).view(kv_heads, group, size)
-    return out, lse
+        scores = room[: rows * end].view(kv_heads, group * size, end)
+        weights = weights_room[: rows * end].view(scores.shape)
+        torch.bmm(block, keys[:, :, :end], out=scores)
+        kernels.soften(
+            scores.data_ptr(),
+            weights.data_ptr(),
+            (lse.data_ptr(), kernels.TAGS[torch.float32]),
+            (rows, end, first, size, lse.stride(0), first),
+            logits,
+            kernels.TAGS[value.dtype],
+        )
+        mixed = torch.bmm(weights, value[:, :end])  # [Hkv, G * size, D]
+        out[first:end].view(size, kv_heads, group, -1).copy_(mixed.view(kv_heads, group, size, -1).permute(2, 0, 1, 3))
 
 
 def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:

@@ -114,24 +114,33 @@ def _rms_norm_bfloat16(x_at, weight_at, out_at, rows, n, eps, offset):  # type: 
 
 def _rotate_float32(x_at, cos_at, sin_at, rows, stride, heads, size, rotary, cos_size):  # type: ignore[no-untyped-def]
     half, second = rotary // 2, cos_size - rotary // 2
-    x, cos, sin = carray(x_at, (rows * stride,)), carray(cos_at, (rows, cos_size)), carray(sin_at, (rows, cos_size))
+    x, cos, sin = carray(x_at, (rows * stride,)), carray(cos_at, (rows * cos_size,)), carray(sin_at, (rows * cos_size,))
     for row in range(rows):
+        at = row * cos_size
+        cos_left, sin_left = cos[at : at + half], sin[at : at + half]
+        at += second
+        cos_right, sin_right = cos[at : at + half], sin[at : at + half]
         for head in range(heads):
             at = row * stride + head * size
+            left, right = x[at : at + half], x[at + half : at + rotary]
             for i in range(half):
-                left, right = x[at + i], x[at + half + i]
-                x[at + i] = left * cos[row, i] - right * sin[row, i]
-                x[at + half + i] = right * cos[row, second + i] + left * sin[row, second + i]
+                a, b = left[i], right[i]
+                left[i] = a * cos_left[i] - b * sin_left[i]
+                right[i] = b * cos_right[i] + a * sin_right[i]
 
 
 def _rotate_bfloat16(x_at, cos_at, sin_at, rows, stride, heads, size, rotary, cos_size):  # type: ignore[no-untyped-def]
     half, second = rotary // 2, cos_size - rotary // 2
-    x, cos, sin = carray(x_at, (rows * stride,)), carray(cos_at, (rows, cos_size)), carray(sin_at, (rows, cos_size))
+    x, cos, sin = carray(x_at, (rows * stride,)), carray(cos_at, (rows * cos_size,)), carray(sin_at, (rows * cos_size,))
     for row in range(rows):
+        at = row * cos_size
+        cos_left, sin_left = cos[at : at + half], sin[at : at + half]
+        at += second
+        cos_right, sin_right = cos[at : at + half], sin[at : at + half]
         for head in range(heads):
             at = row * stride + head * size
+            left, right = x[at : at + half], x[at + half : at + rotary]
             for i in range(half):
-                left, right = _widen(x[at + i]), _widen(x[at + half + i])
-                x[at + i] = _narrow(left * _widen(cos[row, i]) - right * _widen(sin[row, i]))
-                turned = right * _widen(cos[row, second + i]) + left * _widen(sin[row, second + i])
-                x[at + half + i] = _narrow(turned)
+                a, b = _widen(left[i]), _widen(right[i])
+                left[i] = _narrow(a * _widen(cos_left[i]) - b * _widen(sin_left[i]))
+                right[i] = _narrow(b * _widen(cos_right[i]) + a * _widen(sin_right[i]))
