@@ -1,0 +1,1 @@
+"""Checks of attention plugins; importing this package registers them."""

@@ -1,0 +1,1 @@
+"""Checks of drafter plugins; importing this package registers them."""

@@ -1,0 +1,1 @@
+"""Checks of kv_spec plugins; importing this package registers them."""

@@ -1,0 +1,1 @@
+"""Checks of logits_processor plugins; importing this package registers them."""

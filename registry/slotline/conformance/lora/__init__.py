@@ -1,0 +1,1 @@
+"""Checks of lora plugins; importing this package registers them."""

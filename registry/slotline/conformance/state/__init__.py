@@ -1,0 +1,1 @@
+"""Checks of state plugins; importing this package registers them."""

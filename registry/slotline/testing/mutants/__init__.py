@@ -1,0 +1,65 @@
+"""Plugins that are wrong on purpose, one bug each: the proof that the suite sees what it claims to see.
+
+Each kind has a module here with `MUTANTS`, and with `CORRECT`, implementations that differ in arithmetic but are right.
+The suite's own acceptance test holds that every mutant is killed by a mandatory check at the level it states, and that
+no correct one fails anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from attrs import frozen
+
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.testing.check import Level
+
+_MODULES: Mapping[Kind, str] = MappingProxyType(
+    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind is not Kind.MODEL_FAMILY}
+)
+
+
+@frozen
+class Mutant:
+    """One broken plugin.
+
+    Attributes:
+        name: of the bug, in a few hyphenated words; unique within the kind.
+        summary: what is wrong, in a sentence.
+        level: the lowest level that can see it, where a mandatory check must kill it.
+        descriptor: of the plugin.
+    """
+
+    name: str
+    summary: str
+    level: Level
+    descriptor: Descriptor[Any]
+
+    @property
+    def kind(self) -> Kind:
+        return self.descriptor.kind
+
+
+@frozen
+class Correct:
+    """One right implementation: its descriptor, and how it differs from the others."""
+
+    summary: str
+    descriptor: Descriptor[Any]
+
+
+def all_mutants(kind: Kind | None = None) -> tuple[Mutant, ...]:
+    """The mutants of a kind, or of all."""
+    return tuple(mutant for module in _modules(kind) for mutant in module.MUTANTS)
+
+
+def all_correct(kind: Kind | None = None) -> tuple[Correct, ...]:
+    """The right implementations of a kind, or of all."""
+    return tuple(right for module in _modules(kind) for right in module.CORRECT)
+
+
+def _modules(kind: Kind | None) -> list[Any]:
+    return [importlib.import_module(name) for key, name in _MODULES.items() if kind in (None, key)]

@@ -1,0 +1,1 @@
+"""Small, correct, slow plugins of each kind, which mutants change one piece of."""

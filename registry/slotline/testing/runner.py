@@ -1,0 +1,197 @@
+"""Running checks without pytest: from a plugin to records."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+from attrs import field, frozen
+
+from slotline.testing.check import Case, Check, Family, Level, NotApplicable, Run, all_checks
+from slotline.testing.subject import Subject, subject_of
+
+
+class Outcome(StrEnum):
+    """How a run of a check ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # not declared, or not applicable on this machine
+    XFAILED = "xfailed"  # failed as expected
+    XPASSED = "xpassed"  # passed against a strict expectation: an error
+    DISABLED = "disabled"  # a random check that was switched off, with a reason
+
+
+@frozen(kw_only=True)
+class Record:
+    """The result of one run of one check.
+
+    Attributes:
+        id: of the check.
+        level, family, since, profile, mandatory: of the check.
+        case: its parameters.
+        outcome: how it ended.
+        reason: why it was skipped or failed, in one or a few lines.
+        seconds: wall time.
+        error, allowed, baseline, ratio: worst measured error, where the check measures one.
+        seed: of the run.
+        reproducer: a command that runs it alone.
+        details: the traceback of a failure, and anything else that was measured.
+    """
+
+    id: str
+    level: Level
+    family: Family
+    since: int
+    profile: str
+    mandatory: bool
+    case: Case
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0
+    error: float | None = None
+    allowed: float | None = None
+    baseline: float | None = None
+    ratio: float | None = None
+    seed: int = 0
+    reproducer: str = ""
+    details: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def bad(self) -> bool:
+        """Whether it stands against the plugin."""
+        return self.mandatory and self.outcome in (Outcome.FAILED, Outcome.XPASSED)
+
+
+def check_plugin(
+    target: Any,
+    *,
+    level: Level = Level.ENGINE,
+    only: Callable[[Check], bool] | None = None,
+    stop_at_first: bool = False,
+    on_record: Callable[[Record], None] | None = None,
+    **subject_options: Any,
+) -> list[Record]:
+    """Run the conformance checks of a plugin's kind up to `level` and return a record of each run.
+
+    Args:
+        target: a descriptor, a class with one, or a dotted path; see `subject_of`, which takes the other options.
+        level: the highest level to run.
+        only: takes part only where this says so.
+        stop_at_first: end with the first record that stands against the plugin, which is of the lowest level.
+        on_record: called with each record at once.
+
+    Raises:
+        SlotlineError: if the plugin cannot be loaded or cannot run here at all.
+    """
+    subject = target if isinstance(target, Subject) else subject_of(target, **subject_options)
+    records = []
+    for item in all_checks(subject.kind):
+        if item.level > level or (only is not None and not only(item)):
+            continue
+        for record in run_check(item, subject):
+            records.append(record)
+            if on_record is not None:
+                on_record(record)
+            if stop_at_first and record.bad:
+                return records
+    return records
+
+
+def run_check(item: Check, subject: Subject) -> Iterator[Record]:
+    """A record for each case of one check."""
+    cases, reason = cases_of(item, subject)
+    if reason is not None:
+        yield record_of(item, {}, Outcome.SKIPPED, reason=reason)
+    for case in cases:
+        yield run_case(item, subject, case)
+
+
+def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | None]:
+    """The cases of a check, or why it has none. What is informational runs just where it is not declared."""
+    if item.since > subject.contract:
+        return (), f"since contract {item.since}, the plugin speaks {subject.contract}"
+    refusal = subject.refusal(item.needs)
+    if item.family is Family.DECLARED and refusal is not None:
+        return (), refusal
+    if item.family is not Family.DECLARED and item.needs and refusal is None:
+        return (), "declared"
+    try:
+        cases = tuple(item.cases(subject))
+    except NotApplicable as reason:
+        return (), str(reason)
+    return cases, None if cases else "no value of it is declared"
+
+
+def run_case(item: Check, subject: Subject, case: Case) -> Record:
+    """Run a check once; whatever the plugin raises is a failure."""
+    run = Run(subject, case, seed_of(item, case))
+    started = time.perf_counter()
+    outcome, reason, details = Outcome.PASSED, "", {}
+    try:
+        item.function(run)
+        _synchronize(subject)
+    except NotApplicable as why:
+        outcome, reason = Outcome.SKIPPED, str(why)
+    except Exception as error:  # whatever a plugin raises
+        outcome, reason = Outcome.FAILED, _reason(error)
+        details = {"traceback": traceback.format_exc()}
+    known = {name: run.measured[name] for name in ("error", "allowed", "baseline", "ratio") if name in run.measured}
+    rest = {name: value for name, value in run.measured.items() if name not in known}
+    seconds = time.perf_counter() - started
+    return record_of(
+        item, case, outcome, reason=reason, seconds=seconds, seed=run.seed, details=details | rest, **known
+    )
+
+
+def record_of(item: Check, case: Case, outcome: Outcome, **values: Any) -> Record:
+    """A record with what the check says of itself filled in."""
+    return Record(
+        id=item.id,
+        level=item.level,
+        family=item.family,
+        since=item.since,
+        profile=item.profile,
+        mandatory=item.mandatory,
+        case=dict(case),
+        outcome=outcome,
+        **values,
+    )
+
+
+def seed_of(item: Check, case: Case) -> int:
+    """The same for the same check and case on every machine."""
+    return zlib.crc32(f"{item.id} {sorted(case.items())}".encode())
+
+
+def level_reached(records: Iterable[Record]) -> Level | None:
+    """The highest level such that no record up to it stands against the plugin or was expected to fail.
+
+    A level counts only if something ran there; None if the contract level itself is not reached.
+    """
+    items = [record for record in records if record.mandatory]
+    reached = None
+    for level in Level:
+        own = [record for record in items if record.level == level]
+        if any(record.bad or record.outcome in (Outcome.XFAILED, Outcome.DISABLED) for record in own):
+            break
+        if any(record.outcome is Outcome.PASSED for record in own):
+            reached = level
+    return reached
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+
+
+def _synchronize(subject: Subject) -> None:
+    """A fault of an asynchronous device must fail the check that caused it, not the next one."""
+    if subject.device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
