@@ -3,6 +3,7 @@
 from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
 from slotline.registry.negotiation.graphs import capture_sizes
+from slotline.registry.negotiation.parts import part_reasons
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
     Conflict,
@@ -55,6 +56,7 @@ __all__ = [
     "group_layers",
     "kv_spec_candidates",
     "negotiate",
+    "part_reasons",
     "prepare_request",
     "review",
     "why_not",

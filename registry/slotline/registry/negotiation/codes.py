@@ -253,6 +253,70 @@ _ALL = (
         "Graphs of all batches were asked for by name, and the backend's forward can never be captured.",
         "Choose another backend, or set `graphs.mode` to 'auto'.",
     ),
+    # --- drafters, logits processors, state backends, LoRA
+    _code(
+        "N112",
+        _R,
+        "state kind",
+        "The state backend does not serve layers of this kind.",
+        "Install or name a state backend that lists the kind.",
+    ),
+    _code(
+        "N161",
+        _R,
+        "draft length",
+        "More draft tokens were asked for than the drafter proposes in a row.",
+        "Lower `drafter.tokens`, or choose another drafter.",
+    ),
+    _code(
+        "N162",
+        _R,
+        "draft positions",
+        "The logits processor is not right at draft positions, and a drafter is configured.",
+        "Do without the drafter or without the processor.",
+    ),
+    _code(
+        "N177",
+        _R,
+        "rollback",
+        "Drafts may be rejected, and the state backend cannot go back to the accepted position.",
+        "Do without the drafter, or choose another state backend.",
+    ),
+    _code(
+        "N178",
+        _R,
+        "checkpoints",
+        "Prefix caching needs copies of a state, and the state backend cannot make them.",
+        "Set `cache.prefix_caching = false`, or choose another state backend.",
+    ),
+    _code(
+        "N133",
+        _R,
+        "target modules",
+        "The LoRA plugin has no kernels for this kind of module.",
+        "Use an adapter for other modules, or choose another LoRA plugin.",
+    ),
+    _code(
+        "N134",
+        _R,
+        "adapter rank",
+        "The rank is above what the LoRA plugin holds.",
+        "Lower `lora.max_rank`, or choose another LoRA plugin.",
+    ),
+    _code(
+        "N135",
+        _R,
+        "number of adapters",
+        "More adapters at a time were asked for than the LoRA plugin holds.",
+        "Lower `lora.max_adapters`, or choose another LoRA plugin.",
+    ),
+    _code(
+        "N136",
+        _R,
+        "adapter variant",
+        "The adapter is of a variant (rank-stabilised, DoRA) that the LoRA plugin does not do.",
+        "Use a plain adapter, or choose another LoRA plugin.",
+    ),
     # --- choice
     _code(
         "N190",
@@ -427,6 +491,16 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "batch_invariant": "N175",
         "lse": "N176",
         "graphs": "N180",
+        "state_kinds": "N112",
+        "target_modules": "N133",
+        "max_rank": "N134",
+        "max_adapters": "N135",
+        "rslora": "N136",
+        "dora": "N136",
+        "max_tokens": "N161",
+        "speculation": "N162",
+        "rollback": "N177",
+        "checkpoints": "N178",
     }
 )
 """Which code a refusal by a capability carries; N179 for those not listed."""
