@@ -11,6 +11,7 @@ from attrs import define, evolve
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.drafting import Drafting
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.inputs import InputGatherer
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
@@ -26,6 +27,7 @@ from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     AttentionContext,
+    DrafterContext,
     KVCache,
     KVSpec,
     KVSpecContext,
@@ -74,7 +76,8 @@ class EngineBuilder:
         profiler = StepProfiler(enabled=config.observability.profile)
         pipeline = self._pipeline(rows)
         attention = self._attention_groups()
-        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler)
+        drafting = self._drafting(rows)
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
         memory = self._size(runner, gatherer, specs)
         runner.router = self._router(attention, specs, memory.num_blocks)
         cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
@@ -86,6 +89,7 @@ class EngineBuilder:
             runner=runner,
             pipeline=pipeline,
             profiler=profiler,
+            drafting=drafting,
             limits=self._limits(),
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
@@ -186,10 +190,12 @@ class EngineBuilder:
         specs: list[KVSpec],
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
+        drafting: Drafting | None,
     ) -> tuple[InputGatherer, Runner]:
         config, staging = self.planned.loaded.config, staging_for(self.planned.device)
         kernel_sizes = [group.kernel_block_size for group in self.planned.plan.cache_groups]
-        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, config.scheduler.max_batched_tokens)
+        most_drafts = drafting.num_tokens if drafting else 0
+        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, config.scheduler.max_batched_tokens, most_drafts)
         runner = Runner(
             model,
             self._router(attention, specs, num_blocks=1),  # the null block alone, for profiling
@@ -197,6 +203,7 @@ class EngineBuilder:
             pipeline,
             staging,
             profiler,
+            drafting,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
         )
@@ -265,6 +272,33 @@ class EngineBuilder:
                 )
             )
         return ProcessorPipeline(slots, rows, _PROCESSED)
+
+    def _drafting(self, rows: Rows) -> Drafting | None:
+        descriptor, facts = self.planned.drafter, self.planned.facts
+        if descriptor is None:
+            return None
+        loaded = self.planned.loaded
+        path = loaded.path("drafter.path")
+        context = DrafterContext(
+            contract=bind_contract(descriptor),
+            num_tokens=loaded.config.drafter.tokens,
+            vocab_size=facts.vocab_size,
+            hidden_size=facts.hidden_size,
+            max_requests=rows.max_requests,
+            max_model_len=rows.max_model_len,
+            device=self.planned.device,
+            dtype=self.planned.plan.dtype,
+            path=str(path) if path else None,
+            options=self._options(descriptor),
+        )
+        return Drafting(
+            resolve_factory(descriptor)(context),
+            descriptor.capabilities,
+            rows,
+            num_tokens=context.num_tokens,
+            vocab_size=facts.vocab_size,
+            device=self.planned.device,
+        )
 
     def _limits(self) -> EngineLimits:
         config = self.planned.loaded.config

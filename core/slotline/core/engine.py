@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from attrs import define, field
 
 from slotline.core.detokenizer import Detokenizer
+from slotline.core.drafting import Drafting
 from slotline.core.inputs import InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
@@ -75,6 +77,7 @@ class Engine:
         runner: Runner,
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
+        drafting: Drafting | None = None,
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
@@ -90,6 +93,7 @@ class Engine:
         self.runner = runner
         self.pipeline = pipeline
         self.profiler = profiler
+        self.drafting = drafting
         self.limits = limits
         self.tokenizer = tokenizer
         self.memory = memory
@@ -224,6 +228,9 @@ class Engine:
         output = self.runner.run(inputs)
         with self.profiler.scope("hand_out"):
             result = self._hand_out(schedule, output)
+        if self.drafting is not None:
+            with self.profiler.scope("draft"):
+                self._draft(self.drafting, output)
         result.finished += refused
         if self.check:
             check_integrity(self.scheduler)
@@ -267,38 +274,68 @@ class Engine:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.pipeline.admit(request)
+        if self.drafting is not None:
+            self.drafting.admit(request)
 
     def _hand_out(self, schedule: Schedule, output: StepOutput) -> StepResult:
         """Write the step's results into rows, cache and requests, and let finished requests go."""
         rows = self.rows
         rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        if output.draft_positions is not None:  # what was computed for rejected drafts does not count
+            rows.num_drafts[schedule.rows] = 0
+            rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed)
-        rows.append(output.rows, output.token_ids)
         self._record(output)
-        stopped, reasons, causes = self._stopped(output)
-        finished = [rows.request(row) for row in stopped]
-        self._finish(finished, reasons, causes)
-        return StepResult(rows=output.rows, token_ids=output.token_ids, finished=finished)
+        ended: dict[int, tuple[str, str | int | None]] = {}
+        given = []
+        for which, tokens in output.rounds():
+            if ended:
+                goes_on = ~np.isin(which, list(ended))
+                which, tokens = which[goes_on], tokens[goes_on]
+            rows.append(which, tokens)
+            ended |= self._stopped(which, tokens)
+            given.append((which, tokens))
+        self._keep_logprobs(output)
+        finished = [rows.request(row) for row in ended]
+        self._finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
+        result = given[0] if len(given) == 1 else tuple(map(np.concatenate, zip(*given, strict=True)))
+        return StepResult(rows=result[0], token_ids=result[1], finished=finished)
+
+    def _draft(self, drafting: Drafting, output: StepOutput) -> None:
+        """Ask for the drafts that the next step verifies."""
+        rows = output.rows
+        if output.draft_positions is not None:
+            rows = rows[output.draft_positions == 0]
+        going = np.array([self.rows.requests[row] is not None for row in rows.tolist()], bool)
+        hidden = output.hidden_states
+        if hidden is not None and not going.all():
+            hidden = hidden[torch.from_numpy(np.flatnonzero(going)).to(hidden.device)]
+        drafting.propose(rows[going], hidden)
+
+    def _keep_logprobs(self, output: StepOutput) -> None:
+        """Keep the log-probabilities of the tokens that were handed out."""
+        for row, entries in output.logprobs.items():
+            request = self.rows.request(row)
+            missing = int(self.rows.num_tokens[row] - self.rows.num_prompt_tokens[row]) - len(request.logprobs or ())
+            request.logprobs += entries[:missing]  # type: ignore[operator]
 
     def _record(self, output: StepOutput) -> None:
-        """Keep log-probabilities, NaN counts and first-token times."""
+        """Keep prompt log-probabilities, NaN counts and first-token times; before the step's tokens are appended."""
         rows = self.rows
-        for row, entry in output.logprobs.items():
-            rows.request(row).logprobs.append(entry)  # type: ignore[union-attr]
         for row, (first, entries) in output.prompt_logprobs.items():
             rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
         for row, count in output.num_nans.items():
             rows.request(row).metrics.num_nans += count
-        fresh = output.rows[rows.num_tokens[output.rows] == rows.num_prompt_tokens[output.rows] + 1]
+        fresh = output.rows[rows.num_tokens[output.rows] == rows.num_prompt_tokens[output.rows]]
         if len(fresh):
             now = monotonic()
             for row in fresh.tolist():
                 request = rows.request(row)
                 request.metrics.time_to_first_token = now - request.arrival_time
 
-    def _stopped(self, output: StepOutput) -> tuple[list[int], list[str], list[str | int | None]]:
-        """Rows that end with this step's token, the finish reason of each, and what stopped it."""
-        rows, which, tokens = self.rows, output.rows, output.token_ids
+    def _stopped(self, which: Int, tokens: npt.NDArray[np.int32]) -> dict[int, tuple[str, str | int | None]]:
+        """The rows of `which` that end with the token just appended: finish reason and what stopped each."""
+        rows = self.rows
         known = rows.num_tokens[which]
         may_stop = known >= rows.min_length[which]
         at_eos = self._is_eos[tokens] & ~rows.ignore_eos[which] & may_stop
@@ -310,7 +347,7 @@ class Engine:
         ended |= dict.fromkeys(which[at_eos].tolist(), ("stop", None))
         for i in np.flatnonzero(rows.streams[which]).tolist():
             self._detokenize(int(which[i]), int(tokens[i]), bool(may_stop[i]), ended)
-        return list(ended), [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()]
+        return ended
 
     def _detokenize(self, row: int, token: int, may_stop: bool, ended: dict[int, tuple[str, str | int | None]]) -> None:
         request = self.rows.request(row)
@@ -330,6 +367,8 @@ class Engine:
             if request.row >= 0:
                 request.output_token_ids = self.rows.output_token_ids(request.row)
                 self.pipeline.release(request.row)
+                if self.drafting is not None:
+                    self.drafting.release(request.row)
             self._finish_text(request)
             del self.requests[request.request_id]
         running = [request for request in requests if request.status is Status.RUNNING]

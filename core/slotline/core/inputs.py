@@ -33,8 +33,10 @@ class StepInputs:
         num_tokens: tokens without padding; `num_padded_tokens` with it.
         input_ids, positions: [num_padded_tokens] int64 on the device.
         logits_indices: [num_logits] int64 on the device, the last token of each request whose known tokens all are
-            computed by this step; other requests are mid-prompt and sample nothing.
+            computed by this step, and each of its drafts; other requests are mid-prompt and sample nothing.
         logits_rows: [num_logits] int64, the permanent rows of those.
+        draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
+            draft and so on; None where nothing is drafted.
         batches: what attention sees, by cache group.
         uniform_query_len: query length if all requests have the same, else 0.
     """
@@ -47,6 +49,7 @@ class StepInputs:
     positions: torch.Tensor
     logits_indices: torch.Tensor
     logits_rows: Int
+    draft_positions: Int | None
     batches: tuple[AttentionBatch, ...]
     uniform_query_len: int
 
@@ -61,6 +64,7 @@ class InputGatherer:
         kernel_block_sizes: Sequence[int],
         staging: Staging,
         max_tokens: int,
+        max_drafts: int = 0,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -68,7 +72,7 @@ class InputGatherer:
         self.staging = staging
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
-        self._declare(max_tokens)
+        self._declare(max_tokens, max_drafts)
 
     def gather(self, schedule: Schedule, num_padded_tokens: int | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to `num_padded_tokens` if given."""
@@ -77,7 +81,12 @@ class InputGatherer:
         tables = self._tables(rows, seq_lens)  # first, so that the largest copy is under way while the rest is computed
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         input_ids = self.rows.token_ids[token_rows, positions].astype(np.int64)
-        complete = seq_lens == self.rows.num_tokens[rows]
+        known = self.rows.num_tokens[rows]
+        complete = seq_lens >= known
+        logits_indices, logits_rows, draft_positions = (starts[1:] - 1)[complete], rows[complete], None
+        if (drafts := (seq_lens - known)[complete]).any():
+            logits_rows, draft_positions = self._with_drafts(logits_rows, drafts)
+            logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_positions
         slots = [
             self._slots(g, k, token_rows, positions) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
@@ -90,8 +99,9 @@ class InputGatherer:
             positions=positions,
             slots=slots,
             tables=tables,
-            logits_indices=(starts[1:] - 1)[complete],
-            logits_rows=rows[complete],
+            logits_indices=logits_indices,
+            logits_rows=logits_rows,
+            draft_positions=draft_positions,
             num_decodes=schedule.num_decodes,
             num_padded_tokens=num_padded_tokens or schedule.num_tokens,
         )
@@ -133,6 +143,7 @@ class InputGatherer:
             tables=tables,
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
+            draft_positions=None,
             num_decodes=int((counts == 1).sum()) if (np.diff(counts) >= 0).all() else 0,
             num_padded_tokens=num_padded_tokens or num_tokens,
         )
@@ -145,6 +156,12 @@ class InputGatherer:
             return rows, computed, starts
         offsets = np.repeat(computed - starts[:-1], counts)
         return np.repeat(rows, counts), self._arange[:num_tokens] + offsets, starts
+
+    def _with_drafts(self, rows: Int, drafts: Int) -> tuple[Int, Int]:
+        """Each row once for its last known token and once for each draft, and the drafts that each assumes."""
+        counts = drafts + 1
+        ends = np.cumsum(counts)
+        return np.repeat(rows, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
     def _slots(self, group: CacheGroup, kernel_block_size: int, token_rows: Int, positions: Int) -> Int:
         blocks, offsets = np.divmod(positions, kernel_block_size)
@@ -172,6 +189,7 @@ class InputGatherer:
         tables: list[torch.Tensor],
         logits_indices: Int,
         logits_rows: Int,
+        draft_positions: Int | None,
         num_decodes: int,
         num_padded_tokens: int,
     ) -> StepInputs:
@@ -209,18 +227,19 @@ class InputGatherer:
             positions=positions_device,
             logits_indices=upload("logits_indices", logits_indices),
             logits_rows=logits_rows,
+            draft_positions=draft_positions,
             batches=batches,
             uniform_query_len=longest if longest * len(rows) == num_tokens else 0,
         )
 
-    def _declare(self, max_tokens: int) -> None:
+    def _declare(self, max_tokens: int, max_drafts: int) -> None:
         requests = self.rows.max_requests
         declare = self.staging.declare
         for name in ("input_ids", "positions"):
             declare(name, (max_tokens,), np.int64)
         declare("query_start_loc", (requests + 1,), np.int32)
         declare("seq_lens", (requests,), np.int32)
-        declare("logits_indices", (requests,), np.int64)
+        declare("logits_indices", (requests * (1 + max_drafts),), np.int64)
         for index, group in enumerate(self.groups):
             declare(f"block_table.{index}", group.table.shape, np.int32)
             declare(f"slot_mapping.{index}", (max_tokens,), np.int64)

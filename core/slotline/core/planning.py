@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.core.device import describe_device, resolve_device
+from slotline.core.plan_parts import choose_drafter, refuse_processors
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -43,6 +44,7 @@ class Planned:
         facts: what is known of the model.
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
+        drafter: descriptor of the drafter, or None.
         device: torch device string.
         max_model_len: tokens.
         plan: the negotiated plan.
@@ -54,6 +56,7 @@ class Planned:
     family_descriptor: Descriptor[Any]
     family: ModelFamily
     processors: tuple[Descriptor[Any], ...]
+    drafter: Descriptor[Any] | None
     device: str
     max_model_len: int
     plan: Plan
@@ -76,13 +79,17 @@ def make_plan(loaded: LoadedConfig) -> Planned:
     facts = family.inspect(path)
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry)
+    drafter = choose_drafter(loaded, registry, info, max_model_len)
+    refuse_processors(loaded, processors, info, drafting=drafter is not None)
+    parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
     request = prepare_request(
         loaded,
         facts,
         info,
         max_model_len=max_model_len,
         dtype_fallbacks=_dtype_fallbacks(facts, info),
-        parts=tuple(_part(registry, d) for d in (family_descriptor, *processors)),
+        draft_tokens=config.drafter.tokens if drafter else 0,
+        parts=tuple(_part(registry, d) for d in parts),
     )
     request = evolve(request, graphs=Asked("none", "this version of the runner captures no graphs"))
     plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
@@ -95,6 +102,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         family_descriptor=family_descriptor,
         family=family,
         processors=processors,
+        drafter=drafter,
         device=device,
         max_model_len=max_model_len,
         plan=plan,
@@ -199,13 +207,12 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
             f"graphs.mode = {config.graphs.mode!r}: this version of the runner captures no graphs",
             fix='set graphs.mode = "auto" or "none"',
         )
-    for kind, name in ((Kind.DRAFTER, loaded.config.drafter.name), (Kind.LORA, loaded.config.lora.name)):
-        if name:
-            registry.load(kind, name, required=True)
-            raise NegotiationError(
-                f"{kind.value}.name = {name!r}: this version of the runner has no step that calls a {kind.value}",
-                fix=f"remove [{kind.value}] from the configuration",
-            )
+    if name := config.lora.name:
+        registry.load(Kind.LORA, name, required=True)
+        raise NegotiationError(
+            f"lora.name = {name!r}: this version of the runner has no step that calls a LoRA plugin",
+            fix="remove [lora] from the configuration",
+        )
 
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:

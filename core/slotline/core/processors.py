@@ -72,8 +72,13 @@ class ProcessorPipeline:
                 slot.active[row] = False
                 slot.processor.release(row)
 
-    def apply(self, logits: torch.Tensor, rows: Int, *, all_greedy: bool) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed."""
+    def apply(
+        self, logits: torch.Tensor, rows: Int, draft_positions: Int | None = None, *, all_greedy: bool
+    ) -> torch.Tensor:
+        """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed.
+
+        `draft_positions` [n] says how many of its row's drafts each assumes; None for none.
+        """
         changed = False
         for slot in self.slots:
             wanted = slot.active[rows]
@@ -82,17 +87,24 @@ class ProcessorPipeline:
             if not changed:
                 logits, changed = logits.clone(), True
             if wanted.all():
-                logits = slot.processor.apply(logits, self._batch(rows))
+                logits = slot.processor.apply(logits, self._batch(rows, draft_positions))
             else:
                 index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)
-                logits[index] = slot.processor.apply(logits[index], self._batch(rows[wanted]))
+                assumed = None if draft_positions is None else draft_positions[wanted]
+                logits[index] = slot.processor.apply(logits[index], self._batch(rows[wanted], assumed))
         return logits
 
-    def _batch(self, rows: Int) -> LogitsBatch:
+    def _batch(self, rows: Int, draft_positions: Int | None) -> LogitsBatch:
+        drafts = None
+        if draft_positions is not None:
+            index = np.arange(int(draft_positions.max(initial=0)))
+            places = np.minimum(self._rows.num_tokens[rows][:, None] + index, self._rows.max_model_len - 1)
+            drafts = np.where(index < draft_positions[:, None], self._rows.token_ids[rows[:, None], places], -1)
         return LogitsBatch(
             rows=rows,
-            draft_positions=np.zeros(len(rows), np.int64),
+            draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
             token_table=self._rows.token_ids,
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
+            draft_token_ids=drafts,
         )

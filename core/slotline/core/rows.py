@@ -25,6 +25,7 @@ class Rows:
     Attributes:
         token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
         num_tokens: known tokens, prompt and sampled.
+        num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
         length_limit: number of tokens at which the request stops for length.
@@ -41,6 +42,7 @@ class Rows:
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_requests, np.int64)
+        self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
         self.length_limit = np.zeros(max_requests, np.int64)
@@ -82,12 +84,19 @@ class Rows:
         if row < 0 or self.requests[row] is not request:
             raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
         self.requests[row] = None
-        self.num_tokens[row] = self.num_computed_tokens[row] = 0
+        self.num_tokens[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
         request.row = -1
         heapq.heappush(self._free, row)
 
+    def draft(self, rows: Int, token_ids: Int, counts: Int) -> None:
+        """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        self.num_drafts[rows] = counts
+        for index in range(token_ids.shape[1]):
+            taken = counts > index
+            self.token_ids[rows[taken], self.num_tokens[rows[taken]] + index] = token_ids[taken, index]
+
     def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
-        """Add one sampled token to each of `rows`."""
+        """Add one sampled token to each of `rows`, which are distinct."""
         self.token_ids[rows, self.num_tokens[rows]] = token_ids
         self.num_tokens[rows] += 1
 
@@ -107,7 +116,7 @@ class Rows:
         num_prompt, params = len(request.prompt_token_ids), request.params
         self.token_ids[row, :num_prompt] = request.prompt_token_ids
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
-        self.num_computed_tokens[row] = 0
+        self.num_computed_tokens[row] = self.num_drafts[row] = 0
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         self.length_limit[row] = min(limit, self.max_model_len)
         self.min_length[row] = num_prompt + params.min_tokens

@@ -44,11 +44,12 @@ class SamplingBatch:
         self.all_greedy = not self.temperature.any()
 
     @classmethod
-    def gather(cls, rows: Rows, which: Int) -> SamplingBatch:
-        """The parameters of the permanent rows `which`."""
+    def gather(cls, rows: Rows, which: Int, draft_positions: Int | None = None) -> SamplingBatch:
+        """The parameters of the permanent rows `which`, each after as many drafts as `draft_positions` says."""
+        known = rows.num_tokens[which]
         return cls(
             rows=which,
-            positions=rows.num_tokens[which],
+            positions=known if draft_positions is None else known + draft_positions,
             temperature=rows.temperature[which],
             top_k=rows.top_k[which],
             top_p=rows.top_p[which],

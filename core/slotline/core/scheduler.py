@@ -1,8 +1,9 @@
 """The scheduler: which tokens of which requests the next step computes.
 
 There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
-difference. Running requests go first, in order; then waiting ones are admitted while tokens, rows and blocks last. When
-blocks run out, the running request that is last in order loses its own and is computed again later.
+difference, and the drafts behind it. Running requests go first, in order; then waiting ones are admitted while tokens,
+rows and blocks last. When blocks run out, drafts are dropped first; then the running request that is last in order
+loses its blocks and is computed again later.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Schedule:
         rows: [num_requests] int64, permanent rows in batch order; single-token requests come first.
         num_scheduled: [num_requests] int64, tokens of each, at least 1.
         num_computed: [num_requests] int64, tokens of each that were computed before.
-        num_tokens: sum of `num_scheduled`.
+        num_tokens: sum of `num_scheduled`, drafts included.
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
     """
@@ -121,16 +122,22 @@ class Scheduler:
         counts = self._counts(rows)
         after = self.rows.num_computed_tokens[rows] + counts
         preempted: list[Request] = []
+        undrafted = False
         for position in self.cache.rows_short(rows, after).tolist():
             request = self.running[position] if position < len(self.running) else None
             if request is None:  # preempted below by a request before it
                 break
             while not self.cache.try_grow(request.row, int(after[position])):
+                if self.rows.num_drafts[request.row]:  # a guess is not worth a preemption
+                    self.rows.num_drafts[request.row] = 0
+                    after[position] = min(after[position], self.rows.num_tokens[request.row])
+                    undrafted = True
+                    continue
                 victim = self._preempt_last()
                 preempted.append(victim)
                 if victim is request:
                     break
-        if preempted:
+        if preempted or undrafted:
             rows = self._running_rows
             counts = self._counts(rows)
         scheduled = counts > 0
@@ -139,6 +146,12 @@ class Scheduler:
     def _counts(self, rows: Int) -> Int:
         """Tokens of each running row in this step: what is left to compute, cut where the budget ends."""
         left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
+        drafts = self.rows.num_drafts[rows]
+        if drafts.any():
+            if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
+                self.rows.num_drafts[rows] = 0  # every decode goes before any guess
+            else:
+                left = left + drafts
         if int(left.sum()) <= self.max_batched_tokens:
             return left
         before = np.cumsum(left) - left
@@ -149,7 +162,7 @@ class Scheduler:
         """Take the blocks of the running request that is last in order and queue it again."""
         victim = self.running.pop()
         self.cache.release(victim.row)
-        self.rows.num_computed_tokens[victim.row] = 0
+        self.rows.num_computed_tokens[victim.row] = self.rows.num_drafts[victim.row] = 0
         victim.status = Status.PREEMPTED
         victim.metrics.num_preemptions += 1
         heapq.heappush(self._waiting, (victim.order, victim))

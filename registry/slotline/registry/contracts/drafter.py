@@ -11,6 +11,8 @@ from attrs import define, frozen
 from slotline.registry.capability import Flag, Max, Set
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 
@@ -69,7 +71,9 @@ class DraftBatch:
         positions: [num_requests] int64 on the device, positions of those.
         hidden_states: [num_requests, hidden_size], of the last accepted position, where needed.
         layer_hidden_states: [num_requests, layers * hidden_size], where needed.
-        temperature: [num_requests] float32 on the device.
+        temperature: [num_requests] float32 on the device; 0 for greedy requests.
+        uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws: they depend on
+            the request's seed and the position alone, so that a text does not change with the batch around it.
     """
 
     rows: torch.Tensor
@@ -80,6 +84,7 @@ class DraftBatch:
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     temperature: torch.Tensor | None = None
+    uniforms: npt.NDArray[np.float64] | None = None
 
 
 @define(kw_only=True, eq=False)

@@ -65,7 +65,8 @@ class LogitsBatch:
         token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded.
         num_tokens: [num_logits] int64 on the host, tokens known for each row, drafts excluded.
         num_prompt_tokens: [num_logits] int64 on the host.
-        draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed; None without speculation.
+        draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed: the first `draft_positions` of
+            each row, then -1; None without speculation.
     """
 
     rows: npt.NDArray[np.int64]

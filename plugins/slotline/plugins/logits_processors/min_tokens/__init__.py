@@ -1,5 +1,6 @@
 """Logits processor `min_tokens`: no stop token before so many output tokens."""
 
+from slotline.registry.capability import Flag
 from slotline.registry.contracts import LogitsProcessorCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -7,6 +8,8 @@ descriptor = Descriptor(
     kind=Kind.LOGITS_PROCESSOR,
     name="min_tokens",
     summary="no stop token before so many output tokens",
-    capabilities=LogitsProcessorCapabilities(parameters=("min_tokens",), needs_history=False, default=True, order=30),
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("min_tokens",), speculation=Flag(True), default=True, order=30
+    ),
     factory="slotline.plugins.logits_processors.min_tokens.processor:MinTokens",
 )

@@ -1,5 +1,6 @@
 """Logits processor `penalties`: presence, frequency and repetition penalties."""
 
+from slotline.registry.capability import Flag
 from slotline.registry.contracts import LogitsProcessorCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -10,6 +11,7 @@ descriptor = Descriptor(
     capabilities=LogitsProcessorCapabilities(
         parameters=("presence_penalty", "frequency_penalty", "repetition_penalty"),
         needs_history=True,
+        speculation=Flag(True),
         default=True,
         order=10,
     ),

@@ -50,13 +50,21 @@ class Penalties:
 
     @staticmethod
     def _counts(logits: torch.Tensor, batch: LogitsBatch, first: npt.NDArray[np.int64]) -> torch.Tensor:
-        """How often each token stands at positions first .. num_tokens - 1 of its row: [n, vocab_size] float32."""
+        """How often each token stands at positions first .. num_tokens - 1 of its row, and among the drafts assumed.
+
+        Returns [n, vocab_size] float32.
+        """
         width = int(batch.num_tokens.max(initial=0))
         position = np.arange(width)
         inside = (position >= first[:, None]) & (position < batch.num_tokens[:, None])
-        ids = torch.from_numpy(batch.token_table[batch.rows, :width].astype(np.int64)).to(logits.device)
+        ids = batch.token_table[batch.rows, :width].astype(np.int64)
+        if batch.draft_token_ids is not None:
+            drafts = batch.draft_token_ids
+            inside = np.concatenate([inside, np.arange(drafts.shape[1]) < batch.draft_positions[:, None]], 1)
+            ids = np.concatenate([ids, drafts], 1)
+        ids = np.where(inside, ids, 0)  # what lies outside is not ours to read
         return torch.zeros_like(logits).scatter_add_(
-            1, ids, torch.from_numpy(inside.astype(np.float32)).to(logits.device)
+            1, torch.from_numpy(ids).to(logits.device), torch.from_numpy(inside.astype(np.float32)).to(logits.device)
         )
 
 

@@ -1,0 +1,188 @@
+"""Drafting: asking the drafter after each step, checking what it says, and counting how well it guesses.
+
+A drafter can make a run faster or slower; it cannot make it wrong. Whatever it raises, and any token that is not in
+the vocabulary, costs the request its drafts in that step and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
+
+from slotline.core.request import Request
+from slotline.core.rows import Rows
+from slotline.core.sampler import uniforms
+from slotline.registry.contracts import Draft, DraftBatch, Drafter, DrafterCapabilities
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+_DRAW = np.uint64(0xD6E8FEB86659FD93)
+"""Sets the drafter's random numbers apart from the sampler's."""
+
+
+@define
+class DraftCounts:
+    """How drafts fared, summed over a run.
+
+    Attributes:
+        steps: steps in which drafts of some request were verified, counted by request.
+        proposed, accepted: draft tokens.
+        accepted_at: how often the draft at each position stood.
+        failures: proposals that were lost because the drafter raised or left the vocabulary.
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(factory=list)
+    failures: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a request in a verifying step, the one after the drafts included."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+
+class Drafting:
+    """The drafter and what the core knows about its proposals."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        capabilities: DrafterCapabilities,
+        rows: Rows,
+        *,
+        num_tokens: int,
+        vocab_size: int,
+        device: str,
+    ) -> None:
+        self.drafter = drafter
+        self.num_tokens = num_tokens
+        self.needs_hidden_states = capabilities.needs_hidden_states
+        self.counts = DraftCounts(accepted_at=[0] * num_tokens)
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._device = device
+        self._served = np.zeros(rows.max_requests, bool)
+        self._probabilities: torch.Tensor | None = None
+        self._proposal = np.full(rows.max_requests, -1, np.int64)  # entry of the last proposal, by row
+
+    def admit(self, request: Request) -> None:
+        """A request took its row. If the drafter cannot take it, it runs without drafts."""
+        self._served[request.row] = False
+        try:
+            self.drafter.admit(request.row, request.prompt_token_ids)
+        except Exception as error:  # a plugin may raise anything
+            self._failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
+        else:
+            self._served[request.row] = True
+
+    def release(self, row: int) -> None:
+        """The request of `row` leaves."""
+        if self._served[row]:
+            self._served[row] = False
+            try:
+                self.drafter.release(row)
+            except Exception as error:
+                self._failed(1, f"release({row}) raised {type(error).__name__}: {error}")
+
+    def propose(self, rows: Int, hidden_states: torch.Tensor | None) -> None:
+        """Ask for drafts behind the known tokens of `rows`, each of which has just got a token, and write them there.
+
+        Args:
+            hidden_states: [n, hidden_size] of the last accepted position, by entry of `rows`; None if not needed.
+        """
+        known = self._rows.num_tokens[rows]
+        room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
+        wanted = self._served[rows] & (room > 0)
+        if not wanted.all():
+            rows, known, room = rows[wanted], known[wanted], room[wanted]
+            if hidden_states is not None:
+                hidden_states = hidden_states[torch.from_numpy(np.flatnonzero(wanted)).to(hidden_states.device)]
+        if len(rows) == 0:
+            return
+        try:
+            draft = self.drafter.propose(self._batch(rows, known, hidden_states))
+            token_ids = self._checked(draft, len(rows))
+        except Exception as error:  # a plugin may raise anything; the requests go on without drafts
+            self._failed(len(rows), f"propose raised {type(error).__name__}: {error}")
+            return
+        counts = np.minimum(self._lengths(token_ids), room)
+        self._rows.draft(rows, token_ids, counts)
+        self._probabilities = draft.probabilities
+        self._proposal[rows] = np.arange(len(rows))
+
+    def drafts(self, logits_rows: Int, draft_positions: Int) -> Int:
+        """The draft at the place of each logits row, [n]; -1 behind the last one of a request."""
+        last = np.append(draft_positions[1:] == 0, True)
+        places = np.minimum(self._rows.num_tokens[logits_rows] + draft_positions, self._rows.max_model_len - 1)
+        return np.where(last, -1, self._rows.token_ids[logits_rows, places])
+
+    def probabilities(self, logits_rows: Int, draft_positions: Int, index: Int) -> torch.Tensor | None:
+        """The drafter's distributions [m, vocab_size] at the places `index` [m] of the logits rows, if it gave any."""
+        if self._probabilities is None:
+            return None
+        entry, position = self._proposal[logits_rows[index]], draft_positions[index]
+        device = self._probabilities.device
+        return self._probabilities[torch.from_numpy(entry).to(device), torch.from_numpy(position).to(device)]
+
+    def count(self, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
+        """Add a step to the counts."""
+        drafted = draft_positions > 0
+        self.counts.steps += int((draft_positions == 1).sum())
+        self.counts.proposed += int(drafted.sum())
+        accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
+        self.counts.accepted += int(accepted.sum())
+        self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
+
+    def _batch(self, rows: Int, known: Int, hidden_states: torch.Tensor | None) -> DraftBatch:
+        newest = self._rows.token_ids[rows, known - 1].astype(np.int64)
+        places = known[:, None] + np.arange(self.num_tokens)
+        return DraftBatch(
+            rows=torch.from_numpy(rows),
+            token_table=torch.from_numpy(self._rows.token_ids),
+            num_tokens=torch.from_numpy(known.astype(np.int32)),
+            last_token_ids=torch.from_numpy(newest).to(self._device),
+            positions=torch.from_numpy(known - 1).to(self._device),
+            hidden_states=hidden_states,
+            temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
+            uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
+        )
+
+    def _checked(self, draft: Draft, count: int) -> Int:
+        """The proposal as [count, k] int64 on the host; a token outside the vocabulary ends its row's drafts.
+
+        Raises:
+            ValueError: if its shape is not what the contract says.
+        """
+        token_ids = draft.token_ids.cpu().numpy()
+        if token_ids.ndim != 2 or token_ids.shape[0] != count or token_ids.shape[1] > self.num_tokens:
+            raise ValueError(f"token_ids has shape {token_ids.shape}, not [{count}, at most {self.num_tokens}]")
+        if draft.parents is not None:
+            raise ValueError("a tree was proposed where a chain was negotiated")
+        shape = (*token_ids.shape, self._vocab_size)
+        if draft.probabilities is not None and tuple(draft.probabilities.shape) != shape:
+            raise ValueError(f"probabilities has shape {tuple(draft.probabilities.shape)}, not {shape}")
+        outside = (token_ids < -1) | (token_ids >= self._vocab_size)
+        if outside.any():
+            lost = np.flatnonzero(outside.any(1))
+            token = int(token_ids[outside][0])
+            self._failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
+            token_ids = np.where(outside, -1, token_ids)
+        checked: Int = token_ids.astype(np.int64)
+        return checked
+
+    @staticmethod
+    def _lengths(token_ids: Int) -> Int:
+        """Tokens of each row before its first -1."""
+        lengths: Int = np.cumprod(token_ids >= 0, axis=1).sum(axis=1)
+        return lengths
+
+    def _failed(self, count: int, what: str) -> None:
+        if self.counts.failures == 0:
+            logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
+        self.counts.failures += count

@@ -1,0 +1,67 @@
+"""Prompt lookup decoding (Saxena 2023), over prompt and output, compiled: one pass over each request's tokens."""
+
+# mypy: disallow-untyped-decorators=False
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+
+from slotline.proposers.ngram import NgramOptions
+from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
+
+
+class NgramDrafter:
+    """Implements `Drafter`. Keeps nothing between steps: the history is in the rows."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        options: NgramOptions = context.options or NgramOptions()
+        self._shortest, self._longest = options.min_tokens, options.max_tokens
+        self._num_tokens = context.num_tokens
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The tokens behind the best earlier place of each request's last tokens; none where there is no such place."""
+        drafts = np.full((len(batch.rows), self._num_tokens), -1, np.int64)
+        rows, table, known = batch.rows.numpy(), batch.token_table.numpy(), batch.num_tokens.numpy()
+        look_up(rows, table, known, self._shortest, self._longest, drafts)
+        return Draft(token_ids=torch.from_numpy(drafts))
+
+    def release(self, row: int) -> None:
+        """Nothing to forget."""
+
+
+@njit(cache=True, nogil=True)
+def _place(tokens: Any, shortest: int, longest: int) -> int:
+    """Index behind the earlier place of the longest possible end of `tokens`, the latest of equals; -1 for none."""
+    count = len(tokens)
+    best, place = shortest - 1, -1
+    last = tokens[count - 1]
+    for end in range(count - 2, -1, -1):
+        if tokens[end] != last:
+            continue
+        length = 1
+        while length < longest and length <= end and tokens[end - length] == tokens[count - 1 - length]:
+            length += 1
+        if length > best:
+            best, place = length, end + 1
+            if best == longest:
+                break
+    return place
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def look_up(rows: Any, table: Any, known: Any, shortest: int, longest: int, drafts: Any) -> None:
+    """Fill drafts [n, k], which holds -1, for permanent rows [n] of `table` with `known` [n] tokens each."""
+    for index in prange(len(rows)):
+        count = known[index]
+        tokens = table[rows[index], :count]
+        place = _place(tokens, shortest, longest)
+        if place >= 0:
+            for i in range(min(drafts.shape[1], count - place)):
+                drafts[index, i] = tokens[place + i]
