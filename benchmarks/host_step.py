@@ -66,7 +66,7 @@ class NoModel:
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return self._logits.expand(hidden_states.shape[0], -1)
 
-    def reload_weights(self) -> None:
+    def reload_weights(self, path: Path | None = None) -> None:
         """No weights."""
 
 

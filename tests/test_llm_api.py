@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pluggy
 import pytest
+import tiny_models
 import torch
 from conftest import DEFAULTS, everything_returned
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
@@ -468,6 +469,36 @@ def test_weights_are_not_reloaded_under_a_running_request(llm: LLM) -> None:
     with pytest.raises(RequestError, match="1 requests are unfinished"):
         llm.engine.reload_weights()
     llm.engine.abort("running")
+
+
+@pytest.mark.behaviour(125, 132)
+def test_another_checkpoint_of_the_same_shapes_can_be_loaded_in_place(tiny: Tiny, tmp_path: Path) -> None:
+    other = tiny_models.build("llama", tmp_path / "other", seed=1)
+    prompts = random_prompts([40, 4], seed=80)
+    expected = tokens_of(LLM(other, backend="torch", max_model_len=64, memory="4MiB"), prompts)
+    llm = LLM(tiny("llama"), backend="torch", max_model_len=64, memory="4MiB")
+    before = tokens_of(llm, prompts)
+    llm.update_config(model=other)
+    assert tokens_of(llm, prompts) == before  # nothing happens until the weights are read again
+    llm.reload_weights()
+    assert tokens_of(llm, prompts) == expected != before
+    llm.reload_weights()
+    assert tokens_of(llm, prompts) == expected
+
+
+@pytest.mark.behaviour(125)
+def test_only_the_model_can_change_while_the_engine_runs(llm: LLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cache.block_size cannot change while the engine runs"):
+        llm.update_config(**{"model": tmp_path, "cache.block_size": 32})
+    prompts = random_prompts([4], seed=80)
+    expected = tokens_of(llm, prompts)
+    llm.reload_weights()  # the model's own: a refused call changes nothing
+    assert tokens_of(llm, prompts) == expected
+    llm.update_config(model=tmp_path)
+    with pytest.raises(ModelError):
+        llm.reload_weights()
+    assert tokens_of(llm, prompts) == expected
+    llm.update_config(model=llm.loaded.config.model)
 
 
 @pytest.mark.behaviour(142)

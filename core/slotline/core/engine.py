@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Sequence
+from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -205,15 +206,19 @@ class Engine:
             self._finish([request], ["abort"], [None])
         return request
 
-    def reload_weights(self) -> None:
-        """Read the checkpoint's weights again, in place, and forget the prefixes that the old ones computed.
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+
+        Args:
+            path: another checkpoint's folder; None for the same one.
 
         Raises:
             RequestError: if a request is unfinished; its keys and values are the old weights'.
+            ModelError: if the weights do not fit; the old ones stay.
         """
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
-        self.runner.model.reload_weights()
+        self.runner.model.reload_weights(path)
         self.scheduler.cache.pool.reset()
 
     def step(self) -> StepResult:

@@ -18,7 +18,7 @@ from slotline.core.request import Request
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig, load_config
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import ConfigError, RequestError
 from slotline.registry.negotiation import Plan
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -60,6 +60,7 @@ class LLM:
         self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
         self.engine: Engine = build_engine(self.loaded)
         self._ids = itertools.count()
+        self._weights: Path | None = None
 
     @property
     def plan(self) -> Plan:
@@ -77,13 +78,28 @@ class LLM:
             raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
         return self.engine.tokenizer
 
+    def update_config(self, **settings: Any) -> None:
+        """Change what the next `reload_weights` reads: `model`, the checkpoint's folder. The plan stays as it is.
+
+        Raises:
+            ConfigError: for any other setting, since what it decided has been built; nothing is changed then.
+        """
+        fixed = sorted(settings.keys() - {"model"})
+        if fixed:
+            raise ConfigError(f"{', '.join(fixed)} cannot change while the engine runs", fix="build a new LLM")
+        if "model" in settings:
+            self._weights = Path(settings["model"])
+
     def reload_weights(self) -> None:
-        """Read the checkpoint's weights again, in place, and forget the prefixes that the old ones computed.
+        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+
+        They come from the folder that `update_config` named last, else from the model's own.
 
         Raises:
             RequestError: if a request is unfinished.
+            ModelError: if they are missing or do not fit; the old ones stay.
         """
-        self.engine.reload_weights()
+        self.engine.reload_weights(self._weights)
 
     def generate(
         self,

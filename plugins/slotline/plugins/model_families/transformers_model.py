@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from slotline.plugins.model_families import binding, inspection, loading, offload, rope
 from slotline.plugins.model_families.decoder import DecoderOptions
@@ -75,8 +76,11 @@ class DecoderModel:
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         return self._head(hidden_states)
 
-    def reload_weights(self) -> None:
-        """Read the checkpoint's weights again, in place: addresses stay, so captured graphs stay valid.
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Read the weights again, in place: addresses stay, so captured graphs stay valid.
+
+        Args:
+            path: another checkpoint's folder, for weights of the same names and shapes; None for the same one.
 
         The new weights pass through host memory; where passes have changed the model, a second copy of it lives on
         the device while this runs, since the passes must run over the new weights too.
@@ -84,21 +88,24 @@ class DecoderModel:
         Raises:
             ModelError: if the weights are missing or do not fit the loaded model any more.
         """
-        new = _tensors(self._read_again())
+        facts = self.facts if path is None else evolve(self.facts, path=path)
+        context = evolve(self._context, facts=facts)
+        new = _tensors(self._read_again(context))
         changed = [name for name in sorted(self._tensors.keys() | new.keys()) if not self._fits(name, new)]
         if changed:
             raise ModelError(
-                f"weights of {self.facts.path} do not fit the loaded model any more: {', '.join(changed[:4])}",
-                fix="put back the checkpoint that the model was loaded from, or build the engine again",
+                f"weights of {facts.path} do not fit the loaded model: {', '.join(changed[:4])}",
+                fix="name a checkpoint of the same shapes, or build the engine again",
             )
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(new[name])
+        self.facts, self._context = facts, context
 
-    def _read_again(self) -> Any:
-        if self._context.optimize:
-            return _build(self._context)[0]
-        fresh = loading.load_transformers_model(self._context)
+    def _read_again(self, context: ModelContext) -> Any:
+        if context.optimize:
+            return _build(context)[0]
+        fresh = loading.load_transformers_model(context)
         rope.freeze(fresh, self.facts.max_model_len)
         return fresh
 

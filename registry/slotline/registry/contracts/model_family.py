@@ -105,8 +105,8 @@ class Model(Protocol):
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         ...
 
-    def reload_weights(self) -> None:
-        """Read the checkpoint's weights again, in place."""
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Read the weights again, in place: from the checkpoint's folder, or from another of the same shapes."""
         ...
 
 
