@@ -22,6 +22,8 @@ def pytest_configure() -> None:
     wait for each other made the suite ten times slower. Tests run on the CPU unless they ask for a GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SLOTLINE_DEVICE", "cpu")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test does
     torch.set_num_threads(1)
 
 

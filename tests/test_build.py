@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.build import EngineBuilder, even_split, mixed_split, uniform_split
+from slotline.core.build import EngineBuilder
 from slotline.core.planning import make_plan
 from slotline.core.staging import CpuStaging, CudaStaging, staging_for
 from slotline.registry.config import load_config
@@ -174,13 +174,6 @@ def test_the_layout_decides_strides_and_never_the_shape(layout: str, tiny: Calla
     assert cache.key.stride(3) == 1
     tables = [group.table.shape[1] for group in builder._cache_groups(builder._specs())]
     assert tables == [64 // 8]  # rows are made once, for the block size that was negotiated
-
-
-@pytest.mark.behaviour(135)
-def test_dummy_batches_add_up() -> None:
-    assert sum(even_split(37, 8)) == sum(mixed_split(37, 8)) == sum(uniform_split(37, 5)) == 37
-    assert mixed_split(10, 8)[:-1] == [1] * 5
-    assert uniform_split(11, 5) == [5, 5, 1]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.build import even_split, mixed_split, uniform_split
-from slotline.core.inputs import PAD_SLOT, InputGatherer, StepInputs
+from slotline.core.graphs import GraphShapes
+from slotline.core.inputs import PAD_SLOT, GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.padding import padded_size
 from slotline.core.rows import Rows
 from slotline.core.scheduler import Schedule
@@ -105,7 +105,7 @@ def test_padding_writes_nowhere_and_leaves_the_batch_as_it_is() -> None:
     bench = Bench()
     bench.add("a", 3)
     gatherer, schedule = gatherer_of(bench), bench.scheduler.schedule()
-    plain, padded = gatherer.gather(schedule), gatherer.gather(schedule, 8)
+    plain, padded = gatherer.gather(schedule), gatherer.gather(schedule, GraphShape(8, 0))
     assert (padded.num_tokens, padded.num_padded_tokens) == (3, 8)
     assert padded.input_ids.shape == padded.positions.shape == (8,)
     slots = batch_of(padded).slot_mapping
@@ -116,12 +116,56 @@ def test_padding_writes_nowhere_and_leaves_the_batch_as_it_is() -> None:
     assert torch.equal(padded.input_ids[:3], plain.input_ids)
 
 
-@pytest.mark.behaviour(27, 59)
+PHASES = {"decode": "full", "verify": "full", "mixed": "piecewise"}
+
+
+@pytest.mark.behaviour(27, 59, 87)
 @pytest.mark.parametrize(
-    ("query_lens", "uniform"), [([1, 1, 1], 1), ([3, 3], 3), ([5], 5), ([2, 1], 0), ([1, 1, 4], 0), ([3, 3, 2], 0)]
+    ("query_lens", "shape"),
+    [
+        ([1, 1, 1], (4, 1)),
+        ([3, 3], (6, 3)),
+        ([3] * 3, (9, 3)),
+        ([5], (6, 0)),
+        ([2, 1], (4, 0)),
+        ([3, 3, 2], (8, 0)),
+        ([4, 5], None),
+    ],
 )
-def test_a_batch_is_uniform_if_all_queries_are_equally_long(query_lens: list[int], uniform: int) -> None:
-    assert gatherer_of(Bench()).dummy(query_lens).uniform_query_len == uniform
+def test_a_step_is_padded_to_whole_requests_where_all_queries_are_equally_long(
+    query_lens: list[int], shape: tuple[int, int] | None
+) -> None:
+    shapes = GraphShapes(PHASES, (1, 4, 6, 8, 12), query_len=3, max_requests=4, max_tokens=8)
+    found = shapes.shape_for(schedule_of(Rows(4, 16), list(enumerate(query_lens))))
+    assert found == (None if shape is None else GraphShape(*shape))
+    eager = GraphShapes({**PHASES, "mixed": "none"}, (1, 4, 8), query_len=3, max_requests=4, max_tokens=8)
+    assert eager.shape_for(schedule_of(Rows(4, 16), [(0, 2), (1, 1)])) is None
+
+
+@pytest.mark.behaviour(21)
+def test_shapes_are_captured_from_the_largest_down() -> None:
+    shapes = GraphShapes(PHASES, (1, 8, 4), query_len=3, max_requests=4, max_tokens=8).largest_first
+    assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
+    assert {shape.num_tokens for shape in shapes if shape.query_len == 3} == {3, 6, 9}
+    assert {shape.num_tokens for shape in shapes if shape.query_len == 1} == {1, 4}
+
+
+@pytest.mark.behaviour(56, 87)
+def test_whole_requests_are_padded_with_requests_that_have_no_keys() -> None:
+    bench = Bench()
+    for name in "abc":
+        bench.add(name, 3)
+    bench.step()
+    gatherer, schedule = gatherer_of(bench), bench.scheduler.schedule()
+    plain, padded = gatherer.gather(schedule), gatherer.gather(schedule, GraphShape(8, 1))
+    batch = batch_of(padded)
+    assert (padded.num_tokens, padded.num_padded_tokens, batch.num_requests, batch.num_tokens) == (3, 8, 8, 8)
+    assert batch.query_start_loc.tolist() == list(range(9))
+    assert batch.seq_lens.tolist() == [*batch_of(plain).seq_lens.tolist(), 0, 0, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [*batch_of(plain).slot_mapping.tolist(), *[PAD_SLOT] * 5]
+    assert batch.block_table.shape[0] == batch.num_decodes == 8
+    assert not batch.block_table[3:].any()
+    assert (padded.logits_rows.tolist(), padded.logits_indices.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
 @pytest.mark.behaviour(46)
@@ -218,17 +262,10 @@ def test_a_made_up_batch_reads_token_zero_and_writes_nowhere() -> None:
 @given(tokens=st.integers(1, 300), requests=st.integers(1, 40))
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_the_shapes_of_made_up_batches_sum_to_what_was_asked(tokens: int, requests: int) -> None:
-    for lens in (
-        even_split(tokens, min(requests, tokens)),
-        mixed_split(tokens, requests),
-        uniform_split(tokens, requests),
-    ):
-        assert sum(lens) == tokens
-        assert min(lens) >= 1
-    assert len(even_split(tokens, min(requests, tokens))) == min(requests, tokens)
-    assert len(mixed_split(tokens, requests)) <= requests
-    assert mixed_split(tokens, requests)[:-1] == [1] * (len(mixed_split(tokens, requests)) - 1)
-    assert set(uniform_split(tokens, requests)[:-1]) <= {requests}
+    lens = even_split(tokens, min(requests, tokens))
+    assert (sum(lens), len(lens)) == (tokens, min(requests, tokens))
+    assert min(lens) >= 1
+    assert max(lens) - min(lens) <= 1
 
 
 @pytest.mark.behaviour(87)

@@ -345,6 +345,15 @@ def test_bfloat16_loads_with_float32_rotary_frequencies(checkpoints: Callable[[s
     assert (logits_of(model, prompt()) - exact).abs().mean() < 0.1
 
 
+def test_a_mixture_of_experts_says_where_it_cannot_be_captured(checkpoints: Callable[[str], Path]) -> None:
+    family = TransformersDecoder()
+    mixture, plain = family.inspect(checkpoints("mixtral")), family.inspect(checkpoints("llama"))
+    assert "synchronise with the host in float32" in str(family.capture_refusal(mixture, "cuda", "float32"))
+    assert family.capture_refusal(mixture, "cuda", "bfloat16") is None
+    assert family.capture_refusal(mixture, "cpu", "float32") is None
+    assert family.capture_refusal(plain, "cuda", "float32") is None
+
+
 @pytest.mark.behaviour(132)
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "mixtral"])
 def test_reload_brings_back_zeroed_weights_at_their_old_addresses(

@@ -92,13 +92,6 @@ def test_a_mixture_of_experts_can_be_captured_in_bfloat16(name: str, checkpoints
         torch.testing.assert_close(replay(token_ids), expected, atol=1e-2, rtol=0)
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_mixture_of_experts_in_float32_says_that_it_cannot_be_captured(
-    name: str, checkpoints: Callable[[str], Path]
-) -> None:
-    assert any("cannot be captured" in note for note in load(checkpoints(name), device="cuda").notes)
-
-
 @pytest.mark.behaviour(2, 132)
 @pytest.mark.parametrize("optimize", [False, True])
 def test_offloaded_layers_live_in_host_memory_and_give_the_same_logits(

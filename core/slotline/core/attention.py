@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any
 
 import torch
 from attrs import define
@@ -36,6 +37,7 @@ class AttentionRouter:
 
     def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
         self.groups = tuple(groups)
+        self._plans: list[Any] = []
         self._routes = {
             layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
             for position, group in enumerate(groups)
@@ -52,8 +54,25 @@ class AttentionRouter:
         Args:
             batches: one per cache group.
         """
-        plans = [group.backend.plan(batches[group.cache_group]) for group in self.groups]
-        routes = self._routes
+        self._plans = [group.backend.plan(batches[group.cache_group]) for group in self.groups]
+        return self.attend
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        self._serve(layer, query, key, value, sinks, out)
+        return out
+
+    def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Attend:
+        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""
+        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
 
         def attend(
             layer: AttentionLayer,
@@ -62,16 +81,28 @@ class AttentionRouter:
             value: torch.Tensor,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            write, forward, cache, position = routes[layer.index]
-            plan = plans[position]
-            if write is not None:
-                write(layer, key, value, cache, plan)
-            # [num_tokens, num_heads, head_size_v]
+            if layer.index not in broken:
+                return self.attend(layer, query, key, value, sinks)
             out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-            forward(layer, query, key, value, cache, plan, out, sinks)
+            cut(lambda: self._serve(layer, query, key, value, sinks, out))
             return out
 
         return attend
+
+    def _serve(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        write, forward, cache, position = self._routes[layer.index]
+        plan = self._plans[position]
+        if write is not None:
+            write(layer, key, value, cache, plan)
+        forward(layer, query, key, value, cache, plan, out, sinks)
 
     @staticmethod
     def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:

@@ -13,7 +13,8 @@ from slotline.core.block_pool import BlockPool
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.drafting import Drafting
 from slotline.core.engine import Engine, EngineLimits
-from slotline.core.inputs import InputGatherer
+from slotline.core.graphs import GraphRunner, GraphShapes
+from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
 from slotline.core.planning import Planned, make_plan
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
@@ -98,6 +99,7 @@ class EngineBuilder:
             check=config.observability.check_integrity,
         )
         self._warm_up(engine)
+        engine.graphs = runner.graphs = self._graphs(engine)
         return engine
 
     def _model(self) -> Model:
@@ -324,24 +326,23 @@ class EngineBuilder:
             engine.runner.run(engine.gatherer.dummy(query_lens))
         engine.profiler.reset()
 
+    def _graphs(self, engine: Engine) -> GraphRunner | None:
+        """The captured graphs, where the plan has any."""
+        plan, config = self.planned.plan, self.planned.loaded.config
+        phases = dict(plan.graphs.phases)
+        if set(phases.values()) <= {"none"}:
+            return None
+        shapes = GraphShapes(
+            phases,
+            config.graphs.sizes,
+            query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
+            max_requests=config.scheduler.max_requests,
+            max_tokens=config.scheduler.max_batched_tokens,
+        )
+        graphs = GraphRunner(engine.runner.model, engine.runner.router, engine.gatherer, plan, shapes)
+        graphs.capture(progress=config.observability.progress)
+        return graphs
+
     def _options(self, descriptor: Descriptor[Any]) -> Any:
         """The plugin's own table, typed by the plugin."""
         return self.planned.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
-
-
-def even_split(num_tokens: int, num_requests: int) -> list[int]:
-    """Query lengths of a profiling batch: as even as can be; they sum to `num_tokens`."""
-    each, rest = divmod(num_tokens, num_requests)
-    return [each] * (num_requests - rest) + [each + 1] * rest
-
-
-def mixed_split(num_tokens: int, max_requests: int) -> list[int]:
-    """Query lengths of a mixed batch: half of the tokens as decodes, the rest as one prefill."""
-    decodes = min(max_requests - 1, num_tokens // 2)
-    return [1] * decodes + [num_tokens - decodes]
-
-
-def uniform_split(num_tokens: int, query_len: int) -> list[int]:
-    """Query lengths of a uniform decode batch; the last request takes the rest."""
-    full, rest = divmod(num_tokens, query_len)
-    return [query_len] * full + ([rest] if rest else [])

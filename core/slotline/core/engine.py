@@ -16,12 +16,12 @@ from attrs import define, field
 
 from slotline.core.detokenizer import Detokenizer
 from slotline.core.drafting import Drafting
+from slotline.core.graphs import GraphRunner
 from slotline.core.inputs import InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
 from slotline.core.memory import MemoryReport
 from slotline.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from slotline.core.padding import padded_size
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.request import Request, Status
@@ -84,7 +84,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         memory: MemoryReport | None = None,
         notes: tuple[str, ...] = (),
-        graph_sizes: tuple[int, ...] = (),
+        graphs: GraphRunner | None = None,
         check: bool = False,
     ) -> None:
         self.plan = plan
@@ -99,7 +99,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.memory = memory
         self.notes = notes
-        self.graph_sizes = graph_sizes
+        self.graphs = graphs
         self.check = check
         self.requests: dict[str, Request] = {}
         self._arrivals = 0
@@ -229,7 +229,8 @@ class Engine:
         if schedule.num_tokens == 0:
             return StepResult(finished=refused)
         with self.profiler.scope("gather"):
-            inputs = self.gatherer.gather(schedule, padded_size(schedule.num_tokens, self.graph_sizes))
+            shape = self.graphs.shapes.shape_for(schedule) if self.graphs else None
+            inputs = self.gatherer.gather(schedule, shape)
         output = self.runner.run(inputs)
         with self.profiler.scope("hand_out"):
             result = self._hand_out(schedule, output)

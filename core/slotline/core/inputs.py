@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define
+from attrs import define, frozen
 
 from slotline.core.cache_manager import CacheGroup
 from slotline.core.rows import Rows
@@ -38,7 +38,7 @@ class StepInputs:
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
         batches: what attention sees, by cache group.
-        uniform_query_len: query length if all requests have the same, else 0.
+        shape: the captured shape that they are padded to, None to run eagerly.
     """
 
     rows: Int
@@ -51,7 +51,26 @@ class StepInputs:
     logits_rows: Int
     draft_positions: Int | None
     batches: tuple[AttentionBatch, ...]
-    uniform_query_len: int
+    shape: GraphShape | None
+
+
+@frozen
+class GraphShape:
+    """A shape that graphs are captured for.
+
+    Attributes:
+        num_tokens: tokens, padding included.
+        query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
+    """
+
+    num_tokens: int
+    query_len: int
+
+
+def even_split(num_tokens: int, num_requests: int) -> list[int]:
+    """Query lengths of a made-up batch: as even as can be; they sum to `num_tokens`."""
+    each, rest = divmod(num_tokens, num_requests)
+    return [each] * (num_requests - rest) + [each + 1] * rest
 
 
 class InputGatherer:
@@ -74,11 +93,17 @@ class InputGatherer:
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
         self._declare(max_tokens, max_drafts)
 
-    def gather(self, schedule: Schedule, num_padded_tokens: int | None = None) -> StepInputs:
-        """The inputs of a scheduled step, padded to `num_padded_tokens` if given."""
+    def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
+        """The inputs of a scheduled step, padded to a captured shape if given.
+
+        A padded request has as many query tokens as the others, a sequence length of 0, and slots -1.
+        """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
-        tables = self._tables(rows, seq_lens)  # first, so that the largest copy is under way while the rest is computed
+        missing = shape.num_tokens // shape.query_len - len(rows) if shape and shape.query_len else 0
+        tables = self._tables(
+            rows, seq_lens, missing
+        )  # first, so that the largest copy is under way while the rest is computed
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         input_ids = self.rows.token_ids[token_rows, positions].astype(np.int64)
         known = self.rows.num_tokens[rows]
@@ -103,7 +128,9 @@ class InputGatherer:
             logits_rows=logits_rows,
             draft_positions=draft_positions,
             num_decodes=schedule.num_decodes,
-            num_padded_tokens=num_padded_tokens or schedule.num_tokens,
+            num_padded_tokens=shape.num_tokens if shape else schedule.num_tokens,
+            missing=missing,
+            shape=shape,
         )
 
     def dummy(
@@ -146,6 +173,8 @@ class InputGatherer:
             draft_positions=None,
             num_decodes=int((counts == 1).sum()) if (np.diff(counts) >= 0).all() else 0,
             num_padded_tokens=num_padded_tokens or num_tokens,
+            missing=0,
+            shape=None,
         )
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
@@ -168,13 +197,18 @@ class InputGatherer:
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
 
-    def _tables(self, rows: Int, seq_lens: Int) -> list[torch.Tensor]:
-        """The block tables of the batch on the device, by cache group, as wide as its longest request needs."""
+    def _tables(self, rows: Int, seq_lens: Int, missing: int) -> list[torch.Tensor]:
+        """The block tables of the batch on the device, by cache group, as wide as its longest request needs.
+
+        `missing` rows of null blocks follow for padded requests.
+        """
         longest = int(seq_lens.max(initial=0))
-        return [
-            self.staging.upload(f"block_table.{i}", group.table[:, : -(-longest // size)][rows])
-            for i, (group, size) in enumerate(zip(self.groups, self.kernel_block_sizes, strict=True))
-        ]
+        tables = []
+        for index, (group, size) in enumerate(zip(self.groups, self.kernel_block_sizes, strict=True)):
+            table = group.table[:, : -(-longest // size)][rows]
+            table = np.pad(table, ((0, missing), (0, 0))) if missing else table
+            tables.append(self.staging.upload(f"block_table.{index}", table))
+        return tables
 
     def _assemble(
         self,
@@ -192,18 +226,26 @@ class InputGatherer:
         draft_positions: Int | None,
         num_decodes: int,
         num_padded_tokens: int,
+        missing: int,
+        shape: GraphShape | None,
     ) -> StepInputs:
         upload, num_tokens, longest = self.staging.upload, len(input_ids), int(counts.max(initial=0))
+        real = num_tokens
         if (padding := num_padded_tokens - num_tokens) > 0:
             input_ids, positions = np.pad(input_ids, (0, padding)), np.pad(positions, (0, padding))
             slots = [np.pad(s, (0, padding), constant_values=PAD_SLOT) for s in slots]
+        if missing:
+            more = self._arange[1 : missing + 1] * longest
+            starts, seq_lens = np.concatenate([starts, starts[-1] + more]), np.pad(seq_lens, (0, missing))
+            num_tokens = num_padded_tokens
+            num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
         query_start_loc = upload("query_start_loc", starts32)
         seq_lens_device = upload("seq_lens", seq_lens32)
         positions_device = upload("positions", positions)
         batches = tuple(
             AttentionBatch(
-                num_requests=len(rows),
+                num_requests=len(seq_lens),
                 num_tokens=num_tokens,
                 max_query_len=longest,
                 max_seq_len=int(seq_lens.max(initial=0)),
@@ -221,7 +263,7 @@ class InputGatherer:
         return StepInputs(
             rows=rows,
             num_scheduled=counts,
-            num_tokens=num_tokens,
+            num_tokens=real,
             num_padded_tokens=num_padded_tokens,
             input_ids=upload("input_ids", input_ids),
             positions=positions_device,
@@ -229,7 +271,7 @@ class InputGatherer:
             logits_rows=logits_rows,
             draft_positions=draft_positions,
             batches=batches,
-            uniform_query_len=longest if longest * len(rows) == num_tokens else 0,
+            shape=shape,
         )
 
     def _declare(self, max_tokens: int, max_drafts: int) -> None:

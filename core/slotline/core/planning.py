@@ -91,8 +91,12 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         draft_tokens=config.drafter.tokens if drafter else 0,
         parts=tuple(_part(registry, d) for d in parts),
     )
-    request = evolve(request, graphs=Asked("none", "this version of the runner captures no graphs"))
-    plan = negotiate(request, attention_candidates(registry, info), kv_spec_candidates(registry, info))
+    attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
+    plan = negotiate(request, attention, specs)
+    refusal = family.capture_refusal(facts, device, plan.dtype) if plan.graphs.resolved != "none" else None
+    if refusal is not None:
+        request = evolve(request, graphs=_without_graphs(request.graphs, refusal))
+        plan = negotiate(request, attention, specs)
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
     return Planned(
@@ -107,6 +111,20 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         max_model_len=max_model_len,
         plan=plan,
     )
+
+
+def _without_graphs(asked: Asked[str], refusal: str) -> Asked[str]:
+    """No graphs, for the model's reason.
+
+    Raises:
+        NegotiationError: if graphs were asked for by name.
+    """
+    if asked.explicit and asked.value != "auto":
+        raise NegotiationError(
+            f"graphs.mode = {asked.value!r} ({asked.origin}): the model's forward cannot be captured: {refusal}",
+            fix='set graphs.mode to "auto" or "none"',
+        )
+    return Asked("none", f"the model's forward cannot be captured: {refusal}")
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
@@ -202,11 +220,6 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     config = loaded.config
     if config.scheduler.async_ is True:
         raise NegotiationError("scheduler.async = true: this version runs step by step", fix="remove the key")
-    if config.graphs.mode not in ("auto", "none"):
-        raise NegotiationError(
-            f"graphs.mode = {config.graphs.mode!r}: this version of the runner captures no graphs",
-            fix='set graphs.mode = "auto" or "none"',
-        )
     if name := config.lora.name:
         registry.load(Kind.LORA, name, required=True)
         raise NegotiationError(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 
 class Bar(Protocol):
@@ -50,6 +50,19 @@ class _RichBar:
         self._drawn = now
         speed = f"{self._tokens / max(now - self._start, 1e-9):,.0f} tokens/s"
         self.display.update(self._task, completed=self._finished, speed=speed, refresh=True)
+
+
+T = TypeVar("T")
+
+
+def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
+    """The items, with a bar on standard error while they are worked on, if shown and it is a terminal."""
+    if not show or not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(items, description=label, console=Console(file=sys.stderr), transient=True)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from attrs import define, field
 
 from slotline.core.attention import Attend, AttentionRouter
 from slotline.core.drafting import Drafting
+from slotline.core.graphs import GraphRunner
 from slotline.core.inputs import StepInputs
 from slotline.core.logprobs import LogprobTable, gather_logprobs
 from slotline.core.outputs import TokenLogprobs
@@ -91,6 +92,7 @@ class Runner:
         self.staging = staging
         self.profiler = profiler
         self.drafting = drafting
+        self.graphs: GraphRunner | None = None
         when, _, what = logprobs_mode.partition("_")
         self.raw_logprobs = when == "raw"
         self.normalise_logprobs = what == "logprobs"
@@ -104,10 +106,9 @@ class Runner:
             attend = self.router.plan(inputs.batches)
         whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
         with scope("forward"):
-            hidden = self.forward(inputs, attend, None if whole else inputs.logits_indices)
+            hidden, logits = self._forward_or_replay(inputs, attend, whole=whole)
         with scope("logits"):
-            states = hidden[inputs.logits_indices] if whole else hidden
-            logits = self.model.compute_logits(states)
+            states, logits = self._wanted(inputs, hidden, logits, whole=whole)
         batch = SamplingBatch.gather(self.rows, inputs.logits_rows, inputs.draft_positions)
         with scope("process"):
             processed = self.pipeline.apply(logits, batch.rows, inputs.draft_positions, all_greedy=batch.all_greedy)
@@ -124,6 +125,27 @@ class Runner:
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
         return self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
+
+    def _forward_or_replay(
+        self, inputs: StepInputs, attend: Attend, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`."""
+        if inputs.shape is not None and self.graphs is not None:
+            return self.graphs.replay(inputs)
+        return self.forward(inputs, attend, None if whole else inputs.logits_indices), None
+
+    def _wanted(
+        self, inputs: StepInputs, hidden: torch.Tensor, logits: torch.Tensor | None, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits [num_logits, ...] of the tokens that sample."""
+        count = len(inputs.logits_rows)
+        if inputs.shape is None and not whole:
+            return hidden, self.model.compute_logits(hidden)
+        in_order = count == inputs.num_tokens  # every real token samples, and they come first
+        states = hidden[:count] if in_order else hidden[inputs.logits_indices]
+        if logits is None:
+            return states, self.model.compute_logits(states)
+        return states, logits[:count] if in_order else logits[inputs.logits_indices]
 
     def _verify(
         self, tokens: torch.Tensor, final: torch.Tensor, batch: SamplingBatch, draft_positions: Int | None

@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
     Attributes:
         tokens: [B, q] int64, rows of the query.
-        blocks, offsets: [B, L] int64, where the keys lie; past a piece's last key they repeat it.
+        blocks, offsets: [B, L] int64, where the keys lie; outside of what a piece sees they repeat its first or last key.
         mask: by window, [B, 1, 1, q, L] bool, True where a query sees a key.
     """
 
@@ -95,7 +95,10 @@ class TorchBackend:
         num_keys, request, first = columns[1], columns[2], columns[3]  # [B, 1] each
         query = torch.arange(pieces[0].query_len, device=device)  # [q]
         keys = torch.arange(max(p.num_keys for p in pieces), device=device)  # [L]
+        last_seen = num_keys - pieces[0].query_len + query if batch.causal else num_keys - 1 + 0 * query  # [B, q]
         position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
+        if None not in self._windows:  # nor before the first one, where blocks may have been freed
+            position = torch.maximum(position, last_seen[:, :1] - max(filter(None, self._windows)) + 1)
         tokens = first + query
         if self._encoder:
             start = batch.query_start_loc[request].long()  # [B, 1]
@@ -103,7 +106,6 @@ class TorchBackend:
         else:
             blocks = batch.block_table[request, position // self._block_size].long()
             offsets = position % self._block_size
-        last_seen = num_keys - pieces[0].query_len + query if batch.causal else num_keys - 1 + 0 * query  # [B, q]
         visible = {window: _visible(keys, last_seen, window) for window in self._windows}
         return Group(tokens, blocks, offsets, visible)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,14 @@ class TransformersDecoder:
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         return inspection.inspect(Path(path))
+
+    def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
+        """torch's grouped matrix product reads its group sizes on the host, save for bfloat16 on CUDA."""
+        config = json.loads((facts.path / "config.json").read_text(encoding="utf-8"))
+        experts = config.get("num_local_experts") or config.get("num_experts")
+        if not experts or not device.startswith("cuda") or dtype == "bfloat16":
+            return None
+        return f"experts synchronise with the host in {dtype}; in bfloat16 they do not"
 
     def load(self, context: ModelContext) -> DecoderModel:
         """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
@@ -120,22 +129,13 @@ def _build(context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str,
     """
     hf_model = loading.load_transformers_model(context)
     holder = binding.bind(hf_model, context.facts.layers)
-    notes = rope.freeze(hf_model, context.facts.max_model_len) + _experts_note(hf_model, context)
+    notes = rope.freeze(hf_model, context.facts.max_model_len)
     device = torch.device(context.device)
     if context.offload_bytes:
         notes += _optimize(hf_model, context)
         return hf_model, holder, notes + offload.place(hf_model, device, context.offload_bytes)
     offload.place(hf_model, device, 0)
     return hf_model, holder, notes + _optimize(hf_model, context)
-
-
-def _experts_note(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
-    """torch's grouped matrix product reads its group sizes on the host, save for bfloat16 on CUDA."""
-    config = hf_model.config
-    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if not experts or not context.device.startswith("cuda") or context.dtype == "bfloat16":
-        return ()
-    return (f"experts synchronise with the host in {context.dtype}, so forwards cannot be captured; bfloat16 can",)
 
 
 def _optimize(hf_model: Any, context: ModelContext) -> tuple[str, ...]:

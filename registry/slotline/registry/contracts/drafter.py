@@ -64,8 +64,9 @@ class DraftBatch:
     """What a drafter sees after a step. Only accepted history is visible.
 
     Attributes:
-        rows: [num_requests] int64, permanent rows of the requests that get drafts.
-        token_table: [max_requests, max_model_len] int32 on the host, tokens by row.
+        rows: [num_requests] int64 on the host, permanent rows of the requests that get drafts.
+        token_table: [max_requests, max_model_len] int32 on the host, tokens by row; to be read up to `num_tokens` only,
+            and only by a drafter that declares `needs_history`. Not to be written.
         num_tokens: [num_requests] int32 on the host, accepted tokens of each request, the newest included.
         last_token_ids: [num_requests] int64 on the device, the newest accepted tokens.
         positions: [num_requests] int64 on the device, positions of those.
@@ -93,7 +94,8 @@ class Draft:
 
     Attributes:
         token_ids: [num_requests, num_tokens] int64; -1 ends a request's proposal early.
-        probabilities: [num_requests, num_tokens, vocab_size] or None for a one-point distribution.
+        probabilities: [num_requests, num_tokens, vocab_size] float32 or float64, what each token was drawn from, given
+            those before it; None for a one-point distribution.
         parents: [num_tokens] int64 for a tree: index of each token's parent, -1 for the root; None for a chain.
     """
 

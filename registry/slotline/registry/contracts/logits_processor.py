@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import define, frozen
+from attrs import define, field, frozen
 
 from slotline.registry.capability import Flag, Set
 
@@ -31,6 +31,10 @@ class LogitsProcessorCapabilities:
         speculation: right at each draft position.
         default: part of every run unless the configuration says otherwise.
         order: processors apply in rising order; ties by name.
+        examples: settings of sampling parameters that are accepted and change the logits of some request, one mapping
+            for each; what the conformance suite tries the processor with. Token ids in them are below 32, and the
+            requests are shorter than 64 tokens. Parameters that go into `extra_args` stand beside the others.
+        bad_examples: settings that are refused with `RequestError`, likewise.
     """
 
     devices: Set[str] = Set(None)
@@ -40,6 +44,8 @@ class LogitsProcessorCapabilities:
     speculation: Flag = Flag(False)
     default: bool = False
     order: int = 100
+    examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
+    bad_examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
 
 
 @frozen(kw_only=True)

@@ -19,7 +19,7 @@ class LoraCapabilities:
     Attributes:
         devices: device types.
         dtypes: dtypes of the base model.
-        target_modules: module names that may carry an adapter.
+        target_modules: module names that may carry an adapter, the last parts of their paths.
         max_rank, max_adapters: limits.
         rslora, dora: variants.
         graphs: which batches its kernels can be captured for.
@@ -55,21 +55,28 @@ class Lora(Protocol):
     """What a built LoRA plugin can do."""
 
     def load(self, name: str, path: str) -> int:
-        """Read a PEFT folder into a slot and return the slot.
+        """Read a PEFT folder into a free slot and return the slot, 0 to max_adapters - 1. A refusal changes nothing.
 
         Raises:
-            slotline.registry.errors.RequestError: for a rank, target or variant that it cannot hold.
+            slotline.registry.errors.RequestError: for a rank, target, variant or setting that it cannot hold, and for
+                files that are missing or do not fit; names the fault.
+            slotline.registry.errors.CapacityError: if `max_adapters` are loaded.
         """
         ...
 
     def unload(self, name: str) -> None:
-        """Free the adapter's slot."""
+        """Free the adapter's slot.
+
+        Raises:
+            slotline.registry.errors.RequestError: if no adapter of that name is loaded.
+        """
         ...
 
     def plan(self, slots: torch.Tensor) -> None:
-        """Take the slot of each token of the step, [num_tokens] int64, -1 for none."""
+        """Take the slot of each token of the step, [num_tokens] int64 on the device, -1 for none; outside graphs."""
         ...
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the adapters' share of `module` for `inputs` [num_tokens, in_features] to `out`, in place."""
+        """Add the adapters' share of `module`, a path of `LoraContext.modules`, for `inputs` [num_tokens, in_features]
+        to `out` [num_tokens, out_features], in place; `out` may be columns of a wider tensor."""
         ...

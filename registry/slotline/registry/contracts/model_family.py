@@ -121,6 +121,10 @@ class ModelFamily(Protocol):
         """
         ...
 
+    def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
+        """Why a forward pass on this device in this dtype cannot be captured in a graph, in a sentence, or None."""
+        ...
+
     def load(self, context: ModelContext) -> Model:
         """Read the weights.
 

@@ -9,7 +9,12 @@ descriptor = Descriptor(
     name="logit_bias",
     summary="adds a number to the logits of chosen tokens",
     capabilities=LogitsProcessorCapabilities(
-        parameters=("logit_bias",), speculation=Flag(True), default=True, order=20
+        parameters=("logit_bias",),
+        speculation=Flag(True),
+        default=True,
+        order=20,
+        examples=({"logit_bias": {3: 5.0, 7: -100.0}}, {"logit_bias": {31: 0.5}}),
+        bad_examples=({"logit_bias": {1_000_000_000: 1.0}}, {"logit_bias": {"3": 1.0}}, {"logit_bias": {3: 101.0}}),
     ),
     factory="slotline.plugins.logits_processors.logit_bias.processor:LogitBias",
 )

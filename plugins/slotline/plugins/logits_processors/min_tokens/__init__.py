@@ -9,7 +9,12 @@ descriptor = Descriptor(
     name="min_tokens",
     summary="no stop token before so many output tokens",
     capabilities=LogitsProcessorCapabilities(
-        parameters=("min_tokens",), speculation=Flag(True), default=True, order=30
+        parameters=("min_tokens",),
+        speculation=Flag(True),
+        default=True,
+        order=30,
+        examples=({"min_tokens": 6}, {"min_tokens": 12, "stop_token_ids": [5, 9], "ignore_eos": True}),
+        bad_examples=({"min_tokens": -1}, {"min_tokens": 1.5}),
     ),
     factory="slotline.plugins.logits_processors.min_tokens.processor:MinTokens",
 )

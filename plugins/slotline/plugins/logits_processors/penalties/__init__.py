@@ -14,6 +14,18 @@ descriptor = Descriptor(
         speculation=Flag(True),
         default=True,
         order=10,
+        examples=(
+            {"repetition_penalty": 1.3},
+            {"presence_penalty": 0.5},
+            {"frequency_penalty": -0.7},
+            {"repetition_penalty": 0.8, "presence_penalty": 1.5, "frequency_penalty": 0.2},
+        ),
+        bad_examples=(
+            {"repetition_penalty": 0.0},
+            {"presence_penalty": 2.5},
+            {"frequency_penalty": -3.0},
+            {"presence_penalty": "much"},
+        ),
     ),
     factory="slotline.plugins.logits_processors.penalties.processor:Penalties",
 )

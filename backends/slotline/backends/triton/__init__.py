@@ -1,0 +1,44 @@
+"""Descriptor of the `triton` attention backend: our own paged kernels for GPUs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Range, Set
+from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, if Triton is installed; older GPUs lack the instructions for bfloat16."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    return descriptor.capabilities
+
+
+descriptor = Descriptor(
+    kind=Kind.ATTENTION,
+    name="triton",
+    capabilities=AttentionCapabilities(
+        devices=Set(("cuda",)),
+        min_compute_capability=(8, 0),
+        dtypes=Set((*product(FLOATS, FLOATS), *((name, "float8_e4m3fn") for name in FLOATS))),
+        head_sizes=Range(minimum=1, maximum=256),
+        different_value_head=Flag(True),
+        layouts=Choice(("NHD", "HND")),
+        sliding_window=Flag(True),
+        soft_cap=Flag(True),
+        sinks=Flag(True),
+        graphs=Level(GraphSupport.ALWAYS),
+        lse=Flag(True, "natural log; a sink counts as one more key"),
+        priority=50,
+        priority_reason="reads the cache in place, for decode, prefill and verification",
+    ),
+    factory="slotline.backends.triton.backend:TritonBackend",
+    probe="slotline.backends.triton:probe",
+    summary="paged decode with split keys, prefill, mixed batches and verification in Triton",
+)

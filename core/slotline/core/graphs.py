@@ -1,0 +1,194 @@
+"""Captured graphs: which shapes are captured, how, and their replay.
+
+A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
+where a layer's attention cannot be captured, the capture ends before it, the call is kept, and a new capture begins
+behind it. The other groups keep theirs. All captures share one memory pool, the largest first.
+
+What changes from step to step is read from the staging buffers, whose addresses never change.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define, frozen
+
+from slotline.core.attention import AttentionRouter
+from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
+from slotline.core.padding import padded_size
+from slotline.core.progress import counted
+from slotline.core.scheduler import Schedule
+from slotline.registry.contracts import Model
+from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.negotiation import Plan, capture_sizes
+
+logger = logging.getLogger("slotline")
+WARM_UPS = 2
+"""Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
+
+
+@frozen(eq=False)
+class Captured:
+    """One captured shape: what to call in order, and where the results lie.
+
+    Attributes:
+        parts: replays of graphs and eager calls between them.
+        hidden_states: [num_tokens, hidden_size]; logits: [num_tokens, vocab_size], or None for a mixed batch, whose
+            wanted tokens differ from step to step.
+    """
+
+    parts: tuple[Callable[[], None], ...]
+    hidden_states: torch.Tensor
+    logits: torch.Tensor | None
+
+
+@define(eq=False)
+class _Recorder:
+    """Captures one forward in as many graphs as it is broken into."""
+
+    pool: Any
+    parts: list[Callable[[], None]]
+    graph: torch.cuda.CUDAGraph | None = None
+
+    def begin(self) -> None:
+        self.graph = torch.cuda.CUDAGraph()
+        self.graph.capture_begin(pool=self.pool)
+
+    def end(self) -> None:
+        assert self.graph is not None
+        self.graph.capture_end()
+        self.parts.append(self.graph.replay)
+        self.graph = None
+
+    def cut(self, call: Callable[[], None]) -> None:
+        """Keep an eager call between what was captured so far and what follows."""
+        self.end()
+        self.parts.append(call)
+        self.begin()
+
+
+class GraphShapes:
+    """The shapes that a plan has captured, and which one a step is padded to.
+
+    Args:
+        phases: the plan's phases and their states.
+        sizes: token counts asked for.
+        query_len: of a uniform batch under speculation, 1 + draft tokens.
+        max_requests, max_tokens: bounds on every batch.
+    """
+
+    def __init__(
+        self, phases: Mapping[str, str], sizes: Sequence[int], *, query_len: int, max_requests: int, max_tokens: int
+    ) -> None:
+        self._sizes: dict[int, tuple[int, ...]] = {}
+        for phase, length in (("decode", 1), ("verify", query_len)):
+            if phases.get(phase, "none") != "none":
+                self._sizes[length] = capture_sizes(sizes, length, max_requests)
+        if phases.get("mixed", "none") != "none":
+            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in sizes}))
+
+    @property
+    def largest_first(self) -> tuple[GraphShape, ...]:
+        """Every shape in the order of capture."""
+        every = [GraphShape(size, length) for length, sizes in self._sizes.items() for size in sizes]
+        return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len)))
+
+    def shape_for(self, schedule: Schedule) -> GraphShape | None:
+        """The captured shape that a step is padded to; None if it runs eagerly."""
+        tokens, requests = schedule.num_tokens, len(schedule.rows)
+        length = tokens // requests
+        if length not in self._sizes or (schedule.num_scheduled != length).any():
+            length = 0
+        sizes = self._sizes.get(length, ())
+        return GraphShape(padded_size(tokens, sizes), length) if sizes and tokens <= sizes[-1] else None
+
+
+class GraphRunner:
+    """Captures shapes and replays them.
+
+    Attributes:
+        shapes: what is captured.
+        memory: bytes of device memory that the captures took.
+    """
+
+    def __init__(
+        self, model: Model, router: AttentionRouter, gatherer: InputGatherer, plan: Plan, shapes: GraphShapes
+    ) -> None:
+        self.shapes = shapes
+        self.memory = 0
+        self._model = model
+        self._router = router
+        self._gatherer = gatherer
+        self._plan = plan
+        self._captured: dict[GraphShape, Captured] = {}
+
+    @torch.inference_mode()
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture every shape.
+
+        Raises:
+            CapacityError: if the device runs out of memory; names what to lower.
+        """
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.mem_get_info()[0]
+        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
+                    self._captured[shape] = self._capture(shape, pool)
+        except torch.OutOfMemoryError as error:
+            raise CapacityError(
+                f"capturing graphs of {shape.num_tokens} tokens does not fit into memory",
+                fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
+            ) from error
+        except RuntimeError as error:
+            raise ModelError(
+                f"the forward of {shape.num_tokens} tokens cannot be captured: {str(error).splitlines()[0]}",
+                fix='set graphs.mode = "none", and tell the author of the model family or backend',
+            ) from error
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        self.memory = before - torch.cuda.mem_get_info()[0]
+        logger.info("captured %d graphs in %.2f GiB", len(self._captured), self.memory / 2**30)
+
+    def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a step whose inputs have a captured shape: hidden states of all tokens, and their logits if captured.
+
+        The attention of the step must have been planned; the results are overwritten by the next replay.
+        """
+        assert inputs.shape is not None
+        captured = self._captured[inputs.shape]
+        for part in captured.parts:
+            part()
+        return captured.hidden_states, captured.logits
+
+    def _capture(self, shape: GraphShape, pool: Any) -> Captured:
+        rows = self._gatherer.rows
+        requests = min(shape.num_tokens // (shape.query_len or 1), rows.max_requests)
+        # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
+        inputs = self._gatherer.dummy(even_split(shape.num_tokens, requests), seq_len=rows.max_model_len)
+        attend = self._router.plan(inputs.batches)
+        for _ in range(WARM_UPS):
+            self._logits(shape, self._model.forward(inputs.input_ids, inputs.positions, attend))
+        torch.cuda.synchronize()
+        recorder = _Recorder(pool, [])
+        breaking = self._router.breaking(self._broken(shape), recorder.cut)
+        recorder.begin()
+        hidden = self._model.forward(inputs.input_ids, inputs.positions, breaking)
+        logits = self._logits(shape, hidden)
+        recorder.end()
+        return Captured(tuple(recorder.parts), hidden, logits)
+
+    def _logits(self, shape: GraphShape, hidden: torch.Tensor) -> torch.Tensor | None:
+        return self._model.compute_logits(hidden) if shape.query_len else None
+
+    def _broken(self, shape: GraphShape) -> frozenset[str]:
+        """The groups that break the graph of a shape."""
+        phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
+        return frozenset(group.name for group in self._plan.groups if not group.captured(phase))

@@ -1,0 +1,96 @@
+"""Captured graphs on a GPU: the same text as without them, whatever is captured and whatever breaks it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engine_driver import random_prompts
+
+from slotline.core import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25, 9])
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+MODES = ("none", "piecewise", "full_decode_only", "full_and_piecewise")
+SIZES = (1, 2, 4, 8, 16)
+
+
+@pytest.fixture(autouse=True)
+def exact_matrix_products() -> None:
+    """float32 means float32 here, not tf32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def engine(path: Path, **settings: Any) -> LLM:
+    options = {"dtype": "float32", "max_model_len": 96, "max_num_batched_tokens": 24, "memory": "64MiB"}
+    options |= {"graphs.sizes": SIZES, "observability.check_integrity": True, "observability.progress": False}
+    return LLM(model=str(path), device="cuda", **{**options, **settings})
+
+
+def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "phi3"])
+@pytest.mark.behaviour(21, 23, 27, 87)
+def test_every_graph_mode_and_backend_gives_the_same_text(family: str, tmp_path: Path) -> None:
+    path = tiny_models.build(family, tmp_path, 0)
+    expected = tokens(LLM(model=str(path), device="cpu", dtype="float32", backend="torch", max_model_len=96))
+    for backend in ("torch", "triton"):
+        for mode in MODES:
+            llm = engine(path, backend=backend, **{"graphs.mode": mode})
+            assert tokens(llm) == expected, (backend, mode)
+            assert tokens(llm) == expected, (backend, mode, "again, over cached prefixes")
+
+
+def test_a_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layers(tmp_path: Path) -> None:
+    path = tiny_models.build("gemma3", tmp_path, 0)
+    expected = tokens(engine(path, **{"graphs.mode": "none"}))
+    llm = engine(path, **{"attention.backend": {"full": "triton", "sliding": "torch"}})
+    sliding = sum(layer.kv_kind == "sliding" for layer in llm.plan.cache_groups[0].layers)
+    decode = [c for shape, c in llm.engine.graphs._captured.items() if shape.query_len == 1]
+    assert {len(c.parts) for c in decode} == {2 * sliding + 1}
+    assert tokens(llm) == expected
+    whole = engine(path, backend="triton")
+    assert {len(c.parts) for s, c in whole.engine.graphs._captured.items() if s.query_len == 1} == {1}
+
+
+def test_steps_are_replayed_and_padded(tmp_path: Path) -> None:
+    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton")
+    seen = []
+    original = llm.engine.graphs.replay
+    llm.engine.graphs.replay = lambda inputs: (seen.append((inputs.num_tokens, inputs.shape)), original(inputs))[1]
+    tokens(llm)
+    decodes = [(n, shape.num_tokens) for n, shape in seen if shape.query_len == 1]
+    assert (7, 8) in decodes
+    assert any(shape.query_len == 0 for _, shape in seen)
+    assert llm.engine.graphs.memory > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_drafts_are_verified_inside_graphs(backend: str, tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path, 0)
+    repeated = [[5, 6, 7, 8] * 6, [9, 10] * 5]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logit_bias={5: 50.0})
+    plain = engine(path, backend=backend)
+    llm = engine(path, backend=backend, **{"drafter.name": "ngram", "drafter.tokens": 3})
+    assert any(shape.query_len == 4 for shape in llm.engine.graphs.shapes.largest_first)
+    expected = [o.outputs[0].token_ids for o in plain.generate(repeated, params)]
+    assert [o.outputs[0].token_ids for o in llm.generate(repeated, params)] == expected
+    assert llm.engine.drafting.counts.accepted > 0
+    assert tokens(llm) == tokens(plain)
+
+
+def test_sampled_text_and_logprobs_do_not_depend_on_graphs(tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path, 0)
+    params = SamplingParams(temperature=0.8, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True, logprobs=2)
+    a, b = (engine(path, backend="triton", **{"graphs.mode": m}).generate(PROMPTS, params) for m in ("none", "auto"))
+    for one, other in zip(a, b, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        for x, y in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
+            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)

@@ -1,0 +1,73 @@
+"""The Triton kernels under the interpreter: right on a CPU, in hostile surroundings. On a GPU the suite runs them.
+
+The interpreter computes in numpy, which has no bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from slotline.backends.triton.backend import TritonBackend
+from slotline.testing.environments.attention import Case, World
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
+
+BATCHES = {
+    "decode": ((1, 33), (1, 1), (0, 9), (1, 16), (0, 0), (1, 17), (1, 300)),
+    "prefill": ((40, 40), (0, 0), (17, 17), (3, 3)),
+    "chunk with prefix": ((30, 70), (0, 21), (33, 48), (1, 65)),
+    "mixed": ((1, 33), (1, 90), (0, 12), (5, 40), (50, 50), (20, 61)),
+    "verify": ((5, 37), (5, 5), (0, 8), (5, 101), (3, 64)),
+    "one long": ((1, 700),),
+}
+FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"window": 17},
+    "soft cap": {"soft_cap": 3.0, "amplitude": 6.0},
+    "sinks": {"sinks": True},
+    "all": {"window": 16, "sinks": True, "soft_cap": 20.0},
+    "heads first": {"layout": "HND"},
+    "float16": {"dtype": torch.float16},
+    "other value head": {"num_heads": 8, "num_kv_heads": 1, "head_size": 64, "head_size_v": 48},
+    "seven to one": {"num_heads": 7, "num_kv_heads": 1, "head_size": 128, "block_size": 32},
+    "large scores": {"amplitude": 300.0},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy warns of log2(0), which is minus infinity here
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_the_kernels_agree_with_the_oracle(batch: str, features: str) -> None:
+    world = World(Case(requests=BATCHES[batch], **{"head_size": 40, **FEATURES[features]}))
+    world.check(*world.run(TritonBackend(world.case.context())))
+
+
+def test_padded_requests_of_a_captured_batch_give_finite_rows() -> None:
+    """Requests with query tokens, a length of 0 and slots -1, as the core pads whole requests."""
+    world = World(Case(requests=((1, 33),), padding=2))
+    world.batch.num_requests = world.batch.num_tokens = world.batch.num_decodes = 3
+    world.batch.query_start_loc = torch.arange(4, dtype=torch.int32)
+    world.batch.seq_lens = torch.tensor([33, 0, 0], dtype=torch.int32)
+    world.batch.block_table = torch.cat([world.block_table, torch.zeros_like(world.block_table).repeat(2, 1)])
+    query, key, value = world.new_tokens()
+    out = torch.full_like(query, torch.nan)
+    backend = TritonBackend(world.case.context())
+    plan = backend.plan(world.batch)
+    backend.write(world.layer, key, value, world.cache, plan)
+    lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
+    assert torch.isfinite(out).all()
+    world.check(out[:1], lse[:, :1])
