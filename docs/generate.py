@@ -1,4 +1,5 @@
-"""Writes the generated parts of docs/: contract signatures and the step's source. `--check` fails if one is stale.
+"""Writes the generated parts of docs/: contract signatures, the step's source, the list of checks. `--check` fails if
+one is stale.
 
 A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`.
 """
@@ -43,8 +44,24 @@ def source(target: str) -> str:
     return textwrap.dedent(inspect.getsource(found)).rstrip()  # type: ignore[arg-type]
 
 
+def checks(kind: str) -> str:
+    """A table of a kind's conformance checks."""
+    from slotline.registry.descriptor import Kind
+    from slotline.testing.check import Family, all_checks
+
+    notes = {Family.DECLARED: "", Family.REFUSED: "refusal", Family.UNDERDECLARED: "information"}
+    rows = ["| check | level | profile | what it shows |", "|---|---|---|---|"]
+    for item in all_checks(Kind(kind)):
+        what = notes[item.family] or ("" if item.mandatory else "provisional")
+        cells = (f"`{item.id}`", f"{item.level}", item.profile or "-", f"{item.summary}{f' ({what})' if what else ''}")
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows) + "\n"
+
+
 def part(name: str) -> str:
     """The text of a generated part."""
+    if name.startswith("checks."):
+        return checks(name.removeprefix("checks."))
     code = signatures(name.removeprefix("contract.")) if name.startswith("contract.") else source(name)
     return f"```python\n{code}\n```\n"
 

@@ -108,3 +108,15 @@ def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypat
         pytest.skip("this processor has no bfloat16 arithmetic, so the plan differs")
     head = re.compile(r"^plan \w{6}  \w+ \(cpu\)", re.MULTILINE)  # the digest and the processor's name
     assert head.sub("plan", printed).strip() == head.sub("plan", shown).strip()
+
+
+def test_the_page_of_mutants_has_each_with_its_level_and_no_other() -> None:
+    from slotline.testing.mutants import all_mutants
+
+    rows = re.findall(
+        r"^\| (\w+) \| ([\w-]+) \| (.*) \| (L\d) \| `([\w.]+)` \|$", (ROOT / "docs/mutants.md").read_text(), re.M
+    )
+    shown = {(kind, name, level) for kind, name, _, level, _ in rows}
+    assert shown == {(mutant.kind.value, mutant.name, str(mutant.level)) for mutant in all_mutants()}
+    assert len(rows) == len(shown)
+    assert all(killer.startswith(f"{kind}.") for kind, _, _, _, killer in rows)

@@ -11,13 +11,14 @@ import torch
 from engine_driver import random_prompts
 
 from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25, 9])
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 MODES = ("none", "piecewise", "full_decode_only", "full_and_piecewise")
-SIZES = (1, 2, 4, 8, 16)
+SIZES = (1, 2, 4, 8, 16, 24)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "gpt_oss", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3"])
 @pytest.mark.behaviour(21, 23, 27, 87)
 def test_every_graph_mode_and_backend_gives_the_same_text(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)
@@ -46,6 +47,18 @@ def test_every_graph_mode_and_backend_gives_the_same_text(family: str, tmp_path:
             llm = engine(path, backend=backend, **{"graphs.mode": mode})
             assert tokens(llm) == expected, (backend, mode)
             assert tokens(llm) == expected, (backend, mode, "again, over cached prefixes")
+
+
+def test_a_model_that_cannot_be_captured_runs_without_graphs_and_says_why(tmp_path: Path) -> None:
+    path = tiny_models.build("gpt_oss", tmp_path, 0)
+    expected = tokens(LLM(model=str(path), device="cpu", dtype="float32", backend="torch", max_model_len=96))
+    for backend in ("torch", "triton"):
+        llm = engine(path, backend=backend)
+        assert llm.plan.graphs.resolved == "none"
+        assert "synchronise with the host in float32" in llm.plan.explain()
+        assert tokens(llm) == expected
+    with pytest.raises(NegotiationError, match="cannot be captured: experts synchronise"):
+        engine(path, **{"graphs.mode": "piecewise"})
 
 
 def test_a_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layers(tmp_path: Path) -> None:

@@ -50,6 +50,23 @@ class Level(IntEnum):
     def __str__(self) -> str:
         return f"L{self.value}"
 
+    @property
+    def title(self) -> str:
+        """``L1 numerics``."""
+        return f"{self} {self.name.lower()}"
+
+    @classmethod
+    def parse(cls, text: str) -> Level:
+        """The level that ``L3``, ``3`` or ``stateful`` names.
+
+        Raises:
+            ValueError: if there is no such level.
+        """
+        for level in cls:
+            if text.lower() in (str(level.value), str(level).lower(), level.name.lower()):
+                return level
+        raise ValueError(f"there is no level {text!r}: {', '.join(level.title for level in cls)}")
+
 
 class Family(StrEnum):
     """What a check's outcome says."""

@@ -11,7 +11,9 @@ from typing import Any
 
 from attrs import field, frozen
 
+from slotline.registry.errors import ConfigError
 from slotline.testing.check import Case, Check, Family, Level, NotApplicable, Run, all_checks
+from slotline.testing.keys import key_of, reproducer, split_key
 from slotline.testing.subject import Subject, subject_of
 
 
@@ -31,8 +33,7 @@ class Record:
     """The result of one run of one check.
 
     Attributes:
-        id: of the check.
-        level, family, since, profile, mandatory: of the check.
+        id, summary, level, family, since, profile, mandatory: of the check.
         case: its parameters.
         outcome: how it ended.
         reason: why it was skipped or failed, in one or a few lines.
@@ -44,6 +45,7 @@ class Record:
     """
 
     id: str
+    summary: str = ""
     level: Level
     family: Family
     since: int
@@ -62,6 +64,11 @@ class Record:
     details: Mapping[str, Any] = field(factory=dict)
 
     @property
+    def key(self) -> str:
+        """``check.id[case]``, what names the run."""
+        return key_of(self.id, self.case)
+
+    @property
     def bad(self) -> bool:
         """Whether it stands against the plugin."""
         return self.mandatory and self.outcome in (Outcome.FAILED, Outcome.XPASSED)
@@ -71,7 +78,7 @@ def check_plugin(
     target: Any,
     *,
     level: Level = Level.ENGINE,
-    only: Callable[[Check], bool] | None = None,
+    only: Callable[[Check], bool] | str | None = None,
     stop_at_first: bool = False,
     on_record: Callable[[Record], None] | None = None,
     **subject_options: Any,
@@ -81,34 +88,39 @@ def check_plugin(
     Args:
         target: a descriptor, a class with one, or a dotted path; see `subject_of`, which takes the other options.
         level: the highest level to run.
-        only: takes part only where this says so.
-        stop_at_first: end with the first record that stands against the plugin, which is of the lowest level.
+        only: takes part only where this says so; or the id of one check, or the key of one of its cases.
+        stop_at_first: end with the first record that stands against the plugin, which is of the lowest level. A fault
+            that leaves the device unusable ends the run in any case.
         on_record: called with each record at once.
 
     Raises:
-        SlotlineError: if the plugin cannot be loaded or cannot run here at all.
+        SlotlineError: if the plugin cannot be loaded or cannot run here at all, or `only` names no check.
     """
     subject = target if isinstance(target, Subject) else subject_of(target, **subject_options)
+    key = only if isinstance(only, str) else None
     records = []
     for item in all_checks(subject.kind):
-        if item.level > level or (only is not None and not only(item)):
+        if item.level > level or (callable(only) and not only(item)) or (key and split_key(key)[0] != item.id):
             continue
-        for record in run_check(item, subject):
+        for record in run_check(item, subject, key):
             records.append(record)
             if on_record is not None:
                 on_record(record)
-            if stop_at_first and record.bad:
+            if record.bad and (stop_at_first or device_lost(subject)):
                 return records
+    if key and not records:
+        raise ConfigError(f"there is no {subject.kind.value} check {key!r} up to {level}")
     return records
 
 
-def run_check(item: Check, subject: Subject) -> Iterator[Record]:
-    """A record for each case of one check."""
+def run_check(item: Check, subject: Subject, key: str | None = None) -> Iterator[Record]:
+    """A record for each case of one check, or for the one that `key` names."""
     cases, reason = cases_of(item, subject)
     if reason is not None:
         yield record_of(item, {}, Outcome.SKIPPED, reason=reason)
     for case in cases:
-        yield run_case(item, subject, case)
+        if key in (None, item.id, key_of(item.id, case)):
+            yield run_case(item, subject, case)
 
 
 def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | None]:
@@ -121,7 +133,7 @@ def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | Non
     if item.family is not Family.DECLARED and item.needs and refusal is None:
         return (), "declared"
     try:
-        cases = tuple(item.cases(subject))
+        cases = tuple({repr(sorted(case.items())): case for case in item.cases(subject)}.values())  # each once
     except NotApplicable as reason:
         return (), str(reason)
     return cases, None if cases else "no value of it is declared"
@@ -129,7 +141,7 @@ def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | Non
 
 def run_case(item: Check, subject: Subject, case: Case) -> Record:
     """Run a check once; whatever the plugin raises is a failure."""
-    run = Run(subject, case, seed_of(item, case))
+    run = Run(subject, case, seed_of(item, case, subject.seed))
     started = time.perf_counter()
     outcome, reason, details = Outcome.PASSED, "", {}
     try:
@@ -144,7 +156,15 @@ def run_case(item: Check, subject: Subject, case: Case) -> Record:
     rest = {name: value for name, value in run.measured.items() if name not in known}
     seconds = time.perf_counter() - started
     return record_of(
-        item, case, outcome, reason=reason, seconds=seconds, seed=run.seed, details=details | rest, **known
+        item,
+        case,
+        outcome,
+        reason=reason,
+        seconds=seconds,
+        seed=run.seed,
+        reproducer=reproducer(subject, key_of(item.id, case)),
+        details=details | rest,
+        **known,
     )
 
 
@@ -152,6 +172,7 @@ def record_of(item: Check, case: Case, outcome: Outcome, **values: Any) -> Recor
     """A record with what the check says of itself filled in."""
     return Record(
         id=item.id,
+        summary=item.summary,
         level=item.level,
         family=item.family,
         since=item.since,
@@ -163,9 +184,9 @@ def record_of(item: Check, case: Case, outcome: Outcome, **values: Any) -> Recor
     )
 
 
-def seed_of(item: Check, case: Case) -> int:
-    """The same for the same check and case on every machine."""
-    return zlib.crc32(f"{item.id} {sorted(case.items())}".encode())
+def seed_of(item: Check, case: Case, moved_by: int = 0) -> int:
+    """The same for the same check and case on every machine; `moved_by` gives others."""
+    return zlib.crc32(f"{item.id} {sorted(case.items())}".encode()) ^ moved_by
 
 
 def level_reached(records: Iterable[Record]) -> Level | None:
@@ -187,6 +208,15 @@ def level_reached(records: Iterable[Record]) -> Level | None:
 def _reason(error: Exception) -> str:
     text = str(error).strip() or "no message"
     return text if isinstance(error, AssertionError) else f"{type(error).__name__}: {text}"
+
+
+def device_lost(subject: Subject) -> bool:
+    """Whether a fault left the device unusable for the rest of the process, so that nothing after it can count."""
+    try:
+        _synchronize(subject)
+    except Exception:  # torch has several types for it
+        return True
+    return False
 
 
 def _synchronize(subject: Subject) -> None:

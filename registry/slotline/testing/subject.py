@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
-from slotline.registry.loading import bind_contract, resolve_factory, resolve_options, to_descriptor
+from slotline.registry.loading import bind_contract, label_of, resolve_factory, resolve_options, to_descriptor
 
 
 @frozen
@@ -24,6 +23,9 @@ class Subject:
         options: the plugin's own table, or None.
         distribution, version: what brings it, for reports.
         exhaustive: whether checks take all combinations instead of one case for each value.
+        target: the text that names it again on a command line; empty for an object that has none.
+        settings: what its own table was given.
+        seed: moves every random choice; 0 for those of the suite.
     """
 
     descriptor: Descriptor[Any]
@@ -34,6 +36,9 @@ class Subject:
     distribution: str = ""
     version: str = ""
     exhaustive: bool = False
+    target: str = ""
+    settings: Mapping[str, Any] = field(factory=dict)
+    seed: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -73,32 +78,42 @@ def _unequal(offer: Any, need: Any) -> str | None:
 def subject_of(
     target: Any,
     *,
-    device: DeviceInfo | None = None,
+    device: DeviceInfo | str | None = None,
     options: Mapping[str, Any] | None = None,
     distribution: str = "",
     version: str = "",
     exhaustive: bool = False,
+    seed: int = 0,
 ) -> Subject:
-    """The subject for a descriptor, a class with one, or a dotted path ``"module:attribute"``.
+    """The subject for a descriptor, a class with one, or a text.
+
+    Args:
+        target: the plugin; a text is ``NAME``, ``kind:NAME``, ``module:attribute`` or ``./file.py:attribute``.
+        device: what to test on, ``cpu`` and ``cuda`` among it; None for the GPU where the plugin takes one.
+        options: the plugin's own table.
+        distribution, version: who brings the plugin, where `target` does not tell.
+        exhaustive: all combinations instead of one case for each value.
+        seed: moves every random choice.
 
     Raises:
+        PluginError: if a text names no plugin or several, or if the probe says that it cannot run on the device.
         PluginLoadError: if the target is no plugin.
         ContractError: if host and plugin share no contract version.
-        PluginError: if the probe says that the plugin cannot run on the device.
-        ConfigError: if `options` do not fit the plugin's own table.
+        ConfigError: if `options` do not fit the plugin's own table, or the device is not there.
     """
     from slotline.registry.errors import PluginError
     from slotline.registry.probing import probe
+    from slotline.testing.target import Target, find_target
 
-    if isinstance(target, str):
-        module, _, attribute = target.partition(":")
-        target = getattr(importlib.import_module(module), attribute or "descriptor")
-    descriptor = to_descriptor(target, "the plugin under test")
-    info = device or default_device(getattr(descriptor.capabilities, "devices", None))
+    found = find_target(target) if isinstance(target, str) else target
+    if not isinstance(found, Target):
+        found = Target("", to_descriptor(found, "the plugin under test"), distribution, version)
+    descriptor = found.descriptor
+    info = _device(device, getattr(descriptor.capabilities, "devices", None))
     offer = probe(descriptor, info)
     if isinstance(offer, str):
         raise PluginError(
-            f"{descriptor.kind.value} plugin {descriptor.name!r} cannot run on {info.name or info.type}: {offer}",
+            f"{label_of(descriptor)} cannot run on {info.name or info.type}: {offer}",
             fix="run the suite on a machine that the plugin supports",
         )
     return Subject(
@@ -106,11 +121,28 @@ def subject_of(
         info,
         offer,
         bind_contract(descriptor),
-        _options(descriptor, options),
-        distribution,
-        version,
+        _options(descriptor, options or {}),
+        found.distribution,
+        found.version,
         exhaustive,
+        found.name,
+        dict(options or {}),
+        seed,
     )
+
+
+def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
+    """The machine that was asked for; one that the plugin does not declare is refused like a probe would."""
+    from slotline.core.device import describe_device, resolve_device
+    from slotline.registry.errors import PluginError
+
+    if asked is None:
+        return default_device(devices)
+    info = describe_device(resolve_device(asked)) if isinstance(asked, str) else asked
+    refusal = None if devices is None else devices.refusal(info.type)
+    if refusal is not None:
+        raise PluginError(f"the plugin does not declare the device: {refusal}", fix="ask for another device")
+    return info
 
 
 def default_device(devices: Any = None) -> DeviceInfo:
@@ -122,6 +154,11 @@ def default_device(devices: Any = None) -> DeviceInfo:
     return describe_device(found if takes else "cpu")
 
 
-def _options(descriptor: Descriptor[Any], given: Mapping[str, Any] | None) -> Any:
-    declared = resolve_options(descriptor)
-    return None if declared is None else declared(**dict(given or {}))
+def _options(descriptor: Descriptor[Any], given: Mapping[str, Any]) -> Any:
+    """The plugin's own table, read as the configuration reads it."""
+    from slotline.registry.config.load import load_config
+    from slotline.registry.config.plugin_tables import options_path
+
+    values = {".".join((*options_path(descriptor.kind, descriptor.name), key)): value for key, value in given.items()}
+    loaded = load_config(values=values, environ={})
+    return loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))

@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
     Attributes:
         tokens: [B, q] int64, rows of the query.
-        blocks, offsets: [B, L] int64, where the keys lie; outside of what a piece sees they repeat its first or last key.
+        blocks, offsets: [B, L] int64, where the keys lie; beyond what a piece sees, its first or last key again.
         mask: by window, [B, 1, 1, q, L] bool, True where a query sees a key.
     """
 

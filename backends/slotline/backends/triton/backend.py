@@ -161,7 +161,6 @@ class TritonBackend:
             rows = (batch.num_tokens, layer.num_heads, launch.splits)
             parts = torch.empty((*rows, padded_v), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
-        window = layer.window or 0
         kernels.attend[(launch.blocks, layer.num_kv_heads, launch.splits)](
             query,
             cache.key,
@@ -188,6 +187,7 @@ class TritonBackend:
             batch.block_table.stride(0),
             layer.num_heads,
             launch.splits,
+            layer.window or 0,
             group=self._group,
             size=layer.head_size,
             size_v=layer.head_size_v,
@@ -198,7 +198,7 @@ class TritonBackend:
             block_q=launch.block_q,
             block_m=max(16, triton.next_power_of_2(launch.block_q * self._group)),
             single=launch.single,
-            window=window,
+            has_window=layer.window is not None,
             has_cap=layer.soft_cap is not None,
             has_sinks=sinks is not None,
             causal=batch.causal,

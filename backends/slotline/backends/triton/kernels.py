@@ -68,6 +68,7 @@ def attend(
     table_row,
     num_heads,
     num_splits,
+    window,
     group: tl.constexpr,
     size: tl.constexpr,
     size_v: tl.constexpr,
@@ -78,7 +79,7 @@ def attend(
     block_q: tl.constexpr,
     block_m: tl.constexpr,
     single: tl.constexpr,
-    window: tl.constexpr,
+    has_window: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
     causal: tl.constexpr,
@@ -114,7 +115,7 @@ def attend(
     if causal:
         end = tl.minimum(length, length - query_len + (block + 1) * block_q)
     start = 0
-    if window > 0:
+    if has_window:
         start = tl.maximum(0, length - query_len + block * block_q - window + 1)
     first_tile = start // tile
     last_tile = tl.cdiv(end, tile)
@@ -148,7 +149,7 @@ def attend(
         seen = real[None, :]
         if causal:
             seen = seen & (key[None, :] <= position[:, None])
-        if window > 0:
+        if has_window:
             seen = seen & (key[None, :] > position[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
         best = tl.maximum(top, tl.max(scores, 1))

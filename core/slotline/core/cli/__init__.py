@@ -18,7 +18,7 @@ from slotline.registry.errors import SlotlineError
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "new_plugin")
+_COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "new_plugin", "conform", "matrix")
 _EXAMPLES = """examples:
   slotline generate "def main("
   slotline explain run.toml

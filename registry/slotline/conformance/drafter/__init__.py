@@ -1,1 +1,7 @@
 """Checks of drafter plugins; importing this package registers them."""
+
+from __future__ import annotations
+
+from slotline.conformance.drafter import contract, edges, engine, form, fuzz, independence, probabilities, refusals
+
+__all__ = ["contract", "edges", "engine", "form", "fuzz", "independence", "probabilities", "refusals"]

@@ -1,1 +1,7 @@
-"""Checks of lora plugins; importing this package registers them."""
+"""Checks of LoRA plugins; importing this package registers them."""
+
+from __future__ import annotations
+
+from slotline.conformance.lora import batches, contract, engine, fuzz, graphs, numerics, refusals, slots
+
+__all__ = ["batches", "contract", "engine", "fuzz", "graphs", "numerics", "refusals", "slots"]

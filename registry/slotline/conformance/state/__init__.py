@@ -1,1 +1,15 @@
 """Checks of state plugins; importing this package registers them."""
+
+from slotline.conformance.state import (
+    contract,
+    graphs,
+    history,
+    numerics,
+    pieces,
+    refusals,
+    rollback,
+    slots,
+    underdeclared,
+)
+
+__all__ = ["contract", "graphs", "history", "numerics", "pieces", "refusals", "rollback", "slots", "underdeclared"]

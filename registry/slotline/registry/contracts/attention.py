@@ -12,7 +12,18 @@ What the payload means:
 * Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
 * `seq_lens` includes the new tokens; the queries of a request are its last tokens (bottom-right causal alignment).
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
-* An LSE, where returned, is in the base that the descriptor declares.
+* An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
+* A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
+
+Where `graphs` is declared, `write` and `forward` may be captured once for a shape of batch and replayed:
+
+* `plan` is called outside the graph, at the capture and before each replay, with a batch of the captured shape. The
+  batch's tensors lie at the addresses of the capture; host copies and plans are new objects.
+* A captured kernel reads what changes from those tensors, or from the backend's own buffers that `plan` fills again
+  without waiting for the device. What the host decides (splits, grids) must serve every batch of the shape.
+* The capture's batch is made up: the longest sequences, null blocks, slots -1. A smaller batch is padded: with requests
+  of equally many query tokens, no tokens in all (a length of 0) and slots -1 where query lengths are equal, else with
+  requests without query tokens. Padded rows may hold anything finite.
 """
 
 from __future__ import annotations

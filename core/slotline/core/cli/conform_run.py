@@ -1,0 +1,151 @@
+"""The suite in a process of its own, followed from this one, so that a plugin that crashes is a result too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import attrs
+from attrs import frozen
+
+from slotline.registry.errors import SlotlineError
+
+if TYPE_CHECKING:
+    from slotline.testing.report import Report
+    from slotline.testing.stream import Reader
+
+_USAGE = 4  # pytest's exit code for wrong options
+_PROCESSES = 20  # that may die before the rest is given up
+_POLL_S = 0.05
+# The author's own pytest configuration has no say in what is conformant.
+_CONFIG = "[pytest]\nconsider_namespace_packages = true\n"
+_QUIET = ("--noconftest", "-q", "--tb=no", "--no-summary")
+
+
+def require_packages() -> None:
+    """Nothing if the suite can run.
+
+    Raises:
+        SlotlineError: naming the packages that are missing.
+    """
+    missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
+    if missing:
+        raise SlotlineError(
+            f"the conformance suite needs {' and '.join(missing)}, not installed here",
+            fix="pip install 'slotline[conformance]'",
+        )
+
+
+def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout: float) -> Report:
+    """Run the suite and return its report.
+
+    A check that takes its process down, or that does not end, is a failure of that check; another process goes on with
+    the rest.
+
+    Args:
+        options: of the pytest plugin.
+        on_news: called again and again while it runs.
+        timeout: seconds that one run of a check may take.
+
+    Raises:
+        SlotlineError: if the suite does not begin, with what pytest says.
+    """
+    from slotline.testing.stream import Reader, Writer
+
+    with tempfile.TemporaryDirectory(prefix="slotline-conform-") as folder:
+        events = Path(folder) / "events.jsonl"
+        reader = Reader(events)
+        command = _command(Path(folder), [*options, f"--slotline-stream={events}"])
+        report: Report | None = None
+        for _ in range(_PROCESSES):
+            before = len(reader.records)
+            end = _follow(command, Path(folder), reader, on_news, timeout)
+            report = reader.report
+            if report is None:
+                raise _no_start(end)
+            if reader.running is not None:
+                dead = attrs.evolve(reader.running, reason=_cause_of_death(end, timeout), seconds=end.seconds)
+                Writer(events).record(attrs.evolve(dead, details={"traceback": end.output}))
+                reader.follow()
+            if len(reader.records) in (before, report.planned):
+                break
+        on_news(reader)
+        assert report is not None  # at least one process ran
+        return attrs.evolve(report, records=tuple(reader.records))
+
+
+def _command(folder: Path, options: Sequence[str]) -> list[str]:
+    config = folder / "pytest.toml"
+    config.write_text(_CONFIG, encoding="utf-8")
+    spec = find_spec("slotline.conformance")
+    assert spec is not None  # it is in the same distribution
+    assert spec.origin is not None
+    words = [sys.executable, "-P", "-m", "pytest", "-c", str(config), f"--rootdir={Path(spec.origin).parent}"]
+    words += ["-p", "slotline.testing.plugin", "-p", "no:cacheprovider", *_QUIET]
+    return [*words, "--pyargs", "slotline.conformance", *options]
+
+
+@frozen
+class _End:
+    """How a process ended: exit code, its last lines, how long its last check ran, whether it was too long."""
+
+    code: int
+    output: str
+    seconds: float
+    late: bool
+
+
+def _follow(
+    command: Sequence[str], folder: Path, reader: Reader, on_news: Callable[[Reader], None], timeout: float
+) -> _End:
+    """Run a process to its end, its own files in `folder`."""
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder)}
+    environment.pop("PYTEST_ADDOPTS", None)
+    key, since, late = "", time.monotonic(), False
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+            try:
+                while process.poll() is None and not late:
+                    time.sleep(_POLL_S)
+                    reader.follow()
+                    on_news(reader)
+                    running = reader.running.key if reader.running else ""
+                    if running != key:
+                        key, since = running, time.monotonic()
+                    late = bool(key) and time.monotonic() - since > timeout
+            finally:
+                if process.poll() is None:
+                    process.kill()
+        reader.follow()
+        return _End(process.returncode, _tail(output), time.monotonic() - since, late)
+
+
+def _tail(output: IO[str], lines: int = 40) -> str:
+    output.seek(0)
+    return "".join(output.readlines()[-lines:])
+
+
+def _no_start(end: _End) -> SlotlineError:
+    text = end.output.strip()
+    if end.code == _USAGE:
+        message, _, fix = text.partition("ERROR: ")[2].partition("\n  fix: ")
+        return SlotlineError(message.strip() or text, fix=fix.strip() or None)
+    return SlotlineError(f"the suite did not begin (exit code {end.code}):\n{text}")
+
+
+def _cause_of_death(end: _End, timeout: float) -> str:
+    if end.late:
+        return f"it did not end within {timeout:g} s"
+    try:
+        cause = f"exit code {end.code}" if end.code >= 0 else f"signal {signal.Signals(-end.code).name}"
+    except ValueError:
+        cause = f"signal {-end.code}"
+    return f"its process died: {cause}"

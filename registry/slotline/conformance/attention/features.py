@@ -1,0 +1,197 @@
+"""Right values of declared features: windows, soft caps, sinks, the LSE, other attention types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
+from slotline.testing.environments.attention_choice import (
+    build,
+    chosen,
+    dtype_pairs,
+    examine,
+    need_query,
+    pairwise,
+    prove,
+    refusal,
+    world,
+    writes_cache,
+)
+from slotline.testing.environments.attention_shapes import SHAPES, Requests
+from slotline.testing.subject import Subject
+
+FEATURES: dict[str, tuple[str, Any]] = {
+    "window": ("sliding_window", 20),
+    "soft_cap": ("soft_cap", 9.0),
+    "sinks": ("sinks", True),
+}
+"""Field of a case -> (capability, value in combinations)."""
+WINDOW = {"sliding_window": True}
+
+
+def by_shape(subject: Subject) -> Iterable[Case]:
+    """Each kind of batch, with the dtype pairs in turn."""
+    pairs = dtype_pairs(subject) or (("float32", "float32"),)
+    shapes = list(SHAPES)
+    rows = max(len(pairs), len(shapes))
+    return [
+        {"shape": shapes[i % len(shapes)], "dtype": pairs[i % len(pairs)][0], "kv_dtype": pairs[i % len(pairs)][1]}
+        for i in range(rows)
+    ]
+
+
+def _shape(run: Run) -> Any:
+    shape = run["shape"]
+    if shape != "decode":
+        need_query(run.subject, 2)
+    return SHAPES[shape]
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.window.inclusive",
+    Level.NUMERICS,
+    needs=WINDOW,
+    cases=lambda _: [{"window": w, "length": w + d} for w in (1, 16, 20) for d in (-1, 0, 1) if w + d > 0],
+    profile="window",
+)
+def window_inclusive(run: Run) -> None:
+    """A window of W tokens shows W keys, the query's own included: lengths W - 1, W and W + 1."""
+    length = run["length"]
+    prove(run, chosen(run, ((1, length), (1, length), (min(5, length), length))).friendly())
+
+
+@check(Kind.ATTENTION, "attention.window.batch", Level.NUMERICS, needs=WINDOW, cases=by_shape, profile="window")
+def window_batch(run: Run) -> None:
+    """A window in each kind of batch, with dtypes in turn."""
+    prove(run, chosen(run, _shape(run), window=13).friendly())
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.window.pages",
+    Level.NUMERICS,
+    needs=WINDOW,
+    cases=lambda _: [{"pages": n, "off": off} for n in (1, 2) for off in (-1, 0, 1)],
+    profile="window",
+)
+def window_pages(run: Run) -> None:
+    """Windows of about one and two pages, for lengths at which they begin at, before and after the edge of a page."""
+
+    def requests(p: int) -> Requests:
+        return (*((1, 3 * p + d) for d in (-1, 0, 1, 2)), (5, 4 * p + 2), (p + 1, 3 * p + 1))
+
+    size = chosen(run, requests, window=1).block_size
+    window = max(1, run["pages"] * size + run["off"])
+    prove(run, chosen(run, requests, window=window, block_size=size).friendly())
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.window.long",
+    Level.NUMERICS,
+    needs=WINDOW,
+    profile="window",
+)
+def window_long(run: Run) -> None:
+    """A window in a long context, where whole tiles of keys lie outside, and one that is longer than the context."""
+    prove(run, chosen(run, ((1, 700), (1, 130), (20, 400), (150, 300)), window=129).friendly())
+    prove(run, chosen(run, ((1, 70), (20, 90)), window=5000).friendly())
+
+
+@check(Kind.ATTENTION, "attention.soft_cap", Level.NUMERICS, needs={"soft_cap": True}, cases=by_shape)
+def soft_cap(run: Run) -> None:
+    """Scores become cap * tanh(score / cap), before the mask."""
+    prove(run, chosen(run, _shape(run), soft_cap=5.0, amplitude=6.0).friendly())
+
+
+@check(Kind.ATTENTION, "attention.sinks", Level.NUMERICS, needs={"sinks": True}, cases=by_shape)
+def sinks(run: Run) -> None:
+    """A sink takes its share of the softmax, one logit per query head, and has no value."""
+    prove(run, chosen(run, _shape(run), sinks=True).friendly())
+
+
+def combinations(subject: Subject) -> Iterable[Case]:
+    """Pairwise combinations of two declared features at least."""
+    axes: dict[str, list[Any]] = {"shape": ["decode", "mixed"]}
+    for name, (capability, value) in FEATURES.items():
+        if refusal(subject, {capability: True}) is None:
+            axes[name] = [value, False if value is True else None]
+    rows = [{name: value for name, value in row.items() if value} for row in pairwise(axes)]
+    together = [row for row in rows if len(row) > 2]
+    if len(axes) > 2:
+        everything = {name: values[0] for name, values in axes.items()}
+        together += [row for row in ({**everything, "shape": "mixed"},) if row not in together]
+    return together
+
+
+@check(Kind.ATTENTION, "attention.features.together", Level.NUMERICS, cases=combinations)
+def together(run: Run) -> None:
+    """Windows, soft caps and sinks work together, but for the limits that are declared."""
+    prove(run, chosen(run, _shape(run), amplitude=3.0).friendly())
+
+
+def _lse(run: Run, **fields: Any) -> None:
+    made = world(run, chosen(run, _shape(run), **fields).friendly())
+    backend = build(run, made.case)
+    out, lse = made.run(backend, writes_cache(run))
+    if lse is None:
+        raise Failed("forward returned no LSE, and the descriptor declares one")
+    expected = (made.case.num_heads, made.batch.num_tokens)
+    if tuple(lse.shape) != expected or str(lse.dtype) != "torch.float32":
+        raise Failed(f"the LSE is {tuple(lse.shape)} {lse.dtype}, expected {expected} torch.float32")
+    made.check(out, lse, run, base=run.subject.capabilities.lse_base)
+
+
+@check(Kind.ATTENTION, "attention.lse", Level.NUMERICS, needs={"lse": True}, cases=by_shape)
+def lse(run: Run) -> None:
+    """The LSE is the log-sum-exp of the scores that a query sees, in the declared base."""
+    _lse(run)
+
+
+@check(Kind.ATTENTION, "attention.lse.scores", Level.NUMERICS, needs={"lse": True}, cases=combinations)
+def lse_of_features(run: Run) -> None:
+    """The LSE counts capped scores, only what a window shows, and a sink as one more key."""
+    _lse(run, amplitude=3.0)
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.encoder_only",
+    Level.NUMERICS,
+    needs={"attention_types": "encoder_only"},
+    cases=lambda subject: [{"dtype": dtype, "kv_dtype": kv_dtype} for dtype, kv_dtype in dtype_pairs(subject)],
+    profile="encoder",
+)
+def encoder_only(run: Run) -> None:
+    """Each token of an encoder sees all tokens of its request, before and after it."""
+    requests = ((5, 5), (0, 0), (40, 40), (1, 1))
+    prove(run, chosen(run, requests, causal=False, attention_type="encoder_only").friendly())
+
+
+@check(Kind.ATTENTION, "attention.cross", Level.NUMERICS, needs={"attention_types": "cross"}, profile="encoder")
+def cross(run: Run) -> None:
+    """Decoder queries see all of the encoder's keys, which another step stored."""
+    case = chosen(run, ((1, 37), (1, 5)), causal=False, attention_type="cross").friendly()
+    made = world(run, case)
+    for request, (_, length) in enumerate(case.requests):
+        made.store(request, range(length))
+    made.batch.slot_mapping[:] = -1
+    examine(run, made)
+
+
+@check(Kind.ATTENTION, "attention.tree_mask", Level.NUMERICS, needs={"tree_mask": True})
+def tree_mask(run: Run) -> None:
+    """Drafts in the form of a tree see their ancestors alone."""
+    raise NotApplicable("contract 1 has no field that carries a tree mask")
+
+
+@check(Kind.ATTENTION, "attention.cascade", Level.NUMERICS, needs={"cascade": True})
+def cascade(run: Run) -> None:
+    """Requests that share a prefix give the same as without sharing."""
+    raise NotApplicable(
+        "contract 1 has no field that names a shared prefix; a backend that finds it itself is tested by "
+        "attention.pages.shared"
+    )

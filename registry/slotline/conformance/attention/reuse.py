@@ -1,0 +1,94 @@
+"""One backend object over many batches; and what must be bitwise the same."""
+
+from __future__ import annotations
+
+import torch
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.environments.attention import BACKEND_THREADS, bits
+from slotline.testing.environments.attention_choice import build, chosen, examine, world, writes_cache
+from slotline.testing.environments.attention_shapes import SHAPES, decode, mixed, with_empty_rows
+from slotline.testing.environments.attention_variants import in_place, leave_stale_needles, only
+
+
+@check(Kind.ATTENTION, "attention.reuse.batches", Level.HOSTILE)
+def batches(run: Run) -> None:
+    """One object serves batches of other sizes, lengths and tables: nothing is kept from the batch before."""
+    case = chosen(run, mixed)
+    backend = build(run, case, num_threads=BACKEND_THREADS)
+    shapes = list(SHAPES.values())
+    for shape in (*shapes, *reversed(shapes)):
+        examine(run, world(run, chosen(run, with_empty_rows(shape(case.block_size)))), backend)
+
+
+@check(Kind.ATTENTION, "attention.reuse.sizes", Level.HOSTILE)
+def sizes(run: Run) -> None:
+    """Batches that grow and shrink, with lengths that grow and shrink."""
+    case = chosen(run, mixed)
+    backend = build(run, case)
+    for count, length in ((1, 3), (9, 40), (2, 150), (20, 7), (1, 1), (5, 90)):
+        requests = tuple((1, length + index) for index in range(count))
+        examine(run, world(run, chosen(run, requests)), backend)
+
+
+@check(Kind.ATTENTION, "attention.reuse.tables", Level.HOSTILE)
+def tables(run: Run) -> None:
+    """The same lengths with other blocks, and the same blocks with other lengths, give each their own answer."""
+    first = world(run, chosen(run, decode))
+    backend = build(run, first.case)
+    examine(run, first, backend)
+    for seed in (1, 2):
+        examine(run, first.changed(seed=first.case.seed + seed), backend)
+    shorter = first.changed(requests=tuple((q, max(q, length - 1)) for q, length in first.case.requests))
+    examine(run, shorter, backend)
+
+
+@check(Kind.ATTENTION, "attention.reuse.in_place", Level.HOSTILE)
+def same_tensors(run: Run) -> None:
+    """The next step's batch may lie in the same tensors: plans do not outlive their step, caches of them neither."""
+    made = world(run, chosen(run, lambda p: ((1, p), (1, 2 * p + 1), (1, 3))))
+    backend = build(run, made.case)
+    examine(run, made, backend)
+    other = in_place(made)
+    examine(run, other, backend)
+
+
+@check(Kind.ATTENTION, "attention.reuse.stale", Level.HOSTILE)
+def stale(run: Run) -> None:
+    """Slots behind a request's last token hold another request's old tokens, which would win every softmax."""
+    made = world(run, chosen(run, lambda p: ((1, p + 2), (3, 2 * p + 1), (1, 1), (p + 1, 2 * p + 3))))
+    leave_stale_needles(made)
+    examine(run, made)
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.invariance.batch",
+    Level.HOSTILE,
+    needs={"batch_invariant": True},
+)
+def batch_invariance(run: Run) -> None:
+    """A request's output is bitwise the same alone and in any batch, in any place."""
+    made = world(run, chosen(run, mixed))
+    together, _ = made.run(build(run, made.case), writes_cache(run))
+    starts = made.batch.query_start_loc_cpu
+    for request in range(len(made.case.requests)):
+        alone = only(made, request)
+        out, _ = alone.run(build(run, alone.case), writes_cache(run))
+        if not torch.equal(bits(out), bits(together[starts[request] : starts[request + 1]])):
+            raise Failed(
+                f"request {request} {made.case.requests[request]} gives other bits alone than in the batch; "
+                "batch_invariant is declared"
+            )
+
+
+@check(Kind.ATTENTION, "attention.determinism.runs", Level.HOSTILE, mandatory=False)
+def determinism(run: Run) -> None:
+    """The same step twice gives the same bits."""
+    made = world(run, chosen(run, mixed))
+    backend = build(run, made.case)
+    first, _ = made.run(backend, writes_cache(run))
+    second, _ = made.run(backend, writes_cache(run))
+    if not torch.equal(bits(first), bits(second)):
+        raise Failed("the same step gave other bits the second time")

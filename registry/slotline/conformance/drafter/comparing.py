@@ -1,0 +1,35 @@
+"""Two proposals for the same request must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from slotline.testing.check import Failed
+from slotline.testing.environments.drafter import Request, RowDraft
+from slotline.testing.oracles.drafter import PROBABILITY_ERRORS
+
+
+def same_drafts(
+    requests: Mapping[int, Request], expected: Mapping[int, RowDraft], found: Mapping[int, RowDraft], what: str
+) -> None:
+    """Compare the proposals of the rows that both have.
+
+    Raises:
+        Failed: naming the row, its history and the first difference.
+    """
+    for row in expected.keys() & found.keys():
+        same_draft(expected[row], found[row], f"row {row}, history {list(requests[row].tokens)}: {what}")
+
+
+def same_draft(expected: RowDraft, found: RowDraft, where: str) -> None:
+    """Compare two proposals: token ids and parents exactly, probabilities up to rounding."""
+    if (expected.token_ids, expected.parents) != (found.token_ids, found.parents):
+        raise Failed(f"{where}: the draft is {list(found.token_ids)}, it was {list(expected.token_ids)}")
+    if expected.probabilities is not None and found.probabilities is not None:
+        allowed = PROBABILITY_ERRORS * torch.finfo(torch.float32).eps
+        for position, errors in enumerate((expected.probabilities - found.probabilities).abs()):
+            worst = float(errors.max())
+            if not worst <= allowed:
+                raise Failed(f"{where}: a probability at draft position {position} differs by {worst:.3g}")

@@ -1,0 +1,59 @@
+"""L0 of cache specs: descriptor, capabilities, factory, methods."""
+
+from __future__ import annotations
+
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.kv_spec import KVSpec, KVSpecCapabilities, KVSpecContext
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import NotApplicable, Run
+from slotline.testing.contract_checks import KindContract, register_contract_checks
+from slotline.testing.subject import Subject
+
+KINDS = ("full", "sliding", "chunked", "mla", "mamba", "cross", "encoder_only")
+"""Kinds of layers, the usual first; a spec that declares others is asked for the first of its own."""
+SIZES = (16, 32, 64, 48, 128, 256, 1)
+
+
+def kind_of(subject: Subject) -> str:
+    """A kind of layer that the spec declares."""
+    declared = subject.capabilities.kv_kinds.values
+    known = [kind for kind in KINDS if declared is None or kind in declared] or sorted(declared or ())
+    if not known:
+        raise NotApplicable("no kind of layer is declared")
+    return str(known[0])
+
+
+def block_size_of(subject: Subject) -> int:
+    """A block size that the spec declares."""
+    offer = subject.capabilities.block_sizes
+    base = () if offer.multiple_of is None else (offer.multiple_of,)
+    return int(next(size for size in (*SIZES, *offer.exact, *base) if offer.refusal(size) is None))
+
+
+def _context(run: Run) -> KVSpecContext:
+    kind, size = kind_of(run.subject), block_size_of(run.subject)
+    layer = AttentionLayer(
+        name="model.layers.0.self_attn",
+        index=0,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=64,
+        head_size_v=64,
+        scale=0.125,
+        window=size + 1 if kind in ("sliding", "chunked") else None,
+        kv_kind=kind,
+    )
+    return KVSpecContext(
+        contract=1,
+        layers=(layer,),
+        block_size=size,
+        kernel_block_size=size,
+        layout="NHD",
+        kv_dtype="float32",
+        max_model_len=8 * size,
+    )
+
+
+register_contract_checks(
+    KindContract(kind=Kind.KV_SPEC, capabilities=KVSpecCapabilities, protocol=KVSpec, context=_context)
+)

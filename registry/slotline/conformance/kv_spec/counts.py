@@ -1,0 +1,108 @@
+"""How many blocks a request needs, holds and gives back."""
+
+from __future__ import annotations
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
+from slotline.testing.environments.kv_spec import build_group, every_kind_cases, group_cases
+from slotline.testing.oracles.kv_spec import freeable_blocks
+
+
+@check(Kind.KV_SPEC, "kv_spec.blocks.needed", Level.NUMERICS, cases=group_cases, cost=0.02)
+def blocks_needed(run: Run) -> None:
+    """The table of a request has a block for each begun stretch of block_size tokens; none for no token."""
+    group = build_group(run)
+    for tokens in range(group.max_model_len + 1):
+        found, wanted = group.spec.blocks_needed(tokens), -(-tokens // group.block_size)
+        if found != wanted:
+            raise Failed(f"blocks_needed({tokens}) is {found}, wanted {wanted}; {group.describe()}")
+
+
+@check(Kind.KV_SPEC, "kv_spec.blocks.monotone", Level.NUMERICS, cases=every_kind_cases)
+def blocks_monotone(run: Run) -> None:
+    """A longer sequence never needs a shorter table; no token needs no block. All answers are plain integers."""
+    group, before = build_group(run), 0
+    for tokens in range(group.max_model_len + 1):
+        found = group.spec.blocks_needed(tokens)
+        if not isinstance(found, int) or (tokens == 0 and found != 0):
+            raise Failed(f"blocks_needed({tokens}) is {found!r}, wanted {'0' if tokens == 0 else 'an int'}")
+        if found < before:
+            raise Failed(f"blocks_needed({tokens}) is {found}, but {before} for one token less")
+        before = found
+
+
+@check(Kind.KV_SPEC, "kv_spec.blocks.held", Level.NUMERICS, cases=every_kind_cases)
+def blocks_held(run: Run) -> None:
+    """A request that grows token by token up to max_model_len never holds more than max_blocks_held."""
+    group = build_group(run)
+    most, table = group.spec.max_blocks_held(), group.spec.blocks_needed(group.max_model_len)
+    if not isinstance(most, int) or not 0 < most <= table:
+        raise Failed(f"max_blocks_held is {most!r}; the longest table has {table} blocks; {group.describe()}")
+    for computed in range(group.max_model_len):
+        held = group.spec.blocks_needed(computed + 1) - group.spec.blocks_freeable(computed)
+        if held > most:
+            raise Failed(
+                f"max_blocks_held is {most}, but for token {computed} a request holds {held}: blocks_needed"
+                f"({computed + 1}) - blocks_freeable({computed}); {group.describe()}"
+            )
+
+
+@check(Kind.KV_SPEC, "kv_spec.free.keeps_needed", Level.NUMERICS, cases=group_cases)
+def free_keeps_needed(run: Run) -> None:
+    """No block is given back that holds a key which a later token reads."""
+    group = build_group(run)
+    allowed = freeable_blocks(group.layers, group.max_model_len, group.block_size)
+    for computed in range(group.max_model_len):
+        found = group.spec.blocks_freeable(computed)
+        if found > allowed[computed]:
+            raise Failed(
+                f"blocks_freeable({computed}) is {found}: block {found - 1} goes, and a later token reads it; at most "
+                f"{allowed[computed]} may go; {group.describe()}"
+            )
+
+
+@check(Kind.KV_SPEC, "kv_spec.free.without_waste", Level.NUMERICS, cases=group_cases)
+def free_without_waste(run: Run) -> None:
+    """A kind that is declared exact is held with at most one block that no later token reads."""
+    group = build_group(run)
+    if not group.exact:
+        raise NotApplicable("not declared: exact kinds")
+    allowed = freeable_blocks(group.layers, group.max_model_len, group.block_size)
+    for computed in range(group.max_model_len):
+        found = group.spec.blocks_freeable(computed)
+        if found < allowed[computed] - 1:
+            raise Failed(
+                f"blocks_freeable({computed}) is {found}, {allowed[computed]} blocks are read by nobody any more; "
+                f"{group.describe()}; a kind that is held with waste does not belong in exact_kinds"
+            )
+
+
+@check(Kind.KV_SPEC, "kv_spec.free.monotone", Level.NUMERICS, cases=every_kind_cases)
+def free_monotone(run: Run) -> None:
+    """What was given back stays so: blocks_freeable never falls, begins with 0 and stays within the table."""
+    group, before = build_group(run), 0
+    for computed in range(group.max_model_len + 1):
+        found = group.spec.blocks_freeable(computed)
+        if not isinstance(found, int) or not 0 <= found <= group.spec.blocks_needed(computed):
+            raise Failed(
+                f"blocks_freeable({computed}) is {found!r}, the table has {group.spec.blocks_needed(computed)} blocks"
+            )
+        if found < before:
+            raise Failed(f"blocks_freeable({computed}) is {found}, but {before} for one token less: blocks are gone")
+        before = found
+
+
+@check(Kind.KV_SPEC, "kv_spec.answers.deterministic", Level.HOSTILE, cases=every_kind_cases)
+def answers_deterministic(run: Run) -> None:
+    """Answers depend on the question alone: not on what was asked before, nor on which object of the group is asked."""
+    group, other, rng = build_group(run), build_group(run), run.rng
+    lengths = [rng.randrange(group.max_model_len + 1) for _ in range(200)]
+    for name in ("blocks_needed", "blocks_freeable"):
+        expected = {tokens: getattr(other.spec, name)(tokens) for tokens in sorted(set(lengths))}
+        for tokens in lengths:
+            found = getattr(group.spec, name)(tokens)
+            if found != expected[tokens]:
+                raise Failed(
+                    f"{name}({tokens}) is {found} if the questions come in random order, {expected[tokens]} in rising "
+                    f"order: the spec serves many requests at a time"
+                )

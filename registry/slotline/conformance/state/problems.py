@@ -1,0 +1,119 @@
+"""Which layers the checks run on: from what a plugin declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from types import MappingProxyType
+from typing import Any
+
+from slotline.conformance.state.session import Session
+from slotline.registry.contracts.state import STATE_KINDS
+from slotline.testing.check import Case, NotApplicable, Run
+from slotline.testing.environments.state import Problem, make_problem, surround
+from slotline.testing.subject import Subject
+
+NO_LIMIT = (0.0, float("inf"))
+DTYPES = ("float32", "bfloat16", "float16")
+
+SIZES: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
+    {
+        "short_conv": (
+            {"channels": 6, "width": 4, "activation": "silu"},
+            {"channels": 33, "width": 2, "activation": "silu"},
+            {"channels": 16, "width": 3, "activation": "none"},
+        ),
+        "mamba1": (
+            {"channels": 6, "state_size": 5, "dt_softplus": True},
+            {"channels": 16, "state_size": 16, "dt_softplus": True},
+            {"channels": 33, "state_size": 1, "dt_softplus": True},
+        ),
+        "mamba2": (
+            {"num_heads": 6, "head_size": 5, "num_groups": 2, "state_size": 12},
+            {"num_heads": 4, "head_size": 16, "num_groups": 1, "state_size": 16},
+            {"num_heads": 3, "head_size": 8, "num_groups": 3, "state_size": 7},
+        ),
+        "gated_delta": (
+            {"num_k_heads": 2, "num_v_heads": 6, "head_size_k": 12, "head_size_v": 5},
+            {"num_k_heads": 2, "num_v_heads": 2, "head_size_k": 16, "head_size_v": 16},
+            {"num_k_heads": 1, "num_v_heads": 4, "head_size_k": 8, "head_size_v": 24},
+        ),
+    }
+)
+"""Sizes of each kind; the first has more than one group, more than one head in each, and no power of two."""
+
+_USUAL: Mapping[str, Mapping[str, Any]] = {
+    "mamba2": {"dt_softplus": True, "dt_limit": NO_LIMIT},
+    "gated_delta": {"qk_l2norm": True},
+}
+
+
+def declared_kinds(subject: Subject) -> tuple[str, ...]:
+    """Kinds of layers that the plugin declares and the suite knows."""
+    return tuple(kind for kind in STATE_KINDS if subject.capabilities.state_kinds.refusal(kind) is None)
+
+
+def declared_dtypes(subject: Subject) -> tuple[tuple[str, str], ...]:
+    """Dtype pairs that the plugin declares and the suite knows, the most accurate first.
+
+    Raises:
+        NotApplicable: if there is none.
+    """
+    found = tuple(pair for pair in product(DTYPES, DTYPES) if subject.capabilities.dtypes.refusal(pair) is None)
+    if not found:
+        raise NotApplicable(f"no dtype pair among {', '.join(DTYPES)} is declared")
+    return found
+
+
+def by_kind(subject: Subject) -> Iterator[Case]:
+    """A case for each kind, with the most accurate dtype pair."""
+    return ({"kind": kind} for kind in declared_kinds(subject) if declared_dtypes(subject))
+
+
+def by_recurrent_kind(subject: Subject) -> Iterator[Case]:
+    """As `by_kind`, without convolutions."""
+    return (case for case in by_kind(subject) if STATE_KINDS[case["kind"]].recurrent)
+
+
+def by_kind_size_and_dtype(subject: Subject) -> Iterator[Case]:
+    """Each size and each dtype pair of each kind at least once; all combinations where the run is exhaustive."""
+    pairs = declared_dtypes(subject)
+    for kind in declared_kinds(subject):
+        for size, (pair_number, pair) in product(range(len(SIZES[kind])), enumerate(pairs)):
+            if subject.exhaustive or size == 0 or pair_number == 0:
+                yield {"kind": kind, "size": size, "dtypes": "/".join(pair)}
+
+
+def problem_of(run: Run, kind: str | None = None, *, index: int = 0, memory: float = 8.0, **facts: Any) -> Problem:
+    """The layer that a case asks for: ``kind``, ``size`` and ``dtypes``, each with a default."""
+    kind = kind or run["kind"]
+    optional = bool(facts.pop("optional", True))
+    sizes = SIZES[kind][run.case.get("size", 0)]
+    pair = tuple(run.case["dtypes"].split("/")) if "dtypes" in run.case else declared_dtypes(run.subject)[0]
+    known = {**sizes, **_USUAL.get(kind, {}), **facts}
+    if kind == "gated_delta":
+        known.setdefault("scale", known["head_size_k"] ** -0.5)
+    return make_problem(
+        kind, (pair[0], pair[1]), known, optional=optional, memory=memory, seed=run.seed % 9973, index=index
+    )
+
+
+def friendly(run: Run, *problems: Problem, **options: Any) -> Session:
+    """A session with contiguous tensors and nothing to trip over."""
+    return Session(run, surround(run.subject, problems or (problem_of(run),), hostile=False, **options))
+
+
+def hostile(run: Run, *problems: Problem, **options: Any) -> Session:
+    """A session where a wrong read meets NaN and a wrong write is seen."""
+    return Session(run, surround(run.subject, problems or (problem_of(run),), hostile=True, **options))
+
+
+def most_tokens(subject: Subject) -> int:
+    """How many new tokens of a request the plugin takes in one batch, as far as the checks go."""
+    limit = subject.capabilities.query_len.limit
+    return 512 if limit is None else min(int(limit), 512)
+
+
+def up_to(subject: Subject, counts: Iterable[int]) -> list[int]:
+    """Those of some numbers of tokens that fit into one batch."""
+    return [count for count in counts if count <= most_tokens(subject)]

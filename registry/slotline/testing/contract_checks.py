@@ -1,0 +1,315 @@
+"""Checks of the contract itself, the same for every kind: what a plugin is, before any value is computed.
+
+Each kind's ``contract.py`` describes the kind with a `KindContract` and calls `register_contract_checks`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, get_origin, get_type_hints
+from unittest.mock import patch
+
+from attrs import define, evolve, field, fields, fields_dict, frozen, has
+
+from slotline.registry.capability import Flag
+from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
+from slotline.registry.errors import ConfigError, ContractError
+from slotline.registry.loading import bind_contract, import_dotted, resolve_factory, resolve_options
+from slotline.registry.negotiation import Need, part_reasons
+from slotline.registry.probing import widened
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
+from slotline.testing.import_check import imports_without_torch
+from slotline.testing.subject import Subject, subject_of
+
+UNKNOWN = "slotline_unknown_name"
+"""A name that no contract will ever have: what is not known must be passed over or refused, not choked on.
+
+The idea is RFC 8701's, which keeps protocols extensible by sending reserved values all the time.
+"""
+
+RESERVED_NAMES = ("auto",)
+"""What means something else where a configuration names a plugin."""
+
+DEVICES = (
+    DeviceInfo(type="cpu"),
+    DeviceInfo(type="cpu", name="a small one", features=frozenset({"unknown_feature"}), total_memory=1 << 20, cores=1),
+    DeviceInfo(type="cuda"),
+    DeviceInfo(type="cuda", name="an old one", compute_capability=(5, 2)),
+    DeviceInfo(type="cuda", name="one of the future", compute_capability=(99, 0), total_memory=1 << 50, cores=9999),
+    DeviceInfo(type=UNKNOWN),
+)
+"""Machines that a probe is shown: none has to be taken, and none may be an error."""
+
+
+@frozen(kw_only=True)
+class KindContract:
+    """What the checks need to know of a kind.
+
+    Attributes:
+        kind: it.
+        capabilities: its class of capabilities.
+        protocol: what a built object can do.
+        context: a build context with declared values; `Subject.build` fills contract and options in.
+        optional: method -> whether these capabilities ask for it; the others are always asked for.
+        conditions: names that a `Limit` may be tied to besides capabilities.
+    """
+
+    kind: Kind
+    capabilities: type
+    protocol: type
+    context: Callable[[Run], Any]
+    optional: Mapping[str, Callable[[Any], bool]] = field(default=MappingProxyType({}))
+    conditions: tuple[str, ...] = ()
+
+
+def register_contract_checks(contract: KindContract) -> None:
+    """Register the checks ``<kind>.contract.*`` of a kind."""
+    for name, function, options in _CHECKS:
+        register = check(contract.kind, f"{contract.kind.value}.contract.{name}", Level.CONTRACT, **options)
+        register(_bound(function, contract))
+
+
+def _bound(function: Callable[[KindContract, Run], None], contract: KindContract) -> Callable[[Run], None]:
+    def bound(run: Run) -> None:
+        function(contract, run)
+
+    bound.__doc__ = function.__doc__
+    return bound
+
+
+# --- the descriptor
+
+
+def descriptor_is_plain(contract: KindContract, run: Run) -> None:
+    """The descriptor has the kind, a name that a configuration file can hold, and a summary of one line."""
+    descriptor = run.subject.descriptor
+    if descriptor.kind is not contract.kind:
+        raise Failed(f"the descriptor's kind is {descriptor.kind!r}, expected {contract.kind!r}")
+    if not descriptor.name.isascii() or descriptor.name in RESERVED_NAMES:
+        raise Failed(
+            f"the name {descriptor.name!r} cannot stand in a configuration file: ASCII, and not a reserved one"
+        )
+    if not isinstance(descriptor.summary, str) or len(descriptor.summary.splitlines()) > 1:
+        raise Failed(f"the summary must be one line of text, it is {descriptor.summary!r}")
+
+
+def capabilities_are_data(contract: KindContract, run: Run) -> None:
+    """Capabilities are frozen, hashable data, each of the class that the contract gives it."""
+    offer = run.subject.descriptor.capabilities
+    types = get_type_hints(contract.capabilities)
+    for item in fields(contract.capabilities):
+        value, wanted = getattr(offer, item.name), types[item.name]
+        wanted = get_origin(wanted) or wanted
+        if hasattr(wanted, "refusal") and not (
+            callable(getattr(value, "refusal", None)) and hasattr(value, "describe")
+        ):
+            raise Failed(f"{item.name} is {value!r}, which cannot be compared with a need: use {wanted.__name__}(...)")
+        if wanted in (bool, int, str, tuple) and not isinstance(value, wanted):
+            raise Failed(f"{item.name} is {value!r}, expected {wanted.__name__}")
+        if "Mapping" not in str(types[item.name]):
+            _expect_hashable(item.name, value)
+        _expect_frozen(offer, item.name, value)
+    if isinstance(getattr(offer, "lse_base", "e"), str) and getattr(offer, "lse_base", "e") not in ("e", "2"):
+        raise Failed(f"lse_base is {offer.lse_base!r}, the contract knows 'e' and '2'")
+
+
+def _expect_hashable(name: str, value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise Failed(f"{name} is not frozen data: {value!r} holds something mutable ({error})") from error
+
+
+def _expect_frozen(offer: Any, name: str, value: Any) -> None:
+    try:
+        setattr(offer, name, value)
+    except AttributeError:
+        return
+    raise Failed(f"{type(offer).__name__}.{name} can be assigned to: a plan that was made from it would not hold")
+
+
+def limits_name_capabilities(contract: KindContract, run: Run) -> None:
+    """A limit narrows a capability that there is, under a condition that can arise."""
+    offer = run.subject.descriptor.capabilities
+    if "limits" not in fields_dict(contract.capabilities):
+        raise NotApplicable(f"plugins of kind {contract.kind.value} have no limits")
+    names = [item.name for item in fields(contract.capabilities) if hasattr(getattr(offer, item.name), "refusal")]
+    alone = {name for name in names if isinstance(getattr(offer, name), Flag)} | set(contract.conditions)
+    for limit in offer.limits:
+        if limit.capability not in names:
+            raise Failed(f"a limit narrows {limit.capability!r}, which is no capability: {', '.join(names)}")
+        name, equals, _ = limit.when.partition("=")
+        if limit.when not in alone and not (equals and name in names):
+            known = ", ".join(sorted(alone))
+            raise Failed(
+                f"a limit of {limit.capability} applies when {limit.when!r}, which never holds; "
+                f"conditions are {known}, and capability=value"
+            )
+
+
+def unknown_capability_is_refused(contract: KindContract, run: Run) -> None:
+    """A need that this version has no name for is refused with a reason, by the offer and by each limit."""
+    need = Need(capability=UNKNOWN, origin="a later version")
+    if not part_reasons(run.subject.capabilities, [need]):
+        raise Failed(f"the capabilities claim to cover {UNKNOWN!r}, which no contract knows")
+
+
+# --- versions and options
+
+
+def versions_are_bound(contract: KindContract, run: Run) -> None:
+    """The plugin is bound to a version both sides speak, keeps it when the host learns a next one, else is refused."""
+    descriptor, host = run.subject.descriptor, HOST_CONTRACTS[contract.kind]
+    if host.common(descriptor.contract) != run.subject.contract:
+        raise Failed(f"host {host} and plugin {descriptor.contract} are bound to {run.subject.contract}")
+    with patch.dict(HOST_CONTRACTS, {contract.kind: ContractRange(host.lowest, host.highest + 1)}):
+        later = bind_contract(descriptor)
+    if not descriptor.contract.lowest <= later <= descriptor.contract.highest:
+        raise Failed(f"a host that speaks one version more binds {later}, the plugin speaks {descriptor.contract}")
+    if later == run.subject.contract:
+        run.subject.build(contract.context(run))
+    beyond = ContractRange(host.highest + 1, host.highest + 1)
+    try:
+        bind_contract(evolve(descriptor, contract=beyond))
+    except ContractError as error:
+        if descriptor.name not in str(error) or str(beyond) not in str(error):
+            raise Failed(f"the refusal names neither plugin nor version: {error}") from error
+    else:
+        raise Failed(f"a plugin that speaks {beyond} alone was bound to a host that speaks {host}")
+
+
+def options_are_typed(contract: KindContract, run: Run) -> None:
+    """The plugin's own table: frozen attrs, a default for every key, and unknown keys refused with the key's name."""
+    options = resolve_options(run.subject.descriptor)
+    if options is not None:
+        made = _default_options(options)
+        for name in fields_dict(options):
+            _expect_frozen(made, name, getattr(made, name))
+    try:
+        subject_of(run.subject.descriptor, device=run.subject.device, options={UNKNOWN: 1})
+    except ConfigError as error:
+        if UNKNOWN not in str(error):
+            raise Failed(f"the refusal of an unknown option does not name it: {error}") from error
+    else:
+        raise Failed(f"an unknown option {UNKNOWN!r} was accepted")
+
+
+def _default_options(options: type) -> Any:
+    try:
+        return options()
+    except TypeError as error:
+        raise Failed(f"{options.__name__} has options without a default: {error}") from error
+
+
+# --- the module and the probe
+
+
+def descriptor_imports_no_torch(contract: KindContract, run: Run) -> None:
+    """Importing the descriptor does not import torch: discovery, `slotline plugins` and `explain` must be quick."""
+    imports_without_torch(run.subject)
+
+
+def probe_only_narrows(contract: KindContract, run: Run) -> None:
+    """The probe answers for any machine, with a reason or with capabilities no wider than those declared."""
+    descriptor = run.subject.descriptor
+    if descriptor.probe is None:
+        raise NotApplicable("the plugin has no probe")
+    probe = import_dotted(descriptor.probe, "the probe") if isinstance(descriptor.probe, str) else descriptor.probe
+    for device in (run.subject.device, *DEVICES):
+        try:
+            answer = probe(device)
+        except Exception as error:  # whatever a plugin raises
+            raise Failed(f"the probe raises for {device}: {type(error).__name__}: {error}") from error
+        if isinstance(answer, str):
+            if not answer.strip():
+                raise Failed(f"the probe refuses {device} without a reason")
+        elif not isinstance(answer, contract.capabilities):
+            raise Failed(f"the probe answers {answer!r} for {device}, not {contract.capabilities.__name__} or a text")
+        elif wider := list(widened(answer, descriptor.capabilities)):
+            raise Failed(f"the probe claims more than the descriptor for {device}: {'; '.join(wider)}")
+
+
+# --- the factory and what it builds
+
+
+def factory_takes_a_context(contract: KindContract, run: Run) -> None:
+    """The factory is called with one build context and nothing else, and may be called again for another engine."""
+    factory = resolve_factory(run.subject.descriptor)
+    _expect_call(factory, "the factory", [object()], {})
+    context = contract.context(run)
+    for _ in range(2):
+        if run.subject.build(context) is None:
+            raise Failed("the factory returned None instead of a built object")
+
+
+def methods_fit(contract: KindContract, run: Run) -> None:
+    """What is built has the protocol's methods, and they can be called as the core calls them."""
+    built = run.subject.build(contract.context(run))
+    _expect_methods(contract, run.subject, built)
+
+
+def _expect_methods(contract: KindContract, subject: Subject, built: Any) -> None:
+    for name, wanted in _methods(contract.protocol):
+        found = getattr(built, name, None)
+        asked = contract.optional.get(name, lambda _: True)(subject.capabilities)
+        if found is None and not asked:
+            continue
+        if not callable(found):
+            raise Failed(f"{type(built).__name__} has no method {name!r}, which the contract asks for")
+        parameters = list(inspect.signature(wanted).parameters.values())[1:]
+        needed = [object() for item in parameters if item.default is item.empty]
+        named = {item.name: object() for item in parameters if item.default is not item.empty}
+        _expect_call(found, name, needed, {})
+        _expect_call(found, name, needed, named)
+        _expect_call(found, name, [*needed, *named.values()], {})
+
+
+def _methods(protocol: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+    return ((name, item) for name, item in vars(protocol).items() if not name.startswith("_") and callable(item))
+
+
+def _expect_call(function: Callable[..., Any], name: str, positional: list[Any], named: dict[str, Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some built-in callables do not tell
+        return
+    try:
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        also = f" and {', '.join(f'{key}=' for key in named)}" if named else ""
+        raise Failed(f"{name}{signature} cannot be called with {len(positional)} arguments{also}: {error}") from error
+
+
+def unknown_context_fields(contract: KindContract, run: Run) -> None:
+    """A build context of a later version, with a field that this one does not know, builds as well."""
+    context = contract.context(run)
+    values = {item.name: getattr(context, item.name) for item in fields(type(context))}
+    built = run.subject.build(_later(type(context))(**values))
+    _expect_methods(contract, run.subject, built)
+
+
+def _later(context: type) -> type:
+    """The context's class as a later version may have it."""
+
+    class Later(context):  # type: ignore[misc]
+        slotline_unknown_name: str = "of a later version"
+
+    Later.__name__ = context.__name__
+    return define(Later, frozen=True, kw_only=True, slots=False) if has(context) else Later
+
+
+_CHECKS: tuple[tuple[str, Callable[[KindContract, Run], None], Mapping[str, Any]], ...] = (
+    ("descriptor", descriptor_is_plain, {"cost": 0.001}),
+    ("capabilities", capabilities_are_data, {"cost": 0.001}),
+    ("limits", limits_name_capabilities, {"cost": 0.001}),
+    ("unknown_capability", unknown_capability_is_refused, {"cost": 0.001}),
+    ("options", options_are_typed, {"cost": 0.02}),
+    ("probe", probe_only_narrows, {"cost": 0.02}),
+    ("factory", factory_takes_a_context, {"cost": 0.03}),
+    ("methods", methods_fit, {"cost": 0.03}),
+    ("versions", versions_are_bound, {"cost": 0.04}),
+    ("unknown_context_fields", unknown_context_fields, {"cost": 0.05}),
+    ("no_torch", descriptor_imports_no_torch, {"cost": 0.5}),
+)

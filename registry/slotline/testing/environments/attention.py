@@ -1,0 +1,422 @@
+"""Batches for attention backends, in surroundings that punish a wrong read or write.
+
+A `Case` is plain data: requests, shapes, features, surroundings. A `World` makes it real: dense keys and values per
+request, the paged cache that holds all but the new tokens, and the batch. By default the surroundings are hostile:
+
+* what must not be read is NaN: the null block, blocks and slots that no request owns, padded rows, and the gaps
+  between the parts of the cache; unused entries of a block table point to a poison block;
+* block ids are shuffled, and K and V are strided views of one buffer;
+* `out` lies inside a larger buffer whose other rows must stay as they are.
+
+`Case.friendly` takes all of that away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from slotline.registry.contracts.attention import AttentionBatch, KVCache
+from slotline.testing.check import Failed, Run
+from slotline.testing.environments.attention_case import FIRST_BLOCK, NULL_BLOCK, PLACES, POISON_BLOCK, Case
+from slotline.testing.oracles import attention as oracle
+
+__all__ = ["FIRST_BLOCK", "NULL_BLOCK", "PLACES", "POISON_BLOCK", "SENTINEL", "Case", "World", "bits", "threads"]
+
+SENTINEL = 123.0
+GUARD_ROWS = 2
+BACKEND_THREADS = 2
+"""So many of torch's threads a backend is built and called with where a check wants work to be shared. All else uses
+one: many small operations on several threads mostly wait for each other."""
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch use `count` threads inside, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class World:
+    """A case made real on a device.
+
+    Attributes:
+        case, layer: what it was made from.
+        queries, keys, values: of each request, [q, H, D], [L, Hkv, D], [L, Hkv, Dv]; on the host.
+        sinks: [H] or None.
+        block_table, cache, batch: what a backend sees.
+        host_table, owned: the block table on the host, and the blocks of each request.
+        buffers: [num_blocks, ...], the memory behind the cache.
+        notes: request -> what is special about it, for messages.
+    """
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        self.case, self.layer, self.device = case, case.layer(), torch.device(device)
+        self.notes: dict[int, str] = {}
+        self._generator = torch.Generator().manual_seed(case.seed)
+        lengths, heads = [length for _, length in case.requests], case.num_kv_heads
+        self.keys = [self.random(n, heads, case.head_size).to(case.cache_dtype) for n in lengths]
+        self.values = [self.random(n, heads, self.layer.head_size_v).to(case.cache_dtype) for n in lengths]
+        self.queries = [self.random(q, case.num_heads, case.head_size, times=case.amplitude) for q, _ in case.requests]
+        self.sinks = self.random(case.num_heads).to(self.device) if case.sinks else None
+        table = self._tables()
+        self.block_table = table.to(self.device)
+        self.buffers, self.cache = self.empty_cache()
+        for request in range(len(case.requests)):
+            self.store(request)
+        self.batch = self.make_batch()
+
+    def random(self, *shape: int, times: float = 1.0) -> torch.Tensor:
+        """Normal numbers of the case's dtype, on the host; each call gives others."""
+        return (torch.randn(*shape, generator=self._generator) * times).to(self.case.dtype)
+
+    # What a backend sees
+
+    def _tables(self) -> torch.Tensor:
+        """[num_requests, max_blocks + 2] int32; also decides how many blocks the cache has."""
+        case = self.case
+        each = case.block_size * case.manager_blocks
+        needed = [-(-length // each) for _, length in case.requests]
+        groups = torch.arange(sum(needed) + case.spare_blocks)
+        if case.shuffled:
+            groups = groups[torch.randperm(len(groups), generator=self._generator)]
+        first = -(-case.first_block // case.manager_blocks) * case.manager_blocks
+        ids = (groups[:, None] * case.manager_blocks + torch.arange(case.manager_blocks) + first).tolist()
+        self.num_blocks = first + len(groups) * case.manager_blocks
+        width = max(needed, default=0) * case.manager_blocks + 2
+        table = torch.full((len(needed), width), POISON_BLOCK, dtype=torch.int32)
+        self.owned = []
+        for request, count in enumerate(needed):
+            own = [block for _ in range(count) for block in ids.pop(0)]
+            own = own[: -(-case.requests[request][1] // case.block_size)]
+            freed = self._freed(request)
+            own[:freed] = [NULL_BLOCK] * freed
+            table[request, : len(own)] = torch.tensor(own, dtype=torch.int32)
+            self.owned.append(own)
+        self.host_table = table
+        return table
+
+    def _freed(self, request: int) -> int:
+        """How many leading blocks lie before every query's window and were given back."""
+        query_len, length = self.case.requests[request]
+        if not self.case.freed_before_window or self.case.window is None:
+            return 0
+        return max(0, length - query_len - self.case.window + 1) // self.case.block_size
+
+    def empty_cache(self) -> tuple[list[torch.Tensor], KVCache]:
+        """New buffers [num_blocks, ...] and the two views of them, poisoned as the case asks."""
+        case, n, size = self.case, self.num_blocks, self.case.block_size
+        gap = 64 if case.strided else 0
+        parts = [size * case.num_kv_heads * width for width in (case.head_size, self.layer.head_size_v)]
+        if case.strided:
+            whole = torch.empty(n, sum(parts) + gap, dtype=case.cache_dtype, device=self.device)
+            buffers, flat = [whole], [whole[:, : parts[0]], whole[:, parts[0] : sum(parts)]]
+        else:
+            buffers = [torch.empty(n, part, dtype=case.cache_dtype, device=self.device) for part in parts]
+            flat = list(buffers)
+        shape = (size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, size)
+        views = [part.unflatten(1, (*shape, -1)) for part in flat]
+        cache = KVCache(*(view if case.layout == "NHD" else view.transpose(1, 2) for view in views))
+        self._poison(buffers, cache, sum(parts))
+        return buffers, cache
+
+    def _poison(self, buffers: list[torch.Tensor], cache: KVCache, end: int) -> None:
+        rows = {"null block": [NULL_BLOCK], "poison block": [POISON_BLOCK]}
+        owned = {block for own in self.owned for block in own} - {NULL_BLOCK}
+        rows["unused blocks"] = sorted(set(range(FIRST_BLOCK, self.num_blocks)) - owned)
+        rows["unused slots"] = sorted(owned)
+        for place, blocks in rows.items():
+            index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
+            for view in cache:
+                fill(view, index, self._garbage(place))
+        for buffer in buffers:
+            if buffer.shape[1] > end and self.case.strided:
+                raw(buffer[:, end:]).copy_(raw(constant(self._garbage("gaps"), buffer)))
+
+    def _garbage(self, place: str) -> float:
+        return float("nan") if place in self.case.poisoned else 0.0
+
+    def slots(self, request: int, positions: Sequence[int] | range) -> torch.Tensor:
+        """Slots of some positions, [n] int64 on the host; positions in freed blocks have none, -1."""
+        where = torch.as_tensor(list(positions), dtype=torch.int64)
+        size = self.case.block_size
+        blocks = self.host_table[request, where // size].long()
+        return torch.where(blocks == NULL_BLOCK, -1, blocks * size + where % size)
+
+    def store(self, request: int, positions: range | None = None) -> None:
+        """Put keys and values of a request into the cache; without positions, those before the new tokens."""
+        query_len, length = self.case.requests[request]
+        positions = range(length - query_len) if positions is None else positions
+        self._put(request, positions, self.slots(request, positions))
+
+    def _put(self, request: int, positions: range, slots: torch.Tensor) -> None:
+        """Keys and values of some positions to their slots; -1 goes nowhere."""
+        kept = torch.as_tensor(list(positions), dtype=torch.int64)[slots >= 0]
+        slots = slots[slots >= 0].to(self.device)
+        place = (slots // self.case.block_size, slots % self.case.block_size)
+        for view, dense in zip(self.cache, (self.keys, self.values), strict=True):
+            raw(view)[place] = raw(dense[request][kept]).to(self.device)
+
+    def make_batch(self) -> AttentionBatch:
+        """The step's batch from the case's requests and the block table."""
+        requests = self.case.requests
+        query_lens = [q for q, _ in requests]
+        starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+        lens = np.array([length for _, length in requests], dtype=np.int32)
+        new = [range(length - q, length) for q, length in requests]
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *map(self.slots, range(len(new)), new)])
+        positions = torch.tensor([position for each in new for position in each], dtype=torch.int64)
+        pad = torch.full((self.case.padding,), -1)
+        return AttentionBatch(
+            num_requests=len(requests),
+            num_tokens=int(starts[-1]),
+            max_query_len=max(query_lens, default=0),
+            max_seq_len=int(lens.max(initial=0)),
+            query_start_loc=torch.from_numpy(starts.copy()).to(self.device),
+            seq_lens=torch.from_numpy(lens.copy()).to(self.device),
+            block_table=self.block_table,
+            slot_mapping=torch.cat([slots, pad]).to(self.device),
+            positions=torch.cat([positions, 0 * pad]).to(self.device),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+            num_decodes=next((i for i, q in enumerate(query_lens) if q != 1), len(query_lens)),
+            causal=self.case.causal,
+        )
+
+    def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
+        rows = [self.queries]
+        for dense in (self.keys, self.values):
+            pairs = zip(dense, self.case.requests, strict=True)
+            rows.append([each[length - q :].to(self.case.dtype) for each, (q, length) in pairs])
+        shapes = [
+            (self.case.num_heads, self.case.head_size),
+            (self.case.num_kv_heads, self.case.head_size),
+            (self.case.num_kv_heads, self.layer.head_size_v),
+        ]
+        query, key, value = (self._padded(part, shape) for part, shape in zip(rows, shapes, strict=True))
+        return query, key, value
+
+    def _padded(self, rows: list[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        empty = torch.empty(0, *shape, dtype=self.case.dtype)
+        pad = torch.full((self.case.padding, *shape), self._garbage("padding"), dtype=self.case.dtype)
+        return torch.cat([empty, *rows, pad]).to(self.device)
+
+    # A step, and what it should have given
+
+    def run(
+        self, backend: Any, writes_cache: bool = False, num_threads: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step: plan, write, forward.
+
+        Args:
+            backend: what the plugin built.
+            writes_cache: whether forward stores the new tokens; `write` is not called then.
+            num_threads: of torch, during the calls.
+
+        Returns:
+            out [num_tokens, H, Dv] and the LSE [H, num_tokens] or None, without padding.
+
+        Raises:
+            Failed: if an input or a foreign part of a buffer was changed, or a padded row is not finite.
+        """
+        with threads(num_threads):
+            plan = backend.plan(self.batch)
+        return self.step(backend, plan, writes_cache, num_threads)
+
+    @threads(1)
+    def step(
+        self, backend: Any, plan: Any, writes_cache: bool = False, num_threads: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`write` and `forward` with a plan that is there already; see `run`."""
+        case = self.case
+        query, key, value = self.new_tokens()
+        inputs = {"query": query, "key": key, "value": value, "sinks": self.sinks} | {
+            name: getattr(self.batch, name)
+            for name in ("block_table", "slot_mapping", "seq_lens", "query_start_loc", "positions")
+        }
+        expected = self.written()
+        before = {name: bits(tensor) for name, tensor in inputs.items() if tensor is not None}
+        shape = (query.shape[0] + 2 * GUARD_ROWS, case.num_heads, self.layer.head_size_v)
+        guarded = torch.full(shape, SENTINEL, dtype=case.dtype, device=self.device)
+        out = guarded[GUARD_ROWS:-GUARD_ROWS]
+        with threads(num_threads):
+            if not writes_cache:
+                backend.write(self.layer, key, value, self.cache, plan)
+                self._expect_written(expected, "write")
+            lse = backend.forward(self.layer, query, key, value, self.cache, plan, out, self.sinks)
+        for name, bytes_before in before.items():
+            tensor = inputs[name]
+            if tensor is not None and not torch.equal(bytes_before, bits(tensor)):
+                raise Failed(f"the input {name} was changed by the backend; inputs are read only")
+        self._expect_written(expected, "forward")
+        guards = torch.cat([guarded[:GUARD_ROWS], guarded[-GUARD_ROWS:]])
+        if not bool((guards == SENTINEL).all()):
+            raise Failed("forward wrote before the first or after the last row of out")
+        tokens = self.batch.num_tokens
+        if not bool(torch.isfinite(out[tokens:]).all()):
+            raise Failed(f"padded rows of out, from {tokens} on, are not finite")
+        return out[:tokens], None if lse is None else lse[:, :tokens]
+
+    def written(self) -> list[torch.Tensor] | None:
+        """The bytes of the cache once the new tokens are stored; None for encoders, which need no cache."""
+        if self.case.attention_type != "decoder":
+            return None
+        before = [buffer.clone() for buffer in self.buffers]
+        slots = self.batch.slot_mapping.cpu()
+        start = 0
+        for request, (query_len, length) in enumerate(self.case.requests):
+            stop = start + query_len
+            self._put(request, range(length - query_len, length), slots[start:stop])
+            start = stop
+        expected = self.cache_bits()
+        for buffer, old in zip(self.buffers, before, strict=True):
+            raw(buffer).copy_(raw(old))
+        return expected
+
+    def _expect_written(self, expected: list[torch.Tensor] | None, after: str) -> None:
+        if expected is not None:
+            self.expect_cache(
+                expected, f"after {after} the cache must hold the new tokens at their slots, all else kept"
+            )
+
+    def cache_bits(self) -> list[torch.Tensor]:
+        """The bytes of the whole cache, gaps included."""
+        return [bits(buffer) for buffer in self.buffers]
+
+    def expect_cache(self, expected: list[torch.Tensor], message: str) -> None:
+        """Raise `Failed` with the first place where the cache is not `expected`, which `cache_bits` gave."""
+        for before, after in zip(expected, self.cache_bits(), strict=True):
+            if not torch.equal(before, after):
+                block = int((before != after).any(1).nonzero()[0])
+                raise Failed(f"{message}: block {block} of {self.num_blocks} differs{self._owner(block)}")
+
+    def _owner(self, block: int) -> str:
+        if block == NULL_BLOCK:
+            return " (the null block)"
+        for request, own in enumerate(self.owned):
+            if block in own:
+                return f" (block {own.index(block)} of request {request})"
+        return " (it belongs to no request)"
+
+    @cached_property
+    def dense(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of each request that its queries attend to."""
+        if self.case.attention_type != "encoder_only":
+            return list(zip(self.keys, self.values, strict=True))
+        both = zip(self.keys, self.values, self.case.requests, strict=True)
+        return [(k[len(k) - q :], v[len(v) - q :]) for k, v, (q, _) in both]
+
+    def answers(self, dtype: torch.dtype = torch.float64) -> list[oracle.Answer]:
+        """What each request should get, computed in `dtype` on the host."""
+        case = self.case
+        sinks = None if self.sinks is None else self.sinks.cpu()
+        return [
+            oracle.attention(
+                query,
+                keys,
+                values,
+                scale=self.layer.scale,
+                window=case.window,
+                soft_cap=case.soft_cap,
+                sinks=sinks,
+                causal=case.causal,
+                dtype=dtype,
+            )
+            for query, (keys, values) in zip(self.queries, self.dense, strict=True)
+        ]
+
+    @threads(1)
+    def check(
+        self,
+        out: torch.Tensor,
+        lse: torch.Tensor | None = None,
+        run: Run | None = None,
+        *,
+        base: str = "e",
+        rule: oracle.Tolerance = oracle.DEFAULT,
+    ) -> None:
+        """Compare with the oracle.
+
+        Args:
+            out, lse: as `run` returns them.
+            run: keeps the worst error.
+            base: of the LSE.
+            rule: the constants of the tolerance.
+
+        Raises:
+            Failed: with request, token and head of the first wrong output.
+        """
+        got, got_lse = out.cpu().double(), None if lse is None else lse.cpu().double()
+        if got_lse is not None and base == "2":
+            got_lse = got_lse * np.log(2.0)
+        measure = run.measure if run is not None else _measure
+        coarse, start = self.case.coarse_dtype, 0
+        for request, (exact, eager) in enumerate(zip(self.answers(), self.answers(coarse), strict=True)):
+            stop = start + len(exact.out)
+            if stop > start:
+                allowed = oracle.tolerance(exact, eager, self.dense[request][1], coarse, rule)
+                off = (got[start:stop] - exact.out).abs()
+                error, where = float(off.max()), f"output of request {request}"
+                if not error <= allowed.out:
+                    where = self._where(request, off.amax(2), got[start:stop], exact.out)
+                measure(error=error, allowed=allowed.out, baseline=allowed.baseline, what=where)
+                if got_lse is not None:
+                    off = (got_lse[:, start:stop] - exact.lse).abs()
+                    measure(error=float(off.max()), allowed=allowed.lse, what=f"LSE of request {request}")
+            start = stop
+
+    def _where(self, request: int, off: torch.Tensor, got: torch.Tensor, exact: torch.Tensor) -> str:
+        """Names the worst output: off is [q, H]."""
+        query_len, length = self.case.requests[request]
+        bad = int(torch.nan_to_num(off, torch.inf).argmax())
+        token, head = divmod(bad, off.shape[1])
+        position = length - query_len + token
+        return (
+            f"output of request {request} ({query_len} query tokens, {length} in all) at position {position}, "
+            f"head {head} (block {position // self.case.block_size}): got {_few(got[token, head])}, "
+            f"expected {_few(exact[token, head])}{self.notes.get(request, '')}"
+        )
+
+    def changed(self, **changes: Any) -> World:
+        """A fresh world for a changed case."""
+        return World(evolve(self.case, **changes), str(self.device))
+
+
+def _measure(*, error: float, allowed: float, baseline: float | None = None, what: str = "output") -> None:
+    if not error <= allowed:
+        raise Failed(f"{what}: error {error:.3g}, allowed {allowed:.3g}")
+
+
+def _few(values: torch.Tensor) -> str:
+    return "[" + ", ".join(f"{value:.4g}" for value in values[:3].tolist()) + ", ...]"
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of equal width, so that eight-bit floats can be indexed and NaN equals NaN."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor's bytes, so that NaN equals NaN."""
+    return raw(tensor.contiguous()).clone()
+
+
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """[1] of one value, of the dtype and on the device of another tensor."""
+    return torch.tensor([value]).to(like.dtype).to(like.device)
+
+
+def fill(view: torch.Tensor, blocks: torch.Tensor, value: float) -> None:
+    """Set whole blocks of a cache view to a value."""
+    raw(view)[blocks] = raw(constant(value, view))

@@ -1,0 +1,117 @@
+"""What an attention check asks for: a batch and the layer that sees it, as plain data."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve, field, frozen
+
+from slotline.registry.contracts.attention import AttentionContext, AttentionLayer
+
+NULL_BLOCK = 0
+POISON_BLOCK = 1
+FIRST_BLOCK = 2
+"""Requests get blocks from here on."""
+PLACES = ("null block", "poison block", "unused blocks", "unused slots", "gaps", "padding")
+"""Where a backend must not read; each can be poisoned by itself."""
+
+
+@frozen(kw_only=True)
+class Case:
+    """A batch and the layer that sees it.
+
+    Attributes:
+        requests: (query tokens, sequence length) of each; the query tokens are the last ones.
+        num_heads, num_kv_heads, head_size, head_size_v: of the layer; head_size_v None for head_size.
+        block_size: tokens of a kernel block.
+        manager_blocks: kernel blocks in one block of the manager, which are neighbours.
+        layout: physical order of a page, ``NHD`` or ``HND``.
+        dtype, kv_dtype: of the activations and of the cache; kv_dtype None for dtype.
+        scale: None for ``head_size ** -0.5``.
+        window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
+        amplitude: factor on the queries.
+        padding: rows after the last token.
+        shuffled: whether block ids are permuted; else they ascend.
+        strided: whether K and V are views of one buffer with gaps; else two plain tensors.
+        poisoned: those of `PLACES` that hold NaN; the others hold zeros.
+        freed_before_window: whether blocks that lie wholly before the window were freed: the table says null block.
+        first_block: lowest block id that requests get.
+        spare_blocks: blocks of the manager that no request owns.
+        max_query_len: bound told to the backend; None for what the batch needs, and a little more.
+        seed: of all values.
+    """
+
+    requests: tuple[tuple[int, int], ...]
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_size: int = 80
+    head_size_v: int | None = None
+    block_size: int = 16
+    manager_blocks: int = 1
+    layout: str = "NHD"
+    dtype: torch.dtype = torch.float32
+    kv_dtype: torch.dtype | None = None
+    scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+    causal: bool = True
+    attention_type: str = "decoder"
+    amplitude: float = 1.0
+    padding: int = 3
+    shuffled: bool = True
+    strided: bool = True
+    poisoned: frozenset[str] = field(default=frozenset(PLACES), converter=frozenset)
+    freed_before_window: bool = False
+    first_block: int = FIRST_BLOCK
+    spare_blocks: int = 2
+    max_query_len: int | None = None
+    seed: int = 0
+
+    def friendly(self) -> Case:
+        """The same batch where nothing is poisoned, shuffled, strided or padded."""
+        return evolve(self, padding=0, shuffled=False, strided=False, poisoned=())
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        return self.kv_dtype or self.dtype
+
+    @property
+    def coarse_dtype(self) -> torch.dtype:
+        """The coarser of the two dtypes, in which a backend may compute; eight-bit caches are dequantised first."""
+        wide = [dtype for dtype in (self.dtype, self.cache_dtype) if dtype.itemsize > 1]
+        return max(wide, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def layer(self, index: int = 0) -> AttentionLayer:
+        """The layer at place `index` of its group."""
+        return AttentionLayer(
+            name=f"model.layers.{index}.self_attn",
+            index=index,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            head_size_v=self.head_size_v or self.head_size,
+            scale=self.head_size**-0.5 if self.scale is None else self.scale,
+            window=self.window,
+            soft_cap=self.soft_cap,
+            sinks=self.sinks,
+            kv_kind="full" if self.window is None else "sliding",
+            attention_type=self.attention_type,
+        )
+
+    def context(self, device: str = "cpu", *, layers: int = 1) -> AttentionContext:
+        """What a factory gets for this case; `contract` and `options` are filled in by `Subject.build`."""
+        longest = max((query_len for query_len, _ in self.requests), default=1)
+        return AttentionContext(
+            contract=1,
+            layers=tuple(self.layer(index) for index in range(layers)),
+            device=device,
+            dtype=str(self.dtype).removeprefix("torch."),
+            kv_dtype=str(self.cache_dtype).removeprefix("torch."),
+            block_size=self.block_size * self.manager_blocks,
+            kernel_block_size=self.block_size,
+            layout=self.layout,
+            max_query_len=self.max_query_len or max(longest, 1),
+            max_requests=256,
+            max_tokens=8192,
+            max_model_len=65536,
+        )

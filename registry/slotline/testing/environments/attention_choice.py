@@ -1,0 +1,266 @@
+"""Cases that fit what a backend declares.
+
+A check says what matters to it, `choose` fills the rest with values that the descriptor allows, so that a backend of
+one dtype, one head size or pages of 48 tokens runs the same checks as one that takes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import torch
+from attrs import evolve, fields
+
+from slotline.registry.capability import Range
+from slotline.testing.check import NotApplicable, Run
+from slotline.testing.environments.attention import Case, World, threads
+from slotline.testing.environments.attention_shapes import Requests
+from slotline.testing.subject import Subject
+
+PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"))
+HEAD_SIZES = (64, 80, 96, 128, 40, 7, 16, 32, 48, 72, 112, 160, 192, 256, 512, 576)
+"""Sizes that models have, and a few that are no power of two; the first that is declared is the usual one."""
+GROUPS = (3, 2, 4, 1, 5, 6, 7, 8)
+BLOCK_SIZES = (16, 8, 48, 1)
+
+
+def dtype_pairs(subject: Subject) -> tuple[tuple[str, str], ...]:
+    """Declared (dtype, cache dtype) pairs that this torch has, plain ones first; the usual three if any will do."""
+    declared = subject.capabilities.dtypes.values
+    found = PAIRS if declared is None else sorted(declared, key=_pair_order)
+    return tuple(pair for pair in found if all(isinstance(getattr(torch, name, None), torch.dtype) for name in pair))
+
+
+def _pair_order(pair: tuple[str, str]) -> tuple[int, tuple[str, str]]:
+    return (PAIRS.index(pair) if pair in PAIRS else len(PAIRS), pair)
+
+
+def head_sizes(subject: Subject) -> tuple[int, ...]:
+    """Declared head sizes, the usual one first: a few of them, with the ends of the range and what is named singly."""
+    offer = subject.capabilities.head_sizes
+    usual = _covered(offer, HEAD_SIZES)
+    return tuple(dict.fromkeys((*usual[: None if subject.exhaustive else 6], *_ends(offer))))
+
+
+def group_sizes(subject: Subject) -> tuple[int, ...]:
+    """Declared numbers of query heads per KV head, the usual one first."""
+    offer = subject.capabilities.group_sizes
+    return tuple(dict.fromkeys((*_covered(offer, GROUPS), *_ends(offer))))
+
+
+def block_sizes(subject: Subject) -> tuple[int, ...]:
+    """Declared kernel block sizes: all exact ones, a base and two multiples, or a few where any will do."""
+    offer = subject.capabilities.kernel_block_sizes
+    base = () if offer.multiple_of is None else tuple(n * offer.multiple_of for n in (1, 2, 3))
+    return tuple(dict.fromkeys((*offer.exact, *base))) or BLOCK_SIZES
+
+
+def layouts(subject: Subject) -> tuple[str, ...]:
+    """Declared physical orders of a page, preferred first."""
+    return tuple(subject.capabilities.layouts.options)
+
+
+def _covered(offer: Range, values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(value for value in values if offer.refusal(value) is None)
+
+
+def _ends(offer: Range) -> tuple[int, ...]:
+    lowest = max(1, -(-offer.minimum // offer.step)) * offer.step
+    highest = () if offer.maximum is None else (offer.maximum // offer.step * offer.step,)
+    return _covered(offer, (lowest, *highest, *offer.extra))
+
+
+def needs_of(case: Case) -> dict[str, Any]:
+    """What a case asks of a backend, by capability, as negotiation words it."""
+    return {
+        "dtypes": tuple(str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.cache_dtype)),
+        "head_sizes": case.head_size,
+        "different_value_head": case.head_size_v not in (None, case.head_size),
+        "group_sizes": case.num_heads // case.num_kv_heads,
+        "kernel_block_sizes": case.block_size,
+        "layouts": case.layout,
+        "attention_types": case.attention_type,
+        "query_len": max((query_len for query_len, _ in case.requests), default=0),
+        "sliding_window": case.window is not None,
+        "soft_cap": case.soft_cap is not None,
+        "sinks": case.sinks,
+    }
+
+
+def refusal(subject: Subject, needs: Mapping[str, Any], conditions: Iterable[str] = ()) -> str | None:
+    """Why a backend does not declare some needs, or None; limits between features count as in negotiation."""
+    active = set(conditions) | {name for name, value in needs.items() if value is True}
+    active |= {f"{name}={value}" for name, value in needs.items()}
+    if len(set(needs.get("dtypes", ()))) > 1:
+        active.add("kv_dtype")
+    for name, value in needs.items():
+        if value is None or value is False:
+            continue
+        narrowed = [limit for limit in subject.capabilities.limits if limit.capability == name and limit.when in active]
+        for offer in [getattr(subject.capabilities, name), *(limit.offer for limit in narrowed)]:
+            if (text := offer.refusal(value)) is not None:
+                return f"not declared: {name.replace('_', ' ')} {text}"
+    return None
+
+
+def choose(
+    subject: Subject,
+    requests: Requests | Callable[[int], Requests] = ((1, 33),),
+    *,
+    conditions: Iterable[str] = (),
+    group: int | None = None,
+    **fixed: Any,
+) -> Case:
+    """A case with `fixed` fields and declared values for all others.
+
+    Args:
+        subject: the backend.
+        requests: (query tokens, length) of each, or a function of the block size; query tokens are cut to the longest
+            query that is declared.
+        conditions: names under which limits apply, besides those that follow from the case.
+        group: query heads per KV head; two KV heads unless `fixed` says otherwise.
+        fixed: fields of `Case`.
+
+    Raises:
+        NotApplicable: if `fixed` or a needed feature is not declared.
+    """
+    wanted = dict(fixed)
+    if (why := refusal(subject, features_of(wanted), conditions)) is not None:
+        raise NotApplicable(why)
+    if "dtype" not in wanted:
+        dtype, kv_dtype = _first(subject, wanted, conditions, "dtypes", dtype_pairs(subject))
+        wanted.update(dtype=getattr(torch, dtype), kv_dtype=getattr(torch, kv_dtype))
+    for name, capability, values in (
+        ("head_size", "head_sizes", head_sizes(subject)),
+        ("block_size", "kernel_block_sizes", block_sizes(subject)),
+    ):
+        if name not in wanted:
+            wanted[name] = _first(subject, wanted, conditions, capability, values)
+    if "num_heads" not in wanted:
+        kv_heads = wanted.setdefault("num_kv_heads", 2)
+        if group is None:
+            group = _first(subject, wanted, conditions, "group_sizes", group_sizes(subject))
+        wanted["num_heads"] = group * kv_heads
+    wanted.setdefault("layout", subject.capabilities.layouts.options[0])
+    shape = requests(wanted["block_size"]) if callable(requests) else requests
+    limit = longest_query(subject, wanted, conditions)
+    encoder = wanted.get("attention_type", "decoder") == "encoder_only"
+    cut = tuple((min(q, limit), min(length, limit) if encoder else length) for q, length in shape)
+    case = Case(requests=cut, **wanted)
+    if (why := refusal(subject, needs_of(case), conditions)) is not None:
+        raise NotApplicable(why)
+    return case
+
+
+def chosen(run: Run, requests: Requests | Callable[[int], Requests], **fixed: Any) -> Case:
+    """`choose` with the fields that the run's case names; names of dtypes become dtypes."""
+    known = ({each.name for each in fields(Case)} | {"group"}) - {"requests"}
+    named = {name: value for name, value in run.case.items() if name in known}
+    for name in ("dtype", "kv_dtype"):
+        if name in named:
+            named[name] = getattr(torch, named[name])
+    return choose(run.subject, requests, **{**named, **fixed})
+
+
+def _first(
+    subject: Subject, wanted: Mapping[str, Any], conditions: Iterable[str], capability: str, values: Sequence[Any]
+) -> Any:
+    features = features_of(wanted)
+    for value in values:
+        if refusal(subject, {**features, capability: value}, conditions) is None:
+            return value
+    raise NotApplicable(f"no value of {capability.replace('_', ' ')} that the suite knows is declared")
+
+
+def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The features among the fields of a case, by capability."""
+    return {
+        "sliding_window": wanted.get("window") is not None,
+        "soft_cap": wanted.get("soft_cap") is not None,
+        "sinks": bool(wanted.get("sinks")),
+        "different_value_head": wanted.get("head_size_v") is not None,
+        "attention_types": wanted.get("attention_type", "decoder"),
+    }
+
+
+def longest_query(subject: Subject, wanted: Mapping[str, Any], conditions: Iterable[str] = ()) -> int:
+    """The most query tokens of one request that are declared for these features; a large figure for no limit."""
+    features = features_of(wanted)
+    length = 1 << 20
+    while length > 1 and refusal(subject, {**features, "query_len": length}, conditions) is not None:
+        length = _next_lower(subject, length)
+    return length
+
+
+def _next_lower(subject: Subject, length: int) -> int:
+    offers = [subject.capabilities.query_len]
+    offers += [limit.offer for limit in subject.capabilities.limits if limit.capability == "query_len"]
+    return max((o.limit for o in offers if o.limit is not None and o.limit < length), default=1)
+
+
+def need_query(subject: Subject, length: int, **fields: Any) -> None:
+    """Raise `NotApplicable` unless requests may have `length` query tokens."""
+    if (limit := longest_query(subject, fields)) < length:
+        raise NotApplicable(f"not declared: query len needs {length}, offers at most {limit}")
+
+
+def build(run: Run, case: Case, layers: int = 1, num_threads: int = 1) -> Any:
+    """The backend that the subject's factory makes for a case, with so many of torch's threads."""
+    with threads(num_threads):
+        return run.subject.build(case.context(device_of(run.subject), layers=layers))
+
+
+def device_of(subject: Subject) -> str:
+    """The torch device to make tensors on."""
+    return subject.device.type
+
+
+def world(run: Run, case: Case) -> World:
+    """A world for a case, seeded by the run."""
+    with threads(1):
+        return World(evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
+
+
+def writes_cache(run: Run) -> bool:
+    """Whether the backend's forward stores the new tokens itself."""
+    return bool(run.subject.capabilities.writes_cache)
+
+
+def prove(run: Run, case: Case, num_threads: int = 1) -> World:
+    """Build a backend, run one step of a case and compare it with the oracle; returns the world for more questions."""
+    made = world(run, case)
+    examine(run, made, num_threads=num_threads)
+    return made
+
+
+def examine(run: Run, made: World, backend: Any = None, num_threads: int = 1) -> torch.Tensor:
+    """One step in a world that is there already, compared with the oracle; returns the output."""
+    backend = build(run, made.case, num_threads=num_threads) if backend is None else backend
+    out, _ = made.run(backend, writes_cache(run), num_threads)
+    made.check(out, run=run)
+    return out
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Few combinations in which each two values of two axes meet; greedy and deterministic."""
+    names = list(axes)
+    left = {
+        ((a, i), (b, j))
+        for a, b in combinations(names, 2)
+        for i, j in product(range(len(axes[a])), range(len(axes[b])))
+    }
+    rows = list(product(*(range(len(axes[name])) for name in names)))
+    if len(names) < 2:
+        yield from ({names[0]: value} for value in axes[names[0]]) if names else ()
+        return
+    while left:
+        best = max(rows, key=lambda row: len(_pairs(names, row) & left))
+        left -= _pairs(names, best)
+        yield {name: axes[name][index] for name, index in zip(names, best, strict=True)}
+
+
+def _pairs(names: Sequence[str], row: Sequence[int]) -> set[tuple[tuple[str, int], tuple[str, int]]]:
+    marked = list(zip(names, row, strict=True))
+    return set(combinations(marked, 2))

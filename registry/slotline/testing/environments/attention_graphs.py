@@ -1,0 +1,165 @@
+"""A captured step of attention and its replays, as an engine drives them.
+
+The rules are in `slotline.registry.contracts.attention`, where `graphs` is declared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.registry.contracts.attention import AttentionBatch
+from slotline.testing.check import Failed
+from slotline.testing.environments.attention import threads
+from slotline.testing.environments.attention_history import Pool, Step
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Runs a function once and returns what repeats its work on the device."""
+
+WARM_UPS = 2
+Int = npt.NDArray[np.int32]
+
+
+def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
+    """Capture the kernels of a step; the result launches them again."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def call_again(step: Callable[[], None]) -> Callable[[], None]:
+    """Stands in for a capture where there is none: the very same calls with the very same objects, once more."""
+    step()
+    return step
+
+
+class GraphPool(Pool):
+    """A pool whose steps can be prepared without being run."""
+
+    def prepare(self, new_tokens: Mapping[int, int]) -> Step:
+        """The requests grow by their new tokens; what a backend sees of that."""
+        for number, count in new_tokens.items():
+            self._grow(number, count)
+        return Step(self, new_tokens)
+
+
+class CapturedStep:
+    """Write and forward for one shape of batch, captured on made-up requests.
+
+    Args:
+        pool: whose requests and cache are used; its backend is captured.
+        rows: requests of the shape.
+        query_len: query tokens of each; in a mixed shape, on average.
+        mixed: whether requests may have different query lengths.
+        record: `cuda_graph` or `call_again`.
+    """
+
+    def __init__(self, pool: GraphPool, rows: int, query_len: int, *, mixed: bool, record: Recorder) -> None:
+        self.pool, self.rows, self.query_len, self.mixed = pool, rows, query_len, mixed
+        case, layer, device = pool.case, pool.home.layer, pool.home.device
+        self.tokens = rows * query_len
+        self.width = -(-pool.longest // case.block_size) + 2
+        ints = {"query_start_loc": rows + 1, "seq_lens": rows}
+        longs = {"slot_mapping": self.tokens, "positions": self.tokens}
+        self.tensors = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in ints.items()}
+        self.tensors |= {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in longs.items()}
+        self.tensors["block_table"] = torch.zeros(rows, self.width, dtype=torch.int32, device=device)
+        shapes = [(case.num_heads, case.head_size), (case.num_kv_heads, case.head_size)]
+        shapes.append((case.num_kv_heads, layer.head_size_v))
+        self.inputs = [torch.zeros(self.tokens, *shape, dtype=case.dtype, device=device) for shape in shapes]
+        self.out = torch.zeros(self.tokens, case.num_heads, layer.head_size_v, dtype=case.dtype, device=device)
+        starts = np.arange(rows + 1, dtype=np.int32) * query_len
+        self.tensors["query_start_loc"].copy_(torch.from_numpy(starts))
+        self.tensors["slot_mapping"].fill_(-1)
+        self.tensors["seq_lens"].fill_(pool.longest)
+        lengths = np.full(rows, pool.longest, np.int32)
+        self._replay = self._captured(self._batch(starts, lengths, self.width), record)
+
+    def _captured(self, batch: AttentionBatch, record: Recorder) -> Callable[[], None]:
+        pool = self.pool
+        with threads(1):
+            plan = pool.backend.plan(batch)
+
+            def step() -> None:
+                if not pool.writes_cache:
+                    pool.backend.write(pool.home.layer, *self.inputs[1:], pool.home.cache, plan)
+                pool.backend.forward(pool.home.layer, *self.inputs, pool.home.cache, plan, self.out, pool.home.sinks)
+
+            return record(step)
+
+    def _batch(self, starts: Int, lengths: Int, width: int) -> AttentionBatch:
+        counts = np.diff(starts)
+        longest = int(counts.max(initial=0))
+        singles = next((row for row, count in enumerate(counts) if count != 1), self.rows)
+        return AttentionBatch(
+            num_requests=self.rows,
+            num_tokens=int(starts[-1]),
+            max_query_len=longest,
+            max_seq_len=int(lengths.max(initial=0)),
+            query_start_loc=self.tensors["query_start_loc"],
+            seq_lens=self.tensors["seq_lens"],
+            block_table=self.tensors["block_table"][:, :width],
+            slot_mapping=self.tensors["slot_mapping"],
+            positions=self.tensors["positions"],
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lengths,
+            num_decodes=singles,
+        )
+
+    def launch(self, step: Step) -> torch.Tensor:
+        """Fill, plan, replay; returns a copy of the output that nobody has waited for, [tokens of the shape, H, Dv]."""
+        batch = self._fill(step)
+        with threads(1):
+            self.pool.backend.plan(batch)
+        self._replay()
+        return self.out.clone()
+
+    def check(self, step: Step, out: torch.Tensor, what: str) -> None:
+        """Compare with the oracle.
+
+        Raises:
+            Failed: if an output is wrong or a padded row is not finite; `what` begins the message.
+        """
+        real = step.batch.num_tokens
+        if not bool(torch.isfinite(out[real:]).all()):
+            raise Failed(f"{what}: padded rows of out, from {real} on, are not finite")
+        try:
+            step.check(out[:real])
+        except Failed as error:
+            raise Failed(f"{what}: {error}") from error
+
+    def _fill(self, step: Step) -> AttentionBatch:
+        """Copy a step into the captured tensors, on the device, in stream order."""
+        made, real = step.batch, step.batch.num_tokens
+        missing = self.rows - made.num_requests
+        more = np.arange(1, missing + 1, dtype=np.int32) * (0 if self.mixed else self.query_len)
+        starts = np.concatenate([made.query_start_loc_cpu, real + more]).astype(np.int32)
+        lengths = np.pad(made.seq_lens_cpu, (0, missing))
+        width = max(1, -(-int(lengths.max(initial=0)) // self.pool.case.block_size))
+        present = slice(0, made.num_requests)
+        self.tensors["query_start_loc"][: made.num_requests + 1].copy_(made.query_start_loc)
+        for row, start in enumerate(starts[made.num_requests + 1 :].tolist(), made.num_requests + 1):
+            self.tensors["query_start_loc"][row].fill_(start)
+        self.tensors["seq_lens"].zero_()
+        self.tensors["seq_lens"][present].copy_(made.seq_lens)
+        self.tensors["block_table"].zero_()
+        self.tensors["block_table"][present, :width].copy_(made.block_table[:, :width])
+        self.tensors["slot_mapping"].fill_(-1)
+        self.tensors["positions"].zero_()
+        for name in ("slot_mapping", "positions"):
+            self.tensors[name][:real].copy_(getattr(made, name)[:real])
+        for static, new in zip(self.inputs, step.new_tokens(), strict=True):
+            static.zero_()
+            static[:real].copy_(new[:real])
+        return self._batch(starts, lengths, width)

@@ -1,0 +1,146 @@
+"""Worlds made special: needles, shared prefixes, stale tokens, parts and copies of a world."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from attrs import evolve
+
+from slotline.testing.environments.attention import Case, World, fill, raw
+
+NEEDLE_SCORE = 30.0
+"""Score of a needle; all others are about normal, so that its weight is 1 up to any rounding."""
+NEEDLE_VALUE = 20.0
+NEEDLE_STEP = 4.0
+"""Between the values of KV heads; an eight-bit float still holds them."""
+STALE_VALUE = 1000.0
+
+
+def plant(world: World, request: int, position: int, note: str = "") -> None:
+    """Make one key decide the output of every query of a request that sees it.
+
+    All query tokens become alike, the key is aligned with them, and its value stands out, so that a mask that is wrong
+    there changes the output by about `NEEDLE_VALUE` instead of vanishing in the noise. KV head k gets the value
+    ``NEEDLE_VALUE + NEEDLE_STEP * k``.
+
+    Args:
+        world: changed in place.
+        request, position: of the key.
+        note: what the position means, for the message of a failure.
+    """
+    case = world.case
+    direction = _directions(world, case.num_kv_heads)
+    world.queries[request][:] = direction.repeat_interleave(case.num_heads // case.num_kv_heads, 0).to(case.dtype)
+    world.keys[request][position] = _aligned(world, direction, NEEDLE_SCORE)
+    values = NEEDLE_VALUE + NEEDLE_STEP * torch.arange(case.num_kv_heads)[:, None].expand(-1, world.layer.head_size_v)
+    world.values[request][position] = values.to(case.cache_dtype)
+    world.notes[request] = f"; needle at position {position}{note and ', ' + note}"
+    world.store(request)
+
+
+def repel(world: World, score: float) -> None:
+    """Turn all keys away from all queries, so that every score that a query sees is about `score`, below zero."""
+    direction = _directions(world, 1)
+    for request in range(len(world.case.requests)):
+        world.queries[request][:] = direction.to(world.case.dtype)
+        world.keys[request][:] = _aligned(world, direction, score)
+        world.store(request)
+
+
+def leave_stale_needles(world: World) -> None:
+    """Fill every slot that holds no token with a key that all queries are aligned with, and a huge finite value."""
+    case, direction = world.case, _directions(world, 1)
+    key = _aligned(world, direction, NEEDLE_SCORE)[0].to(world.device)
+    free = set(range(world.num_blocks)) - {block for own in world.owned for block in own}
+    index = torch.tensor(sorted(free), device=world.device)
+    raw(world.cache.key)[index] = raw(key)
+    fill(world.cache.value, index, STALE_VALUE)
+    for request, (_, length) in enumerate(case.requests):
+        world.queries[request][:] = direction.to(case.dtype)
+        offset = length % case.block_size
+        if offset:
+            last = world.owned[request][-1]
+            raw(world.cache.key)[last, offset:] = raw(key)
+            rest = world.cache.value[last : last + 1, offset:]
+            fill(rest, torch.tensor([0], device=world.device), STALE_VALUE)
+
+
+def share_prefix(world: World, length: int) -> None:
+    """Let requests with a prefix of `length` tokens, whole blocks, share the first request's blocks."""
+    count = length // world.case.block_size
+    lender = world.owned[0][:count]
+    for request, (query_len, total) in enumerate(world.case.requests):
+        if request == 0 or total - query_len < length:
+            continue
+        unused = torch.tensor(world.owned[request][:count], device=world.device)
+        for view in world.cache:
+            fill(view, unused, float("nan"))
+        for dense in (world.keys, world.values):
+            dense[request][:length] = dense[0][:length]
+        world.owned[request][:count] = lender
+        world.host_table[request, :count] = torch.tensor(lender, dtype=torch.int32)
+    world.block_table.copy_(world.host_table)
+    world.batch = world.make_batch()
+
+
+def redrawn(world: World, index: int | None = None) -> World:
+    """The same batch and tables with other tokens: in the same cache, or in a new one as layer `index` of the group."""
+    other = _copy(world, world.case)
+    if index is not None:
+        other.layer = world.case.layer(index)
+        other.buffers, other.cache = world.empty_cache()
+    case = world.case
+    other.keys = [world.random(*each.shape).to(case.cache_dtype) for each in world.keys]
+    other.values = [world.random(*each.shape).to(case.cache_dtype) for each in world.values]
+    other.queries = [world.random(*each.shape, times=case.amplitude) for each in world.queries]
+    for request in range(len(case.requests)):
+        other.store(request)
+    return other
+
+
+def only(world: World, request: int) -> World:
+    """A batch of one request of a world, over the same cache."""
+    other = _copy(world, evolve(world.case, requests=(world.case.requests[request],), padding=0))
+    for name in ("queries", "keys", "values", "owned"):
+        setattr(other, name, [getattr(world, name)[request]])
+    other.host_table = world.host_table[request : request + 1]
+    other.block_table = other.host_table.to(world.device)
+    other.batch = other.make_batch()
+    return other
+
+
+def in_place(world: World) -> World:
+    """Another batch of as many requests and blocks, in the very tensors and arrays of the first."""
+    requests = world.case.requests[1:] + world.case.requests[:1]
+    other = World(evolve(world.case, requests=requests, seed=world.case.seed + 1), str(world.device))
+    for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions"):
+        tensor = getattr(world.batch, name)
+        tensor.copy_(getattr(other.batch, name))
+        setattr(other.batch, name, tensor)
+    for name in ("query_start_loc_cpu", "seq_lens_cpu"):
+        array = getattr(world.batch, name)
+        array[:] = getattr(other.batch, name)
+        setattr(other.batch, name, array)
+    return other
+
+
+def _copy(world: World, case: Case) -> World:
+    other = copy(world)
+    other.__dict__.pop("dense", None)
+    other.case, other.notes = case, {}
+    return other
+
+
+def _directions(world: World, count: int) -> torch.Tensor:
+    """[count, D] float32, each of the length of a query."""
+    direction = world.random(count, world.case.head_size).float()
+    lengths: torch.Tensor = direction.norm(dim=1, keepdim=True)
+    scaled: torch.Tensor = direction / lengths * world.case.head_size**0.5
+    return scaled
+
+
+def _aligned(world: World, direction: torch.Tensor, score: float) -> torch.Tensor:
+    """Keys that give queries along `direction` that score."""
+    key = direction * (score / (world.layer.scale * world.case.head_size))
+    return key.to(world.case.dtype).to(world.case.cache_dtype)

@@ -1,0 +1,231 @@
+"""What a drafter sees: requests on permanent rows, a token table with garbage behind each history, and a step's batch.
+
+`World` plays the core's part. It keeps requests, builds the batch of a step, calls the drafter and looks at the form
+of what comes back. Three kinds of garbage stand where no accepted token is:
+
+- ``zeros``: friendly surroundings.
+- ``garbage``: ids outside the vocabulary, other ones at each call.
+- ``tempting``: ids inside the vocabulary that continue the history plausibly, other ones at each call.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import define, field, frozen
+
+from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
+from slotline.testing.check import Failed, NotApplicable
+from slotline.testing.oracles.drafter import Fault, draft_faults
+from slotline.testing.subject import Subject
+
+MOST_DRAFT_TOKENS = 8
+"""Checks ask for no more draft tokens than this; longer drafts show nothing new."""
+
+
+@frozen
+class Request:
+    """One request: its tokens, the seed of its draws, and its temperature."""
+
+    prompt: tuple[int, ...]
+    output: tuple[int, ...]
+    seed: int = 0
+    temperature: float = 0.0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.prompt + self.output
+
+    def uniforms(self, count: int) -> list[float]:
+        """Draws that depend on the seed and the position alone."""
+        rng = Random(self.seed << 20 | len(self.prompt) + len(self.output))
+        return [rng.random() for _ in range(count)]
+
+    def then(self, tokens: Iterable[int]) -> Request:
+        """The same request some accepted tokens later."""
+        return Request(self.prompt, self.output + tuple(tokens), self.seed, self.temperature)
+
+
+@frozen(eq=False)
+class RowDraft:
+    """What was proposed for one request: ids up to the first -1, and the distribution of each, [len, vocab] float64."""
+
+    token_ids: tuple[int, ...]
+    probabilities: torch.Tensor | None
+    parents: tuple[int, ...] | None
+
+
+@define
+class World:
+    """A drafter under test and the requests that it serves.
+
+    Attributes:
+        subject: the plugin.
+        num_tokens: draft tokens asked for; the most that is declared, up to 4, if not given.
+        garbage: what stands behind the histories, see the module.
+        seed: of the garbage.
+    """
+
+    subject: Subject
+    num_tokens: int = 0
+    vocab_size: int = 32
+    max_requests: int = 6
+    max_model_len: int = 64
+    garbage: str = "zeros"
+    seed: int = 0
+    drafter: Any = field(init=False)
+    requests: dict[int, Request] = field(init=False, factory=dict)
+    calls: int = field(init=False, default=0)
+
+    def __attrs_post_init__(self) -> None:
+        self.num_tokens = self.num_tokens or draft_lengths(self.subject, up_to=4)[-1]
+        self.drafter = self.subject.build(self.context())
+
+    def context(self) -> DrafterContext:
+        """The build context; contract and options are filled in by the subject."""
+        return DrafterContext(
+            contract=1,
+            num_tokens=self.num_tokens,
+            vocab_size=self.vocab_size,
+            hidden_size=16,
+            max_requests=self.max_requests,
+            max_model_len=self.max_model_len,
+            device=self.subject.device.type,
+            dtype="float32",
+        )
+
+    def admit(self, row: int, request: Request) -> None:
+        """The request takes the row."""
+        self.requests[row] = request
+        self.drafter.admit(row, list(request.prompt))
+
+    def release(self, row: int) -> None:
+        """The request leaves its row."""
+        del self.requests[row]
+        self.drafter.release(row)
+
+    def batch(self, rows: Sequence[int]) -> DraftBatch:
+        """What the core would hand over for these rows, in this order."""
+        self.calls += 1
+        asked = [self.requests[row] for row in rows]
+        lengths = [len(request.tokens) for request in asked]
+        device, capabilities = self.subject.device.type, self.subject.capabilities
+        newest = torch.tensor([request.tokens[-1] for request in asked], dtype=torch.int64)
+        temperature = torch.tensor([request.temperature for request in asked], dtype=torch.float32)
+        return DraftBatch(
+            rows=torch.tensor(list(rows), dtype=torch.int64),
+            token_table=torch.from_numpy(self._table()),
+            num_tokens=torch.tensor(lengths, dtype=torch.int32),
+            last_token_ids=newest.to(device),
+            positions=torch.tensor([n - 1 for n in lengths], dtype=torch.int64, device=device),
+            hidden_states=hidden_states(asked, 16).to(device) if capabilities.needs_hidden_states else None,
+            temperature=temperature.to(device),
+            uniforms=self._uniforms(asked),
+        )
+
+    def draft(self, rows: Sequence[int]) -> tuple[Draft, list[Fault]]:
+        """Call the drafter; its answer and what is wrong with the form of it."""
+        draft = self.drafter.propose(self.batch(rows))
+        faults = draft_faults(
+            draft, rows, num_tokens=self.num_tokens, vocab_size=self.vocab_size, declared=self.subject.capabilities
+        )
+        return draft, faults
+
+    def propose(self, rows: Sequence[int]) -> dict[int, RowDraft]:
+        """The proposal for each row.
+
+        Raises:
+            Failed: if the form of the answer is wrong.
+        """
+        draft, faults = self.draft(rows)
+        if faults:
+            raise Failed(faults[0].text)
+        return row_drafts(draft, rows)
+
+    def _table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """The token table: accepted histories where they are promised, and garbage everywhere else."""
+        rng = np.random.default_rng((self.seed, self.calls))
+        shape, vocab = (self.max_requests, self.max_model_len), self.vocab_size
+        if self.garbage == "zeros":
+            table = np.zeros(shape, np.int32)
+        elif self.garbage == "tempting":
+            table = rng.integers(0, vocab, shape, np.int32)
+        else:
+            distance = rng.integers(0, 99, shape)
+            table = np.where(rng.random(shape) < 0.5, -2 - distance, vocab + distance).astype(np.int32)
+        for row, request in self.requests.items():
+            tokens = request.tokens
+            if not self.subject.capabilities.needs_history:
+                continue  # what is not declared is not promised: the host's table may lag behind
+            table[row, : len(tokens)] = tokens
+            if self.garbage == "tempting":
+                _tempt(table[row], len(tokens), int(rng.integers(1, 6)))
+        return table
+
+    def _uniforms(self, requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """[num_requests, num_tokens]; each request's depend on its seed and position alone."""
+        drawn = [request.uniforms(self.num_tokens) for request in requests]
+        return np.array(drawn, np.float64).reshape(len(requests), self.num_tokens)
+
+
+def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) -> World:
+    """A new drafter with these requests on their rows."""
+    world = World(subject, **options)
+    for row, request in requests.items():
+        world.admit(row, request)
+    return world
+
+
+def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int, ...]:
+    """The numbers of draft tokens that are declared, from 1 up.
+
+    Raises:
+        NotApplicable: for drafters whose needs contract 1 cannot state outside an engine.
+    """
+    capabilities = subject.capabilities
+    for name in ("needs_layers", "needs_kv_group"):
+        if getattr(capabilities, name):
+            raise NotApplicable(f"{name}: only an engine can give it")
+    limit = capabilities.max_tokens.limit
+    return tuple(range(1, 1 + min(up_to, up_to if limit is None else limit)))
+
+
+def random_request(rng: Random, *, vocab_size: int = 32, length: int = 0, temperature: float | None = None) -> Request:
+    """A request whose text repeats itself with noise, so that lookup drafters find something."""
+    length = length or rng.randint(3, 40)
+    motif = [rng.randrange(vocab_size) for _ in range(rng.randint(2, 5))]
+    tokens = [motif[i % len(motif)] if rng.random() < 0.85 else rng.randrange(vocab_size) for i in range(length)]
+    prompt = rng.randint(1, length - 1)
+    warm = rng.choice((0.0, 0.7, 1.0, 1.5)) if temperature is None else temperature
+    return Request(tuple(tokens[:prompt]), tuple(tokens[prompt:]), rng.randrange(2**31), warm)
+
+
+def hidden_states(requests: Sequence[Request], hidden_size: int) -> torch.Tensor:
+    """[num_requests, hidden_size] float32, a function of the accepted history alone."""
+    rows = []
+    for request in requests:
+        generator = torch.Generator().manual_seed(zlib.crc32(np.array(request.tokens, np.int64).tobytes()))
+        rows.append(torch.randn(hidden_size, generator=generator))
+    return torch.stack(rows) if rows else torch.empty(0, hidden_size)
+
+
+def row_drafts(draft: Draft, rows: Sequence[int]) -> dict[int, RowDraft]:
+    """A well-formed proposal taken apart by row."""
+    parents = None if draft.parents is None else tuple(draft.parents.tolist())
+    found = {}
+    for index, (row, ids) in enumerate(zip(rows, draft.token_ids.tolist(), strict=True)):
+        length = ids.index(-1) if -1 in ids else len(ids)
+        probabilities = None if draft.probabilities is None else draft.probabilities[index, :length].double().cpu()
+        found[row] = RowDraft(tuple(ids[:length]), probabilities, None if parents is None else parents[:length])
+    return found
+
+
+def _tempt(row: np.ndarray[Any, Any], length: int, period: int) -> None:
+    """Continue a history with its own last tokens, so that a lookup that reads on finds a match."""
+    for position in range(length, len(row)):
+        row[position] = row[max(position - period, 0)]

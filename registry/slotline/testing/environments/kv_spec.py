@@ -1,0 +1,206 @@
+"""The cache groups that specs are tried on, and the place of each element of a bound view in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import cycle, product
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from slotline.registry.capability import Align
+from slotline.registry.contracts import AttentionLayer, KVSpecContext
+from slotline.registry.errors import PluginError
+from slotline.testing.check import Case, Failed, NotApplicable, Run
+from slotline.testing.subject import Subject
+
+SHAPES = {
+    "gqa": (4, 2, 8, 8),
+    "one_head": (4, 1, 16, 16),
+    "odd": (6, 3, 5, 5),
+    "short_value": (4, 2, 8, 3),
+}
+"""num_heads, num_kv_heads, head_size, head_size_v."""
+
+DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
+LAYOUTS = ("NHD", "HND")
+KNOWN_KINDS = ("full", "sliding")
+"""Kinds of layers whose visibility the suite knows; those of others are held to what holds for every kind."""
+
+
+def layer_of(shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None) -> AttentionLayer:
+    """A layer of one of the `SHAPES`."""
+    num_heads, num_kv_heads, head_size, head_size_v = SHAPES[shape]
+    return AttentionLayer(
+        name=f"layers.{index}",
+        index=index,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=head_size_v,
+        scale=1.0,
+        window=window,
+        kv_kind=kind,
+    )
+
+
+def declared_kinds(subject: Subject) -> list[str]:
+    """The kinds of layers that the spec says it holds; the known ones if it says any."""
+    values = subject.capabilities.kv_kinds.values
+    return list(KNOWN_KINDS) if values is None else sorted(values)
+
+
+def is_exact(subject: Subject, kind: str) -> bool:
+    """Whether the spec says that it holds a kind without waste."""
+    return subject.capabilities.exact_kinds.refusal(kind) is None
+
+
+def block_sizes(subject: Subject) -> list[int]:
+    """Manager block sizes that are declared, up to three of them, or more if exhaustive."""
+    offer: Align = subject.capabilities.block_sizes
+    sizes = set(offer.exact)
+    if offer.multiple_of is not None:
+        sizes |= {offer.multiple_of, 2 * offer.multiple_of, 3 * offer.multiple_of}
+    elif not sizes:
+        sizes = {1, 5, 16, 48}
+    return sorted(sizes)[: None if subject.exhaustive else 3]
+
+
+def kernel_block_sizes(subject: Subject, block_size: int) -> list[int]:
+    """The manager block size; if it can be split, also the largest and the smallest divisor, or all if exhaustive."""
+    if not subject.capabilities.splittable.support:
+        return [block_size]
+    divisors = [size for size in range(1, block_size) if block_size % size == 0]
+    proper = divisors if subject.exhaustive else sorted({*divisors[:1], *divisors[-1:]})
+    return [block_size, *reversed(proper)]
+
+
+def memory_cases(subject: Subject) -> Iterable[Case]:
+    """Each declared block size and kernel block size in each layout, with changing shapes and dtypes; all combinations
+    if exhaustive."""
+    sizes = [(size, kernel) for size in block_sizes(subject) for kernel in kernel_block_sizes(subject, size)]
+    if subject.exhaustive:
+        chosen = list(product(SHAPES, DTYPES, sizes, LAYOUTS))
+    else:
+        shapes, dtypes = cycle(SHAPES), cycle(DTYPES)  # 4 and 3: twelve steps until a pair comes again
+        rounds = max(2, -(-12 // len(sizes)))
+        chosen = [(next(shapes), next(dtypes), size, LAYOUTS[n % 2]) for n in range(rounds) for size in sizes]
+    return [
+        {"shape": shape, "dtype": dtype, "block_size": size, "kernel_block_size": kernel, "layout": layout}
+        for shape, dtype, (size, kernel), layout in chosen
+    ]
+
+
+def group_cases(subject: Subject) -> list[Case]:
+    """Groups of layers whose visibility is known: kinds, windows about the edges of a block, and mixed groups."""
+    cases: list[Case] = []
+    kinds = [kind for kind in declared_kinds(subject) if kind in KNOWN_KINDS]
+    for size in block_sizes(subject):
+        if "full" in kinds:
+            cases.append({"kind": "full", "block_size": size})
+        if "sliding" in kinds:
+            windows = {1, 2, size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1} - {0}
+            cases += [{"kind": "sliding", "window": window, "block_size": size} for window in sorted(windows)]
+        if kinds == list(KNOWN_KINDS) and not is_exact(subject, "sliding"):
+            cases.append({"kind": "mixed", "window": size + 1, "block_size": size})  # they share a table then
+    return cases
+
+
+def every_kind_cases(subject: Subject) -> list[Case]:
+    """The groups of known kinds, and one of each other kind."""
+    others = [kind for kind in declared_kinds(subject) if kind not in KNOWN_KINDS]
+    return [*group_cases(subject), *({"kind": k, "block_size": n} for k in others for n in block_sizes(subject))]
+
+
+@frozen(eq=False)
+class Group:
+    """A built spec and the cache group it was built for."""
+
+    spec: Any
+    context: KVSpecContext
+    exact: bool
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        return self.context.layers
+
+    @property
+    def block_size(self) -> int:
+        return self.context.block_size
+
+    @property
+    def max_model_len(self) -> int:
+        return self.context.max_model_len
+
+    @property
+    def ratio(self) -> int:
+        """Kernel blocks in a manager block."""
+        return self.context.block_size // self.context.kernel_block_size
+
+    def describe(self) -> str:
+        """The group in a few words, for messages."""
+        windows = [f"{layer.kv_kind} window {layer.window}" if layer.window else layer.kv_kind for layer in self.layers]
+        return f"blocks of {self.block_size} tokens, layers: {', '.join(windows)}"
+
+
+def context_of(run: Run, **changes: Any) -> KVSpecContext:
+    """The build context for a case of `memory_cases`, `group_cases` or `every_kind_cases`."""
+    case = run.case
+    block_size = int(case["block_size"])
+    kind = case.get("kind") or _first_kind(run.subject)
+    shape = case.get("shape", "gqa")
+    if kind == "mixed":
+        layers: tuple[AttentionLayer, ...] = (
+            layer_of(shape),
+            layer_of("odd", index=1, kind="sliding", window=case["window"]),
+        )
+    else:
+        window = case.get("window", block_size + 1) if kind == "sliding" else None
+        layers = tuple(layer_of(s, index=i, kind=kind, window=window) for i, s in enumerate((shape, "odd")))
+    context = KVSpecContext(
+        contract=1,
+        layers=layers,
+        block_size=block_size,
+        kernel_block_size=case.get("kernel_block_size", block_size),
+        layout=case.get("layout", "NHD"),
+        kv_dtype=case.get("dtype", "float32"),
+        max_model_len=6 * block_size + 3,
+    )
+    return evolve(context, **changes)
+
+
+def build_group(run: Run, **changes: Any) -> Group:
+    """The spec for a case. A quantised dtype or a shorter value head may be refused when it is built: the contract has
+    no capability that could say so before.
+
+    Raises:
+        NotApplicable: if it is, with the plugin's reason.
+    """
+    context = context_of(run, **changes)
+    try:
+        spec = run.subject.build(context)
+    except PluginError as error:
+        if context.kv_dtype.startswith("float8") or run.case.get("shape") == "short_value":
+            raise NotApplicable(f"refused when built: {error.message}") from error
+        raise
+    return Group(spec, context, all(is_exact(run.subject, layer.kv_kind) for layer in context.layers))
+
+
+def _first_kind(subject: Subject) -> str:
+    kinds = declared_kinds(subject)
+    return next((kind for kind in kinds if kind in KNOWN_KINDS), kinds[0])
+
+
+def element_bytes(view: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
+    """The byte in `raw` at which each element of `view` begins, int64 of the view's shape; computed from strides.
+
+    Raises:
+        Failed: if the view is not of the raw memory.
+    """
+    if view.untyped_storage().data_ptr() != raw.untyped_storage().data_ptr():
+        raise Failed("bind returned a tensor with memory of its own: what is written to it is lost")
+    places = torch.full((1,) * view.dim(), int(view.storage_offset()), dtype=torch.int64)
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        places = places + (torch.arange(size) * stride).view([-1 if d == dim else 1 for d in range(view.dim())])
+    return places * view.element_size() - int(raw.storage_offset())

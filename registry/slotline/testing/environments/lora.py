@@ -1,0 +1,248 @@
+"""What a LoRA plugin lives in: a model's linear modules, adapters in PEFT folders on disk, and batches of tokens.
+
+Folders are written as PEFT writes them: ``adapter_config.json``, and ``adapter_model.safetensors`` with the keys
+``base_model.model.<module path>.lora_A.weight`` and ``.lora_B.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any
+
+import torch
+from attrs import define, field
+from safetensors.torch import save_file
+
+from slotline.registry.contracts import LoraContext
+from slotline.testing.check import Failed, NotApplicable, Run
+from slotline.testing.oracles.lora import Adapter, expected
+from slotline.testing.subject import Subject
+
+_NAMES = ("q_proj", "o_proj", "down_proj")
+_SIZES = ((48, 40), (32, 72), (56, 24))  # (in_features, out_features): all different, none a power of two throughout
+LAYERS = 2
+
+
+@define
+class LoraWorld:
+    """A plugin under test, the adapters it holds, and the folders they came from. Use it in a ``with`` statement.
+
+    Attributes:
+        run: whose subject is built.
+        dtype: of the base model, by name; the subject's first one if not given.
+        loaded: name -> (slot, adapter).
+        rng: of which tokens use which adapter.
+    """
+
+    run: Run
+    dtype: str = ""
+    max_adapters: int = 3
+    max_tokens: int = 24
+    max_rank: int = field(init=False)
+    modules: dict[str, tuple[int, int]] = field(init=False)
+    lora: Any = field(init=False)
+    loaded: dict[str, tuple[int, Adapter]] = field(init=False, factory=dict)
+    planned: list[str | None] = field(init=False, factory=list)
+    written: int = field(init=False, default=0)
+    _folder: TemporaryDirectory[str] = field(init=False, factory=TemporaryDirectory)
+    rng: Random = field(init=False)
+    _generator: torch.Generator = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        subject = self.run.subject
+        self.dtype = self.dtype or dtypes_of(subject)[0]
+        self.max_rank = min(8, subject.capabilities.max_rank.limit or 8)
+        self.max_adapters = min(self.max_adapters, subject.capabilities.max_adapters.limit or self.max_adapters)
+        self.modules = modules_of(subject)
+        self.rng = self.run.rng
+        self._generator = torch.Generator().manual_seed(self.run.seed)
+        self.lora = subject.build(
+            LoraContext(
+                contract=1,
+                modules=dict(self.modules),
+                max_adapters=self.max_adapters,
+                max_rank=self.max_rank,
+                max_tokens=self.max_tokens,
+                device=subject.device.type,
+                dtype=self.dtype,
+            )
+        )
+
+    def __enter__(self) -> LoraWorld:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._folder.cleanup()
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)  # type: ignore[no-any-return]
+
+    def adapter(
+        self,
+        rank: int,
+        *,
+        alpha: float = 12.0,
+        modules: Sequence[str] | None = None,
+        rslora: bool = False,
+        size: float = 1.0,
+    ) -> Adapter:
+        """A random adapter whose share is about `size` times the inputs; on all modules if none are named."""
+        weights = {}
+        for module in self.modules if modules is None else modules:
+            inner, outer = self.modules[module]
+            scale = size * rank**0.5 / (alpha * inner**0.5)
+            weights[module] = (self.random(rank, inner) * scale, self.random(outer, rank))
+        rounded = {name: (a.to(self.torch_dtype), b.to(self.torch_dtype)) for name, (a, b) in weights.items()}
+        return Adapter(rounded, rank, alpha, rslora)
+
+    def write(self, adapter: Adapter, **config: Any) -> Path:
+        """The adapter as a PEFT folder; every other one in float32, as training leaves them."""
+        self.written += 1
+        dtype = torch.float32 if self.written % 2 else self.torch_dtype
+        tensors = {}
+        for module, (a, b) in adapter.weights.items():
+            tensors[f"base_model.model.{module}.lora_A.weight"] = a.to(dtype).contiguous()
+            tensors[f"base_model.model.{module}.lora_B.weight"] = b.to(dtype).contiguous()
+        return self.write_files(tensors, {**peft_config(adapter), **config})
+
+    def write_files(self, tensors: Mapping[str, torch.Tensor] | None, config: Mapping[str, Any] | None) -> Path:
+        """A folder of its own with the two files, or without one of them."""
+        folder = Path(self._folder.name, f"adapter_{self.written}_{len(list(Path(self._folder.name).iterdir()))}")
+        folder.mkdir()
+        if tensors is not None:
+            save_file(dict(tensors), folder / "adapter_model.safetensors")
+        if config is not None:
+            (folder / "adapter_config.json").write_text(json.dumps(dict(config)))
+        return folder
+
+    def load(self, name: str, adapter: Adapter, path: Path | None = None) -> int:
+        """Load the adapter from its folder, which is written if it is not there, and look at the slot."""
+        slot = self.lora.load(name, str(path or self.write(adapter)))
+        taken = {other for other, _ in self.loaded.values()}
+        if not isinstance(slot, int) or not 0 <= slot < self.max_adapters or slot in taken:
+            raise Failed(f"load({name!r}) returned {slot!r}; wanted 0 to {self.max_adapters - 1}, not in {taken}")
+        self.loaded[name] = slot, adapter
+        return slot
+
+    def unload(self, name: str) -> None:
+        """Free the adapter's slot."""
+        self.lora.unload(name)
+        del self.loaded[name]
+
+    def plan(self, names: Sequence[str | None]) -> None:
+        """The adapter of each token of the next step, None for none."""
+        slots = [-1 if name is None else self.loaded[name][0] for name in names]
+        self.planned = list(names)
+        self.lora.plan(torch.tensor(slots, dtype=torch.int64, device=self.run.subject.device.type))
+
+    def random(self, *shape: int) -> torch.Tensor:
+        """Normal float32 on the host."""
+        return torch.randn(*shape, generator=self._generator)
+
+    def tensors(self, module: str, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Random inputs [num_tokens, in_features] and base output [num_tokens, out_features] of a module."""
+        count = len(self.planned) if num_tokens is None else num_tokens
+        device = self.run.subject.device.type
+        inner, outer = self.modules[module]
+        return (
+            self.random(count, inner).to(device, self.torch_dtype),
+            self.random(count, outer).to(device, self.torch_dtype),
+        )
+
+    def applied(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """A copy of `out` after the plugin has added its share."""
+        result = out.clone()
+        self.lora.apply(module, inputs, result)
+        return result
+
+    def compare(self, module: str, inputs: torch.Tensor, out: torch.Tensor, result: torch.Tensor, what: str) -> None:
+        """The result against the oracle, tokens without a share bit for bit.
+
+        Raises:
+            Failed: naming module, token and adapter.
+        """
+        adapters = [None if name is None else self.loaded[name][1] for name in self.planned]
+        for token, adapter in enumerate(adapters):
+            untouched = adapter is None or module not in adapter.weights
+            if untouched and not torch.equal(result[token], out[token]):
+                error = float((result[token].double() - out[token].double()).abs().max())
+                why = "no adapter" if adapter is None else f"{self.planned[token]!r}, which is not on this module"
+                raise Failed(f"{what}: {module}, token {token} has {why}, yet its output changed by up to {error:.3g}")
+        if adapters:
+            right = expected(module, adapters, inputs, out)
+            errors = (result.double() - right.values).abs().amax(dim=-1)
+            token = int(errors.nan_to_num(nan=torch.inf).argmax())
+            where = f"{what}: {module}, token {token} with adapter {self.planned[token]!r}"
+            self.run.measure(error=float(errors[token]), allowed=right.allowed, baseline=right.baseline, what=where)
+
+    def check(self, names: Sequence[str | None], what: str, modules: Sequence[str] | None = None) -> None:
+        """Plan, apply and compare on the given modules, or on all."""
+        self.plan(names)
+        for module in self.modules if modules is None else modules:
+            inputs, out = self.tensors(module)
+            self.compare(module, inputs, out, self.applied(module, inputs, out), what)
+
+    def names(self, num_tokens: int) -> list[str | None]:
+        """A random adapter or none for each token, in no order; others at each call."""
+        return [self.rng.choice([None, *self.loaded]) for _ in range(num_tokens)]
+
+    def fill(self) -> None:
+        """Leave large weights of the highest rank in every slot: what is not overwritten will be heard."""
+        loud = self.adapter(self.max_rank, size=1e3)
+        path = self.write(loud)
+        for index in range(self.max_adapters):
+            self.load(f"loud{index}", loud, path)
+        self.check([*self.loaded, None], "large weights")
+        for name in tuple(self.loaded):
+            self.unload(name)
+
+
+def peft_config(adapter: Adapter) -> dict[str, Any]:
+    """What PEFT writes for a plain adapter."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "base",
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.05,
+        "target_modules": sorted({module.rpartition(".")[2] for module in adapter.weights}),
+        "use_rslora": adapter.rslora,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "inference_mode": True,
+    }
+
+
+def modules_of(subject: Subject) -> dict[str, tuple[int, int]]:
+    """Two layers with up to three of the declared modules each: path -> (in_features, out_features).
+
+    Raises:
+        NotApplicable: if none is declared.
+    """
+    declared = subject.capabilities.target_modules.values
+    names = _NAMES if declared is None else tuple(sorted(declared))[:3]
+    if not names:
+        raise NotApplicable("no target module is declared")
+    return {
+        f"model.layers.{layer}.{name}": _SIZES[index] for layer in range(LAYERS) for index, name in enumerate(names)
+    }
+
+
+def dtypes_of(subject: Subject) -> tuple[str, ...]:
+    """The declared dtypes that the checks know, float32 first."""
+    declared = subject.capabilities.dtypes.values
+    known = [name for name in ("float32", "bfloat16", "float16") if declared is None or name in declared]
+    if not known:
+        raise NotApplicable("no dtype that the checks know is declared")
+    return tuple(known)

@@ -1,0 +1,128 @@
+"""What a report says of the suite, the plugin and the machine."""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from slotline.registry.descriptor import HOST_CONTRACTS
+from slotline.testing.subject import Subject
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@frozen(kw_only=True)
+class Suite:
+    """The checks: the version of slotline that brings them, and the contracts of the kind that it speaks."""
+
+    version: str
+    contract: str
+
+
+@frozen(kw_only=True)
+class Plugin:
+    """The plugin: how it is named, who brings it, the bound contract, the dtypes it declares."""
+
+    kind: str
+    name: str
+    contract: int
+    target: str = ""
+    distribution: str = ""
+    version: str = ""
+    summary: str = ""
+    dtypes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """``kind:name``."""
+        return f"{self.kind}:{self.name}"
+
+    @property
+    def source(self) -> str:
+        """The distribution with its version, or what else it came from."""
+        return f"{self.distribution} {self.version}" if self.distribution else self.target or "an object in memory"
+
+
+@frozen(kw_only=True)
+class Machine:
+    """Where it ran."""
+
+    device: str
+    name: str = ""
+    driver: str = ""
+    compute_capability: tuple[int, int] | None = None
+    cuda: str = ""
+    torch: str = ""
+    python: str = ""
+    platform: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.name})" if self.name else self.device
+
+
+def suite_of(subject: Subject) -> Suite:
+    """The suite as it tests this plugin."""
+    return Suite(version=installed_version("slotline"), contract=str(HOST_CONTRACTS[subject.kind]))
+
+
+def plugin_of(subject: Subject) -> Plugin:
+    """What is told of a plugin."""
+    return Plugin(
+        kind=subject.kind.value,
+        name=subject.name,
+        contract=subject.contract,
+        target=subject.target,
+        distribution=subject.distribution,
+        version=subject.version,
+        summary=subject.descriptor.summary,
+        dtypes=_dtypes(subject.capabilities),
+    )
+
+
+def machine_of(subject: Subject) -> Machine:
+    """What is told of a machine."""
+    import torch
+
+    on_cuda = subject.device.type == "cuda"
+    return Machine(
+        device=subject.device.type,
+        name=subject.device.name,
+        driver=_driver() if on_cuda else "",
+        compute_capability=subject.device.compute_capability,
+        cuda=str(torch.version.cuda or "") if on_cuda else "",
+        torch=torch.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+    )
+
+
+def installed_version(distribution: str) -> str:
+    """The version of a distribution, or nothing if it is not installed."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _dtypes(capabilities: Any) -> tuple[str, ...]:
+    offer = getattr(capabilities, "dtypes", None)
+    values = getattr(offer, "values", None)
+    if offer is None:
+        return ()
+    if values is None:
+        return ("any",)
+    return tuple(sorted("/".join(value) if isinstance(value, tuple) else str(value) for value in values))
+
+
+def _driver() -> str:
+    """The version of NVIDIA's kernel module; empty where the system does not tell."""
+    try:
+        found = re.search(r"Module\D*([\d.]+)", _DRIVER.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""

@@ -1,0 +1,273 @@
+"""Broken drafters, one bug each, and right ones that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import numpy as np
+import torch
+
+from slotline.registry.capability import Flag, Max, Set
+from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.testing.check import Level
+from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.reference import drafter as reference
+from slotline.testing.reference.drafter import Array, HiddenHeads, PairCounts, PromptLookup, TwoBranches
+
+# --- prompt lookup, which has no state and no probabilities
+
+
+class ReadsOneBeyond(PromptLookup):
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        lengths = batch.num_tokens.tolist()
+        return [batch.token_table[row, : n + 1] for row, n in zip(batch.rows.tolist(), lengths, strict=True)]
+
+
+class FirstLengthForAll(PromptLookup):
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        return [batch.token_table[row, : int(batch.num_tokens[0])] for row in batch.rows.tolist()]
+
+
+class PlaceInsteadOfRow(PromptLookup):
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        return [batch.token_table[place, :length] for place, length in enumerate(batch.num_tokens.tolist())]
+
+
+class GathersPastTheRow(PromptLookup):
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        found = super().histories(batch)
+        window = batch.num_tokens.long()[:, None] + torch.arange(self.num_tokens)
+        batch.token_table[batch.rows].gather(1, window)  # room for the drafts, which the last places do not have
+        return found
+
+
+class WritesDraftsIntoTable(PromptLookup):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        for row, n, ids in zip(batch.rows.tolist(), batch.num_tokens.tolist(), draft.token_ids.cpu(), strict=True):
+            batch.token_table[row, n : n + len(ids)] = ids[: batch.token_table.shape[1] - n]
+        return draft
+
+
+class SortedByRow(PromptLookup):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        draft.token_ids = draft.token_ids[batch.rows.argsort().to(draft.token_ids.device)]
+        return draft
+
+
+class RandomMatch(PromptLookup):
+    def following(self, history: torch.Tensor, start: int) -> list[int]:
+        return super().following(history, int(torch.randint(1, start + 1, ())))
+
+
+class VocabularySizeForNothing(PromptLookup):
+    def continuation(self, history: torch.Tensor) -> list[int]:
+        return super().continuation(history) or [self.vocab_size]
+
+
+class HoleInTheDraft(PromptLookup):
+    def continuation(self, history: torch.Tensor) -> list[int]:
+        return [-1 if place == 1 else token for place, token in enumerate(super().continuation(history))]
+
+
+class NeedsThreeTokens(PromptLookup):
+    def continuation(self, history: torch.Tensor) -> list[int]:
+        if history[-3] < 0:  # an IndexError for a prompt of one token
+            return []
+        return super().continuation(history)
+
+
+class OneTooMany(PromptLookup):
+    def pack(self, drafts: list[list[int]]) -> torch.Tensor:
+        return torch.nn.functional.pad(super().pack(drafts), (1, 0), value=0)
+
+
+class NarrowIds(PromptLookup):
+    def pack(self, drafts: list[list[int]]) -> torch.Tensor:
+        return super().pack(drafts).int()
+
+
+class NoEmptyBatch(PromptLookup):
+    def pack(self, drafts: list[list[int]]) -> torch.Tensor:
+        return torch.stack(list(super().pack(drafts)))
+
+
+class CachesByRowAndLength(PromptLookup):
+    def __init__(self, context: DrafterContext) -> None:
+        super().__init__(context)
+        self.cache: dict[tuple[int, int], list[int]] = {}
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        keys = zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
+        drafts = [
+            self.cache.setdefault(key, self.continuation(history))
+            for key, history in zip(keys, self.histories(batch), strict=True)
+        ]
+        return Draft(token_ids=self.pack(drafts))
+
+
+class UndeclaredParents(PromptLookup):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        draft.parents = torch.arange(-1, self.num_tokens - 1)
+        return draft
+
+
+class ParentOfItself(TwoBranches):
+    def parents(self) -> list[int]:
+        return [parent + 1 for parent in super().parents()]
+
+
+# --- heads on hidden states
+
+
+class FirstHiddenStateForAll(HiddenHeads):
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.hidden_states is not None
+        return super().propose(attrs.evolve(batch, hidden_states=batch.hidden_states[:1].expand(len(batch.rows), -1)))
+
+
+# --- counted pairs, with state and probabilities
+
+
+class KeepsTheOldRow(PairCounts):
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.counts.setdefault(row, {})
+        self.counted[row] = 0
+
+    def release(self, row: int) -> None: ...
+
+
+class ForgetsOnlyOnRelease(PairCounts):
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.counts.setdefault(row, {})
+        self.counted.setdefault(row, 0)
+
+
+class ReleaseForgetsAll(PairCounts):
+    def release(self, row: int) -> None:
+        super().release(row)
+        self.counts = {other: {} for other in self.counts}
+
+
+class CountsTheLastStepOnly(PairCounts):
+    def count(self, row: int, history: list[int]) -> None:
+        if self.counted[row]:
+            self.counted[row] = max(self.counted[row], len(history) - self.num_tokens - 1)
+        super().count(row, history)
+
+
+class FirstTemperatureForAll(PairCounts):
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.temperature is not None
+        return super().propose(attrs.evolve(batch, temperature=batch.temperature[:1].expand(len(batch.rows))))
+
+
+class OwnChance(PairCounts):
+    def draw(self, one: Array, uniform: float) -> int:
+        return super().draw(one, float(torch.rand(())))
+
+
+class OneDrawForAllPositions(PairCounts):
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.uniforms is not None
+        return super().propose(attrs.evolve(batch, uniforms=batch.uniforms[:, :1].repeat(self.num_tokens, axis=1)))
+
+
+class DrawsPastTheEnd(PairCounts):
+    def draw(self, one: Array, uniform: float) -> int:
+        return int(one.cumsum(dtype=np.float32).searchsorted(np.float32(uniform), side="right"))  # which rounds up to 1
+
+
+class SharpenedDraws(PairCounts):
+    def draw(self, one: Array, uniform: float) -> int:
+        return super().draw(one**2, uniform)
+
+
+class GreedyDraws(PairCounts):
+    def draw(self, one: Array, uniform: float) -> int:
+        return int(one.argmax())
+
+
+class StatesSharpened(PairCounts):
+    def stated(self, one: Array, row: int, token: int) -> Array:
+        sharpened = one**1.5
+        return np.asarray(sharpened / sharpened.sum())
+
+
+class StatesTheNextPosition(PairCounts):
+    def stated(self, one: Array, row: int, token: int) -> Array:
+        return np.asarray(0.5 * one + 0.5 * self.distribution(row, token, 1.0))
+
+
+class Unnormalised(PairCounts):
+    def stated(self, one: Array, row: int, token: int) -> Array:
+        return np.asarray(one / one.max())
+
+
+class NoProbabilities(PairCounts):
+    def propose(self, batch: DraftBatch) -> Draft:
+        return Draft(token_ids=super().propose(batch).token_ids)
+
+
+def _mutant(name: str, summary: str, level: Level, factory: Any, base: Descriptor[Any] | None = None) -> Mutant:
+    if base is None:
+        base = next(item for item in _BASES if issubclass(factory, item.factory))
+    changed = attrs.evolve(base, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
+    return Mutant(name, summary, level, changed)
+
+
+_BASES = (reference.tree, reference.descriptor, reference.hidden_heads, reference.probabilistic)
+_NO_HISTORY = Descriptor(
+    kind=Kind.DRAFTER,
+    name="no_history",
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), probabilities=Flag(False)),
+    factory=PromptLookup,
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant("one-beyond", "reads one token beyond the accepted history", Level.HOSTILE, ReadsOneBeyond),
+    _mutant("first-length", "uses the first request's length for all", Level.HOSTILE, FirstLengthForAll),
+    _mutant("place-for-row", "reads the table by place in the batch, not by row", Level.HOSTILE, PlaceInsteadOfRow),
+    _mutant("past-the-row", "gathers beyond the end of the table near max_model_len", Level.HOSTILE, GathersPastTheRow),
+    _mutant("writes-table", "writes its drafts into the core's token table", Level.HOSTILE, WritesDraftsIntoTable),
+    _mutant("sorted-by-row", "answers in the order of rows, not of the batch", Level.HOSTILE, SortedByRow),
+    _mutant("random-match", "draws from a generator of its own", Level.NUMERICS, RandomMatch),
+    _mutant("vocab-size", "proposes the token vocab_size", Level.NUMERICS, VocabularySizeForNothing),
+    _mutant("hole", "puts -1 in the middle and goes on", Level.NUMERICS, HoleInTheDraft),
+    _mutant("short-prompt", "fails on a prompt of one token", Level.HOSTILE, NeedsThreeTokens),
+    _mutant("one-too-many", "proposes one token more than negotiated", Level.NUMERICS, OneTooMany),
+    _mutant("int32", "returns int32 ids", Level.NUMERICS, NarrowIds),
+    _mutant("empty-batch", "fails on a step without requests", Level.HOSTILE, NoEmptyBatch),
+    _mutant("caches-by-length", "keeps drafts by row and length over requests", Level.HOSTILE, CachesByRowAndLength),
+    _mutant("undeclared-parents", "returns parents without declaring a tree", Level.NUMERICS, UndeclaredParents),
+    _mutant("own-parent", "a node of its tree is its own parent", Level.NUMERICS, ParentOfItself),
+    _mutant(
+        "undeclared-history", "reads the history without declaring it", Level.HOSTILE, PromptLookup, base=_NO_HISTORY
+    ),
+    _mutant("first-hidden", "uses the first hidden state for all", Level.HOSTILE, FirstHiddenStateForAll),
+    _mutant("old-row", "a new request starts with the counts of the row's last one", Level.HOSTILE, KeepsTheOldRow),
+    _mutant("admit-forgets-not", "forgets on release alone, not on admit", Level.HOSTILE, ForgetsOnlyOnRelease),
+    _mutant("release-all", "forgets all requests when one leaves", Level.HOSTILE, ReleaseForgetsAll),
+    _mutant("last-step-only", "misses tokens that came while it was not asked", Level.STATEFUL, CountsTheLastStepOnly),
+    _mutant("first-temperature", "uses the first request's temperature for all", Level.HOSTILE, FirstTemperatureForAll),
+    _mutant("own-chance", "ignores the uniforms that it is given", Level.NUMERICS, OwnChance),
+    _mutant("one-draw", "uses one draw for all positions", Level.NUMERICS, OneDrawForAllPositions),
+    _mutant("past-the-end", "rounds a draw up to 1 and proposes vocab_size", Level.NUMERICS, DrawsPastTheEnd),
+    _mutant("sharpened-draws", "draws from a sharper distribution than it states", Level.NUMERICS, SharpenedDraws),
+    _mutant("greedy-draws", "takes the likeliest token and states the distribution", Level.NUMERICS, GreedyDraws),
+    _mutant("sharpened-statement", "states a sharper distribution than it draws from", Level.NUMERICS, StatesSharpened),
+    _mutant("next-position", "mixes in the probabilities of the next position", Level.NUMERICS, StatesTheNextPosition),
+    _mutant("unnormalised", "states weights that do not sum to 1", Level.NUMERICS, Unnormalised),
+    _mutant("no-probabilities", "declares probabilities and returns none", Level.NUMERICS, NoProbabilities),
+)
+
+CORRECT: tuple[Correct, ...] = (
+    Correct("prompt lookup: no state, one-point proposals", reference.descriptor),
+    Correct("two lookups in a tree", reference.tree),
+    Correct("heads on hidden states: no history", reference.hidden_heads),
+    Correct("counted pairs: state by row, draws with probabilities", reference.probabilistic),
+)

@@ -1,0 +1,275 @@
+"""Broken LoRA plugins, one bug each, and right ones that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+from safetensors.torch import load_file
+
+from slotline.registry.capability import Flag
+from slotline.registry.contracts import LoraContext
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import RequestError
+from slotline.testing.check import Level
+from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.reference import lora as reference
+from slotline.testing.reference.lora import LoadedAdapter, PaddedSlots
+
+# --- what is added, and where
+
+
+class IgnoresAlpha(PaddedSlots):
+    def scale(self, config: dict[str, Any]) -> float:
+        return super().scale({**config, "lora_alpha": config["r"]})
+
+
+class WholeNumberScale(PaddedSlots):
+    def scale(self, config: dict[str, Any]) -> float:
+        return float(super().scale(config) // 1 or 1)
+
+
+class StabilisedAsPlain(PaddedSlots):
+    def scale(self, config: dict[str, Any]) -> float:
+        return super().scale({**config, "use_rslora": False})
+
+
+class CoarseShare(PaddedSlots):
+    def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
+        return super().share(module, slot, inputs).to(torch.float8_e4m3fn).to(inputs.dtype)
+
+
+class FirstLayerForAll(PaddedSlots):
+    def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
+        name = module.rpartition(".")[2]
+        return super().share(next(path for path in self.a if path.endswith(f".{name}")), slot, inputs)
+
+
+class Overwrites(PaddedSlots):
+    def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
+        out[rows] = share
+
+
+class NoneIsSlotZero(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(slots.clamp(min=0))
+
+
+class FirstSlotForAll(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(slots[:1].expand(len(slots)))
+
+
+class SortsTheTokens(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        super().plan(slots.sort().values)
+
+
+class KeepsTheFirstPlan(PaddedSlots):
+    longest = 0
+
+    def plan(self, slots: torch.Tensor) -> None:
+        if len(slots) > self.longest:
+            self.longest = len(slots)
+            super().plan(slots)
+
+
+class NoEmptyPlan(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        if int(slots.max()) >= 0:  # an error where there is nothing to take the maximum of
+            super().plan(slots)
+        else:
+            self.planned[:] = -1
+
+
+class CopiesOut(PaddedSlots):
+    def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
+        super().add(out.contiguous(), rows, share)
+
+
+class ClearsUnusedInputs(PaddedSlots):
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        super().apply(module, inputs, out)
+        inputs[self.planned[: len(inputs)] < 0] = 0
+
+
+# --- slots over time
+
+
+class KeepsUntargetedModules(PaddedSlots):
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        kept = {m: (self.a[m][slot].clone(), self.b[m][slot].clone()) for m in self.a if m not in adapter.weights}
+        super().write(slot, adapter)
+        for module, (a, b) in kept.items():
+            self.a[module][slot], self.b[module][slot] = a, b
+
+
+class KeepsPadding(PaddedSlots):
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        kept = {m: (self.a[m][slot].clone(), self.b[m][slot].clone()) for m in adapter.weights}
+        super().write(slot, adapter)
+        for module, (a, b) in kept.items():
+            self.a[module][slot, adapter.rank :] = a[adapter.rank :]
+            self.b[module][slot, :, adapter.rank :] = b[:, adapter.rank :]
+
+
+class RemembersByName(PaddedSlots):
+    def __init__(self, context: LoraContext) -> None:
+        super().__init__(context)
+        self.remembered: dict[str, LoadedAdapter] = {}
+        self.name = ""
+
+    def load(self, name: str, path: str) -> int:
+        self.name = name
+        return super().load(name, path)
+
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        super().write(slot, self.remembered.setdefault(self.name, adapter))
+
+
+class NeverFrees(PaddedSlots):
+    def unload(self, name: str) -> None:
+        slot = self.slots[name]
+        super().unload(name)
+        self.slots[f"unloaded {len(self.slots)} {name}"] = slot
+
+
+class SlotsInTurn(PaddedSlots):
+    turn = -1
+
+    def free_slot(self, name: str) -> int:
+        super().free_slot(name)
+        self.turn += 1
+        return self.turn % self.context.max_adapters
+
+
+class MovesTheLastSlot(PaddedSlots):
+    def unload(self, name: str) -> None:
+        freed = self.slots.get(name, -1)
+        super().unload(name)
+        last = max(self.slots.values(), default=-1)
+        if last > freed:
+            for weights in (*self.a.values(), *self.b.values(), self.scales):
+                weights[freed] = weights[last]
+                weights[last] = 0
+
+
+class NoCapacity(PaddedSlots):
+    def free_slot(self, name: str) -> int:
+        return super().free_slot(name) if len(self.slots) < self.context.max_adapters else 0
+
+
+class UnloadsAnything(PaddedSlots):
+    def unload(self, name: str) -> None:
+        self.slots.pop(name, None)
+
+
+class TakesTheSlotFirst(PaddedSlots):
+    def load(self, name: str, path: str) -> int:
+        slot = self.free_slot(name)
+        self.slots[name] = slot
+        self.write(slot, self.read(path))  # a refusal here leaves the slot taken
+        return slot
+
+
+# --- folders that must be refused
+
+
+class CutsTheRank(PaddedSlots):
+    def read(self, path: str) -> LoadedAdapter:
+        highest = self.context.max_rank
+        self.context = attrs.evolve(self.context, max_rank=10**6)
+        try:
+            found = super().read(path)
+        finally:
+            self.context = attrs.evolve(self.context, max_rank=highest)
+        cut = {module: (a[:highest], b[:, :highest]) for module, (a, b) in found.weights.items()}
+        return LoadedAdapter(cut, found.rank, found.scale)
+
+
+class SkipsUnknownModules(PaddedSlots):
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        known = [key for key in tensors if any(f".{module}.lora_" in key for module in self.context.modules)]
+        return super().weights(path, {key: tensors[key] for key in known}, rank)
+
+
+class IgnoresVariants(PaddedSlots):
+    ignores = ""
+
+    def read(self, path: str) -> LoadedAdapter:
+        config = reference.read_config(path)
+        if config.pop(self.ignores, None):
+            rank = int(config["r"])
+            weights = load_file(f"{path}/adapter_model.safetensors")
+            return LoadedAdapter(self.weights(path, weights, rank), rank, self.scale(config))
+        return super().read(path)
+
+
+class IgnoresDora(IgnoresVariants):
+    ignores = "use_dora"
+
+
+class IgnoresAlphaPattern(IgnoresVariants):
+    ignores = "alpha_pattern"
+
+
+class IgnoresSavedModules(IgnoresVariants):
+    ignores = "modules_to_save"
+
+
+class NamelessRefusals(PaddedSlots):
+    def read(self, path: str) -> LoadedAdapter:
+        try:
+            return super().read(path)
+        except RequestError as error:
+            raise RequestError("cannot load the adapter") from error
+
+
+def _mutant(
+    name: str, summary: str, level: Level, factory: Any, base: Descriptor[Any] = reference.descriptor
+) -> Mutant:
+    changed = attrs.evolve(base, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory)
+    return Mutant(name, summary, level, changed)
+
+
+_PLAIN_ONLY = attrs.evolve(
+    reference.descriptor, capabilities=attrs.evolve(reference.descriptor.capabilities, rslora=Flag(False))
+)
+
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant("no-alpha", "leaves out lora_alpha", Level.NUMERICS, IgnoresAlpha),
+    _mutant("whole-scale", "rounds lora_alpha / r down", Level.NUMERICS, WholeNumberScale),
+    _mutant("stabilised-as-plain", "scales a rank-stabilised adapter by 1 / r", Level.NUMERICS, StabilisedAsPlain),
+    _mutant("coarse", "rounds the share to eight bits", Level.NUMERICS, CoarseShare),
+    _mutant("first-layer", "uses the first layer's weights in all layers", Level.NUMERICS, FirstLayerForAll),
+    _mutant("overwrites", "overwrites the output instead of adding", Level.NUMERICS, Overwrites),
+    _mutant("none-is-zero", "takes slot -1 for slot 0", Level.NUMERICS, NoneIsSlotZero),
+    _mutant("first-slot", "uses the first token's slot for the whole batch", Level.HOSTILE, FirstSlotForAll),
+    _mutant("sorts-tokens", "sorts the slots and not the tokens", Level.HOSTILE, SortsTheTokens),
+    _mutant("first-plan", "keeps a plan until a longer one comes", Level.HOSTILE, KeepsTheFirstPlan),
+    _mutant("empty-plan", "fails on a step without tokens", Level.HOSTILE, NoEmptyPlan),
+    _mutant("copies-out", "adds to a copy where out is not contiguous", Level.HOSTILE, CopiesOut),
+    _mutant("clears-inputs", "writes to the inputs of tokens without an adapter", Level.HOSTILE, ClearsUnusedInputs),
+    _mutant("stale-modules", "modules without an adapter keep the last one's", Level.HOSTILE, KeepsUntargetedModules),
+    _mutant("stale-padding", "ranks above the adapter's keep the last one's weights", Level.HOSTILE, KeepsPadding),
+    _mutant("by-name", "a name loaded again gets its old weights", Level.HOSTILE, RemembersByName),
+    _mutant("never-frees", "unloading does not free the slot", Level.HOSTILE, NeverFrees),
+    _mutant("slots-in-turn", "hands out slots in turn, taken ones too", Level.STATEFUL, SlotsInTurn),
+    _mutant("moves-slots", "moves the last adapter into a freed slot", Level.HOSTILE, MovesTheLastSlot),
+    _mutant("no-capacity", "loads one more adapter over slot 0", Level.HOSTILE, NoCapacity),
+    _mutant("unloads-anything", "accepts unloading what is not loaded", Level.HOSTILE, UnloadsAnything),
+    _mutant("slot-first", "takes the slot before it reads the folder", Level.HOSTILE, TakesTheSlotFirst),
+    _mutant("cuts-rank", "cuts a rank that is too high", Level.HOSTILE, CutsTheRank),
+    _mutant("skips-unknown", "leaves out modules that it does not know", Level.HOSTILE, SkipsUnknownModules),
+    _mutant("ignores-dora", "loads a DoRA adapter as a plain one", Level.HOSTILE, IgnoresDora),
+    _mutant("ignores-pattern", "leaves out alpha_pattern", Level.HOSTILE, IgnoresAlphaPattern),
+    _mutant("ignores-saved", "leaves out modules_to_save", Level.HOSTILE, IgnoresSavedModules),
+    _mutant("nameless", "refuses without saying what is wrong", Level.HOSTILE, NamelessRefusals),
+    _mutant("undeclared-rslora", "takes a variant it does not declare", Level.HOSTILE, PaddedSlots, base=_PLAIN_ONLY),
+)
+
+CORRECT: tuple[Correct, ...] = (
+    Correct("padded slots, one product for each adapter", reference.descriptor),
+    Correct("weights gathered for each token, batched products", reference.gathered),
+)

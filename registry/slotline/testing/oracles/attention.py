@@ -1,0 +1,133 @@
+"""What attention gives, in float64, and how far a backend may be from it.
+
+`attention` is the textbook formula over dense keys and values, one request at a time. `tolerance` compares a backend
+with the same formula computed in the backend's own dtype: a fixed figure would reject right kernels at short contexts
+and accept wrong ones at long contexts. docs/decisions/tolerance.md holds the measurement behind the constants.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from attrs import frozen
+
+
+class Answer(NamedTuple):
+    """Attention of one request.
+
+    Attributes:
+        out: [q, H, Dv], in the dtype of the computation.
+        lse: [H, q] float64, natural logarithm of the sum of exponentials; a sink counts as one more key.
+        max_score: largest absolute score that a query sees, after scale and soft cap.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    max_score: float
+
+
+@frozen
+class Tolerance:
+    """The constants of the rule; see docs/decisions/tolerance.md.
+
+    Attributes:
+        baseline: factor on the error of the same formula computed in the backend's dtype.
+        floor: factor on ``eps_accumulate * (1 + max|score|) * max|V|``; scores carry a relative error of about
+            eps_accumulate, which the exponential turns into that absolute error of a weight.
+        ulps: units in the last place of the largest output, for the final rounding.
+        lse: factor on ``eps_accumulate * (1 + max|score|)`` for the LSE, which is always float32.
+    """
+
+    baseline: float = 3.0
+    floor: float = 2.0
+    ulps: float = 2.0
+    lse: float = 16.0
+
+
+DEFAULT = Tolerance()
+STRICT = Tolerance(baseline=2.0)
+EPS_ACCUMULATE = torch.finfo(torch.float32).eps
+"""Kernels accumulate in float32 at least, whatever the dtype of their inputs."""
+
+
+class Allowed(NamedTuple):
+    """What a backend may be off, as largest absolute error: of the output, of the LSE, and the baseline's own error."""
+
+    out: float
+    lse: float
+    baseline: float
+
+
+def attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float64,
+) -> Answer:
+    """Attention of a request's last tokens over all of its tokens, all arithmetic in `dtype`.
+
+    Args:
+        query: [q, H, D], the last q of L tokens.
+        keys: [L, Hkv, D], the new tokens included; query head h reads KV head ``h // (H // Hkv)``.
+        values: [L, Hkv, Dv].
+        scale: factor on the scores.
+        window: a query sees this many keys, its own included; None for all.
+        soft_cap: scores become ``cap * tanh(score / cap)``.
+        sinks: [H], a logit that takes part in the softmax and has no value.
+        causal: whether a query sees no key after its own.
+        dtype: of the computation; inputs are converted, not rounded again.
+    """
+    group = query.shape[1] // keys.shape[1]
+    q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [L, H, D]
+    scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, q, L]
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    seen = visible(len(q), len(k), window=window, causal=causal).to(scores.device)
+    largest = float(scores.masked_fill(~seen, 0.0).abs().max()) if scores.numel() else 0.0
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat([scores, column], 2)
+    weights = torch.softmax(scores, 2)[:, :, : len(k)]
+    out = torch.matmul(weights, v.transpose(0, 1)).transpose(0, 1)
+    return Answer(out, torch.logsumexp(scores.double(), 2), largest)
+
+
+def visible(num_queries: int, num_keys: int, *, window: int | None = None, causal: bool = True) -> torch.Tensor:
+    """Which keys the last `num_queries` of `num_keys` tokens see: [q, L] bool."""
+    position = torch.arange(num_keys)[None, :]
+    own = torch.arange(num_keys - num_queries, num_keys)[:, None]
+    seen = position <= own if causal else torch.ones(num_queries, num_keys, dtype=torch.bool)
+    return seen if window is None else seen & (position > own - window)
+
+
+def tolerance(
+    exact: Answer, eager: Answer, values: torch.Tensor, dtype: torch.dtype, rule: Tolerance = DEFAULT
+) -> Allowed:
+    """How far a backend may be from `exact`.
+
+    Args:
+        exact: the answer in float64.
+        eager: the same formula in `dtype`.
+        values: [L, Hkv, Dv], what the request may see.
+        dtype: the coarsest that the backend computes in.
+        rule: the constants.
+    """
+    baseline = _worst(eager.out.double() - exact.out)
+    conditioned = EPS_ACCUMULATE * (1 + exact.max_score)
+    unit = torch.finfo(dtype).eps * _worst(exact.out)
+    out = rule.baseline * baseline + rule.floor * conditioned * _worst(values.double()) + rule.ulps * unit
+    lse = rule.baseline * _worst(eager.lse - exact.lse) + rule.lse * conditioned
+    return Allowed(out, lse, baseline)
+
+
+def _worst(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0

@@ -1,0 +1,157 @@
+"""Attention written for clarity: request by request, the textbook formula in float32, any layout, any block size."""
+
+from __future__ import annotations
+
+import torch
+from attrs import frozen
+
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+
+@frozen(eq=False)
+class Plan:
+    """What the calls of one step need.
+
+    Attributes:
+        starts: prefix sums of query lengths, one more than requests.
+        lengths: tokens of each request, new ones included.
+        block_table: [num_requests, max_blocks] int32.
+        slot_mapping: [num_tokens or more] int64.
+        causal: False for encoders.
+    """
+
+    starts: list[int]
+    lengths: list[int]
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    causal: bool
+
+
+class EagerAttention:
+    """An attention backend in small steps, each of which a mutant can get wrong."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self.block_size = context.kernel_block_size
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """The batch as Python lists and the two tensors that kernels index."""
+        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal)
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        """Store the step's tokens, but for those with slot -1."""
+        slots = plan.slot_mapping[: plan.starts[-1]]
+        kept = slots >= 0
+        for view, new in zip(cache, (key, value), strict=True):
+            self.store(view, slots[kept], new[: len(slots)][kept])
+
+    def store(self, view: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
+        """Put rows of `new` [n, Hkv, D] into slots [n] of one view of the cache."""
+        place = (slots // self.block_size, slots % self.block_size)
+        raw(view)[place] = raw(new.to(view.dtype))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        """Attention of each request in turn; padded rows and requests without any token become zeros."""
+        lse = torch.zeros(layer.num_heads, len(out), device=out.device)
+        out[plan.starts[-1] :] = 0
+        for request in range(len(plan.lengths)):
+            rows = slice(*plan.starts[request : request + 2])
+            if plan.lengths[request] == 0:
+                out[rows] = 0
+            elif rows.start < rows.stop:
+                if layer.attention_type == "encoder_only":
+                    keys, values, first, length = key[rows], value[rows], 0, rows.stop - rows.start
+                else:
+                    length = plan.lengths[request]
+                    first = self.first_key(layer, rows.stop - rows.start, length)
+                    keys, values = self.gather(cache, plan, request, first, length)
+                seen = self.visible(layer, plan, rows.stop - rows.start, first, length)
+                own, lse[:, rows] = self.attend(layer, query[rows], keys, values, seen.to(out.device), sinks)
+                out[rows] = own.to(out.dtype)
+        return lse
+
+    def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
+        """The first position that any query of a request sees; blocks before it may be gone."""
+        return 0 if layer.window is None else max(0, length - num_queries - layer.window + 1)
+
+    def gather(
+        self, cache: KVCache, plan: Plan, request: int, first: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [n, Hkv, D] and values [n, Hkv, Dv] of positions first .. length - 1."""
+        positions = torch.arange(first, length, device=cache.key.device)
+        place = (self.blocks(plan, request, positions // self.block_size), positions % self.block_size)
+        keys, values = (raw(view)[place].view(view.dtype) for view in cache)
+        return keys, values
+
+    def blocks(self, plan: Plan, request: int, indices: torch.Tensor) -> torch.Tensor:
+        """Ids of some blocks of a request, given by their place in its table: [n] int64."""
+        return plan.block_table[request, indices].long()
+
+    def visible(self, layer: AttentionLayer, plan: Plan, num_queries: int, first: int, length: int) -> torch.Tensor:
+        """Which of the keys first .. length - 1 the last `num_queries` positions see: [q, n] bool."""
+        keys = torch.arange(first, length)[None, :]
+        own = torch.arange(length - num_queries, length)[:, None]
+        seen = self.not_after(keys, own) if plan.causal else torch.ones(num_queries, length - first, dtype=torch.bool)
+        return seen if layer.window is None else seen & self.in_window(keys, own, layer.window)
+
+    def not_after(self, keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The causal mask, from positions of keys [1, n] and queries [q, 1]."""
+        return keys <= own
+
+    def in_window(self, keys: torch.Tensor, own: torch.Tensor, window: int) -> torch.Tensor:
+        """The window's mask: `window` keys, the query's own included."""
+        return keys > own - window
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        seen: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of one request: out [q, H, Dv] and LSE [H, q], float32."""
+        scores = self.scores(layer, query, keys).masked_fill(~seen, -torch.inf)
+        weights, lse = self.softmax(scores, sinks)
+        return self.combine(weights, self.expand(layer, values)), lse
+
+    def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Scores [H, q, n] float32, after scale and soft cap."""
+        products = torch.einsum("qhd,khd->hqk", query.float(), self.expand(layer, keys))
+        return self.cap(layer, products * layer.scale)
+
+    def cap(self, layer: AttentionLayer, scores: torch.Tensor) -> torch.Tensor:
+        """The soft cap, where the layer has one."""
+        return scores if layer.soft_cap is None else layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+
+    def expand(self, layer: AttentionLayer, heads: torch.Tensor) -> torch.Tensor:
+        """[n, Hkv, D] as [n, H, D] float32: query head h reads KV head ``h // (H // Hkv)``."""
+        return heads.float().repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
+
+    def softmax(self, scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Weights [H, q, n] and LSE [H, q]; a sink takes part in the sum and has no value."""
+        if sinks is not None:
+            column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, column], dim=2)
+        weights = torch.softmax(scores, dim=2)
+        return weights if sinks is None else weights[:, :, :-1], torch.logsumexp(scores, dim=2)
+
+    def combine(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """[H, q, n] and [n, H, Dv] to [q, H, Dv]."""
+        return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, which can be indexed whatever the dtype."""
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])

@@ -1,0 +1,204 @@
+"""Small drafters: prompt lookup, a tree of lookups, heads on hidden states, and counted pairs with probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.registry.capability import Flag, Max, Set
+from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
+from slotline.registry.descriptor import Descriptor, Kind
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class PromptLookup:
+    """Proposes what followed the latest earlier occurrence of the history's last tokens.
+
+    The idea is A. Saxena's "Prompt lookup decoding" (2023). Has no state: the history says it all.
+    """
+
+    longest_ngram = 3
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.num_tokens = context.num_tokens
+        self.vocab_size = context.vocab_size
+        self.device = context.device
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        return Draft(token_ids=self.pack([self.continuation(history) for history in self.histories(batch)]))
+
+    def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
+        """The accepted tokens of each request, [n] int32."""
+        lengths = batch.num_tokens.tolist()
+        return [batch.token_table[row, :length] for row, length in zip(batch.rows.tolist(), lengths, strict=True)]
+
+    def continuation(self, history: torch.Tensor) -> list[int]:
+        """What followed the latest match of the longest suffix that has one; nothing if none has."""
+        for n in range(min(self.longest_ngram, len(history) - 1), 0, -1):
+            windows = history[:-1].unfold(0, n, 1)  # [len - n, n], the suffix itself left out
+            matches = (windows == history[-n:]).all(dim=1).nonzero()
+            if len(matches):
+                return self.following(history, int(matches[-1]) + n)
+        return []
+
+    def following(self, history: torch.Tensor, start: int) -> list[int]:
+        """Up to `num_tokens` tokens of the history from `start` on."""
+        return history[start : start + self.num_tokens].tolist()
+
+    def pack(self, drafts: list[list[int]]) -> torch.Tensor:
+        """[num_requests, num_tokens] int64, -1 behind each proposal."""
+        rows = [draft + [-1] * (self.num_tokens - len(draft)) for draft in drafts]
+        return torch.tensor(rows, dtype=torch.int64, device=self.device).reshape(len(rows), self.num_tokens)
+
+
+class TwoBranches(PromptLookup):
+    """Proposes a tree of two chains: what followed the latest and the earliest occurrence of the newest token.
+
+    Where a chain is short it goes on with token 0, so that all requests share one shape.
+    """
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        draft.parents = torch.tensor(self.parents(), device=self.device)
+        return draft
+
+    def parents(self) -> list[int]:
+        """The first chain has the larger half of the nodes."""
+        first = (self.num_tokens + 1) // 2
+        return [*range(-1, first - 1), -1, *range(first, self.num_tokens - 1)][: self.num_tokens]
+
+    def continuation(self, history: torch.Tensor) -> list[int]:
+        matches = (history[:-1] == history[-1]).nonzero().flatten().tolist()
+        first = (self.num_tokens + 1) // 2
+        chains = ((matches[-1:], first), (matches[:1], self.num_tokens - first))
+        return [token for match, length in chains for token in self.chain(history, match, length)]
+
+    def chain(self, history: torch.Tensor, match: list[int], length: int) -> list[int]:
+        """`length` tokens from behind a match."""
+        found = [int(token) for at in match for token in history[at + 1 : at + 1 + length]]
+        return found + [0] * (length - len(found))
+
+
+class HiddenHeads:
+    """One linear head for each draft position on the last hidden state; it never looks at the history.
+
+    The form is that of Cai et al., "Medusa" (2024), without a tree; the weights are random.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        shape = (context.num_tokens, context.hidden_size, context.vocab_size)
+        self.heads = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(context.device)
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.hidden_states is not None
+        logits = torch.einsum("nh,khv->nkv", batch.hidden_states.float(), self.heads)
+        return Draft(token_ids=logits.argmax(dim=-1))
+
+
+class PairCounts:
+    """Draws from how often each token followed the newest one in this request, tempered; all tokens begin at one half.
+
+    Counts are kept by row and brought up to date from the history, so it has state that a new request must not see.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.num_tokens = context.num_tokens
+        self.vocab_size = context.vocab_size
+        self.device = context.device
+        self.counts: dict[int, dict[int, Array]] = {}  # row -> token -> [vocab_size], how often what followed it
+        self.counted: dict[int, int] = {}  # row -> tokens that are in the counts
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        self.counts[row], self.counted[row] = {}, 0
+
+    def release(self, row: int) -> None:
+        self.counts.pop(row, None)
+        self.counted.pop(row, None)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.temperature is not None
+        assert batch.uniforms is not None
+        shape = (len(batch.rows), self.num_tokens)
+        tokens, probabilities = np.zeros(shape, np.int64), np.zeros((*shape, self.vocab_size))
+        lengths, temperature = batch.num_tokens.tolist(), batch.temperature.tolist()
+        for index, row in enumerate(batch.rows.tolist()):
+            history = batch.token_table[row, : lengths[index]].tolist()
+            self.count(row, history)
+            token = history[-1]
+            for position, uniform in enumerate(batch.uniforms[index].tolist()):
+                one = self.distribution(row, token, temperature[index])
+                token = self.draw(one, uniform)
+                tokens[index, position], probabilities[index, position] = token, self.stated(one, row, token)
+        ids, stated = torch.from_numpy(tokens), torch.from_numpy(probabilities).float()
+        return Draft(token_ids=ids.to(self.device), probabilities=stated.to(self.device))
+
+    def count(self, row: int, history: list[int]) -> None:
+        """Add the pairs that came since the last time."""
+        start = self.counted[row]
+        for first, second in zip(history[max(start - 1, 0) :], history[max(start, 1) :], strict=False):
+            self.counts[row].setdefault(first, np.zeros(self.vocab_size))[second] += 1
+        self.counted[row] = len(history)
+
+    def distribution(self, row: int, token: int, temperature: float) -> Array:
+        """[vocab_size]: what follows `token`; one point at temperature 0."""
+        weights = 0.5 + self.counts[row].get(token, np.zeros(self.vocab_size))
+        if temperature == 0:
+            return np.asarray(np.arange(self.vocab_size) == weights.argmax(), np.float64)
+        tempered = (weights / weights.max()) ** (1 / temperature)
+        return np.asarray(tempered / tempered.sum())
+
+    def draw(self, one: Array, uniform: float) -> int:
+        """The token at a quantile."""
+        cumulated = one.cumsum()
+        index = int(cumulated.searchsorted(uniform * cumulated[-1], side="right"))
+        return min(index, int(one.nonzero()[0][-1]))
+
+    def stated(self, one: Array, row: int, token: int) -> Array:
+        """The distribution that goes into the answer."""
+        return one
+
+
+descriptor = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_prompt_lookup",
+    summary="prompt lookup, written for clarity",
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), needs_history=True),
+    factory=PromptLookup,
+)
+
+tree = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_two_branches",
+    summary="prompt lookup as a tree of two chains",
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), tree=Flag(True), needs_history=True),
+    factory=TwoBranches,
+)
+
+hidden_heads = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_hidden_heads",
+    summary="random linear heads on the last hidden state",
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(4), needs_hidden_states=True),
+    factory=HiddenHeads,
+)
+
+probabilistic = Descriptor(
+    kind=Kind.DRAFTER,
+    name="reference_pair_counts",
+    summary="draws from counted pairs of tokens, with its probabilities",
+    capabilities=DrafterCapabilities(
+        devices=Set(None), max_tokens=Max(8), probabilities=Flag(True), needs_history=True
+    ),
+    factory=PairCounts,
+)

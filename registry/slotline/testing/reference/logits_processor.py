@@ -1,0 +1,179 @@
+"""Small processors: a repetition penalty over recent tokens, a limit on repeats with counts by row, and a floor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.registry.capability import Flag
+from slotline.registry.contracts import LogitsBatch, LogitsProcessorCapabilities, LogitsProcessorContext
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.errors import RequestError
+
+
+class RecentPenalty:
+    """Divides positive logits of the last `recent_window` tokens by `recent_penalty`, multiplies negative ones, and
+    bans the tokens of `never`. The rule is that of Keskar et al., "CTRL" (2019), section 4.1."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self.vocab_size = context.vocab_size
+        self.device = context.device
+        self.rows: dict[int, tuple[float, int, list[int]]] = {}  # row -> penalty, window, banned tokens
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        penalty, window = params.get("recent_penalty", 1.0), params.get("recent_window", 8)
+        if not isinstance(penalty, int | float) or not 0 < penalty < float("inf"):
+            raise RequestError(f"recent_penalty={penalty!r} is not allowed", fix="give a number > 0")
+        if not isinstance(window, int) or window < 1:
+            raise RequestError(f"recent_window={window!r} is not allowed", fix="give an integer >= 1")
+        for token in params.get("never", ()):
+            if not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise RequestError(f"never names token {token!r}", fix=f"token ids are 0 to {self.vocab_size - 1}")
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        penalty, banned = params.get("recent_penalty", 1.0), list(params.get("never", ()))
+        self.rows[row] = (penalty, params.get("recent_window", 8), banned)
+        return bool(penalty != 1.0 or banned)
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        for entry, row in enumerate(batch.rows.tolist()):
+            penalty, window, banned = self.rows[row]
+            self.penalise(logits[entry], self.history(batch, entry)[-window:], penalty)
+            logits[entry, banned] = -torch.inf
+        return logits
+
+    def penalise(self, logits: torch.Tensor, recent: list[int], penalty: float) -> None:
+        """Change one row [vocab_size] in place."""
+        tokens = torch.tensor(sorted(set(recent)), dtype=torch.int64, device=logits.device)
+        chosen = logits[tokens]
+        logits[tokens] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
+
+    def history(self, batch: LogitsBatch, entry: int) -> list[int]:
+        """The known tokens, then the drafts that are assumed."""
+        return self.known(batch, entry) + self.drafts(batch, entry)
+
+    def known(self, batch: LogitsBatch, entry: int) -> list[int]:
+        return batch.token_table[batch.rows[entry], : batch.num_tokens[entry]].tolist()  # type: ignore[no-any-return]
+
+    def drafts(self, batch: LogitsBatch, entry: int) -> list[int]:
+        if batch.draft_token_ids is None:
+            return []
+        return batch.draft_token_ids[entry, : batch.draft_positions[entry]].tolist()  # type: ignore[no-any-return]
+
+    def release(self, row: int) -> None:
+        del self.rows[row]
+
+
+class RepeatLimit:
+    """Bans a token once it stands `max_repeats` times in the output. Counts by row, brought up to date at each step."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self.limits = np.zeros(context.max_requests, np.int64)
+        self.counts = np.zeros((context.max_requests, context.vocab_size), np.int64)
+        self.counted = np.zeros(context.max_requests, np.int64)  # output tokens that are in the counts
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        limit = params.get("max_repeats")
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise RequestError(f"max_repeats={limit!r} is not allowed", fix="give an integer >= 1")
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        self.limits[row] = params.get("max_repeats") or 0
+        self.counts[row] = 0
+        self.counted[row] = 0
+        return bool(self.limits[row])
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        self.count(batch)
+        counts = self.counts[batch.rows]  # [num_logits, vocab_size]
+        if batch.draft_token_ids is not None:
+            for entry, position in enumerate(batch.draft_positions.tolist()):
+                np.add.at(counts[entry], batch.draft_token_ids[entry, :position], 1)
+        banned = torch.from_numpy(counts >= self.limits[batch.rows][:, None])
+        return logits.masked_fill(banned.to(logits.device), -torch.inf)
+
+    def count(self, batch: LogitsBatch) -> None:
+        """Add the output tokens that came since the last time."""
+        for entry, row in enumerate(batch.rows.tolist()):
+            prompt, end = int(batch.num_prompt_tokens[entry]), int(batch.num_tokens[entry])
+            np.add.at(self.counts[row], batch.token_table[row, prompt + self.counted[row] : end], 1)
+            self.counted[row] = end - prompt
+
+    def release(self, row: int) -> None:
+        self.limits[row] = 0
+
+
+class Floor:
+    """Bans tokens more than `floor` below the best; the best stays, so a greedy request does not notice."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self.floors = np.zeros(context.max_requests, np.float32)
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        floor = params.get("floor", 0)
+        if not isinstance(floor, int | float) or not floor >= 0:
+            raise RequestError(f"floor={floor!r} is not allowed", fix="give a number >= 0; 0 keeps all tokens")
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        self.floors[row] = params.get("floor", 0)
+        return bool(self.floors[row])
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        floors = torch.from_numpy(self.floors[batch.rows]).to(logits.device)[:, None]
+        return logits.masked_fill(self.below(logits, floors), -torch.inf)
+
+    def below(self, logits: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
+        """[num_logits, vocab_size] bool: what goes."""
+        return logits < logits.amax(dim=1, keepdim=True) - floors
+
+    def release(self, row: int) -> None: ...
+
+
+descriptor = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_recent_penalty",
+    summary="a repetition penalty over the most recent tokens, and a list of banned ones",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("recent_penalty", "recent_window", "never"),
+        needs_history=True,
+        speculation=Flag(True),
+        examples=(
+            {"recent_penalty": 1.5},
+            {"recent_penalty": 0.5, "recent_window": 3, "never": [4, 30]},
+            {"never": [0, 7, 8]},
+        ),
+        bad_examples=({"recent_penalty": 0}, {"recent_window": 0}, {"recent_penalty": "much"}, {"never": [10**9]}),
+    ),
+    factory=RecentPenalty,
+)
+
+counting = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_repeat_limit",
+    summary="bans a token that stands too often in the output",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("max_repeats",),
+        needs_history=True,
+        speculation=Flag(True),
+        examples=({"max_repeats": 1}, {"max_repeats": 2}, {"max_repeats": 4}),
+        bad_examples=({"max_repeats": 0}, {"max_repeats": "two"}),
+    ),
+    factory=RepeatLimit,
+)
+
+invariant = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_floor",
+    summary="bans tokens far below the best",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("floor",),
+        argmax_invariant=True,
+        speculation=Flag(True),
+        examples=({"floor": 3.0}, {"floor": 0.5}),
+        bad_examples=({"floor": -1.0}, {"floor": "high"}),
+    ),
+    factory=Floor,
+)

@@ -1,0 +1,192 @@
+"""A LoRA plugin in plain torch: padded slots, and two ways to apply them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
+from slotline.registry.contracts import LoraCapabilities, LoraContext
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.errors import CapacityError, RequestError
+
+_UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias", "layer_replication")
+_PREFIX = "base_model.model."
+
+
+@frozen(eq=False)
+class LoadedAdapter:
+    """What a folder holds: module path -> A [rank, in] and B [out, rank], and the factor of the share."""
+
+    weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    rank: int
+    scale: float
+
+
+class PaddedSlots:
+    """Each module has one tensor for the A of all slots and one for the B, padded with zeros up to the highest rank."""
+
+    def __init__(self, context: LoraContext) -> None:
+        self.context = context
+        dtype = getattr(torch, context.dtype)
+        slots, rank = context.max_adapters, context.max_rank
+        self.slots: dict[str, int] = {}  # name -> slot
+        self.scales = torch.zeros(slots, device=context.device)
+        self.a = {m: torch.zeros(slots, rank, i, dtype=dtype, device=context.device) for m, (i, _) in self.modules()}
+        self.b = {m: torch.zeros(slots, o, rank, dtype=dtype, device=context.device) for m, (_, o) in self.modules()}
+        self.planned = torch.full((context.max_tokens,), -1, dtype=torch.int64, device=context.device)
+
+    def modules(self) -> list[tuple[str, tuple[int, int]]]:
+        return list(self.context.modules.items())
+
+    def load(self, name: str, path: str) -> int:
+        if name in self.slots:
+            raise RequestError(f"adapter {name!r} is loaded already", fix="unload it first")
+        adapter = self.read(path)  # all faults are found before anything changes
+        slot = self.free_slot(name)
+        self.write(slot, adapter)
+        self.slots[name] = slot
+        return slot
+
+    def unload(self, name: str) -> None:
+        if name not in self.slots:
+            raise RequestError(f"adapter {name!r} is not loaded", fix=f"loaded are: {sorted(self.slots)}")
+        del self.slots[name]
+
+    def plan(self, slots: torch.Tensor) -> None:
+        self.planned[: len(slots)] = slots
+
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        planned = self.planned[: len(inputs)]
+        for slot in planned.unique().tolist():
+            if slot >= 0:
+                rows = (planned == slot).nonzero().flatten()
+                self.add(out, rows, self.share(module, slot, inputs[rows]))
+
+    def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
+        """What the slot's adapter gives for some tokens."""
+        return (inputs @ self.a[module][slot].T @ self.b[module][slot].T) * self.scales[slot].to(inputs.dtype)
+
+    def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
+        out[rows] += share
+
+    def free_slot(self, name: str) -> int:
+        free = set(range(self.context.max_adapters)) - set(self.slots.values())
+        if not free:
+            raise CapacityError(
+                f"adapter {name!r}: all {self.context.max_adapters} slots are taken",
+                fix="unload one, or raise lora.max_adapters",
+            )
+        return min(free)
+
+    def write(self, slot: int, adapter: LoadedAdapter) -> None:
+        """Put an adapter into a slot; nothing of what the slot held stays."""
+        self.scales[slot] = adapter.scale
+        for module in self.a:
+            self.clear(slot, module)
+            if module in adapter.weights:
+                a, b = adapter.weights[module]
+                self.a[module][slot, : len(a)] = a
+                self.b[module][slot, :, : len(a)] = b
+
+    def clear(self, slot: int, module: str) -> None:
+        self.a[module][slot] = 0
+        self.b[module][slot] = 0
+
+    # --- reading PEFT folders
+
+    def read(self, path: str) -> LoadedAdapter:
+        """A PEFT folder, checked as a whole."""
+        config = read_config(path)
+        for key in _UNSUPPORTED:
+            if config.get(key):
+                raise RequestError(f"{path}: {key} = {config[key]!r} is not supported")
+        rank = int(config["r"])
+        if rank > self.context.max_rank:
+            raise RequestError(f"{path}: rank {rank} is above the highest, {self.context.max_rank}")
+        try:
+            tensors = load_file(Path(path, "adapter_model.safetensors"))
+        except (OSError, SafetensorError) as error:
+            raise RequestError(f"{path}: cannot read adapter_model.safetensors: {error}") from error
+        return LoadedAdapter(self.weights(path, tensors, rank), rank, self.scale(config))
+
+    def scale(self, config: dict[str, Any]) -> float:
+        rank = int(config["r"])
+        return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
+
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        """The tensors by module."""
+        found: dict[str, dict[str, torch.Tensor]] = {}
+        for key, tensor in tensors.items():
+            module, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            if part not in ("lora_A", "lora_B") or module not in self.context.modules:
+                raise RequestError(f"{path}: {key} belongs to no module that may carry an adapter")
+            found.setdefault(module, {})[part] = tensor
+        for module, parts in found.items():
+            inner, outer = self.context.modules[module]
+            shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
+            wanted = {"lora_A": (rank, inner), "lora_B": (outer, rank)}
+            if shapes != wanted:
+                raise RequestError(f"{path}: {module} has the shapes {shapes}, wanted {wanted}")
+        return {module: (parts["lora_A"], parts["lora_B"]) for module, parts in found.items()}
+
+
+class GatheredSlots(PaddedSlots):
+    """Gathers the weights of every token and multiplies in two batched products; nothing depends on the slots' values,
+    so it can be captured."""
+
+    def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        planned = self.planned[: len(inputs)]
+        index = planned.clamp(min=0)
+        inner = torch.bmm(self.a[module][index], inputs[:, :, None])  # [num_tokens, max_rank, 1]
+        share = torch.bmm(self.b[module][index], inner)[:, :, 0] * self.scales[index, None].to(inputs.dtype)
+        out.copy_(torch.where(planned[:, None] >= 0, out + share, out))
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The configuration of a PEFT folder, of a plain LoRA adapter as far as its type goes."""
+    try:
+        config = json.loads(Path(path, "adapter_config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot read adapter_config.json: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("r"), int) or "lora_alpha" not in config:
+        raise RequestError(f"{path}: adapter_config.json gives no rank r and no lora_alpha")
+    if config.get("peft_type", "LORA") != "LORA" or config.get("bias", "none") != "none":
+        raise RequestError(f"{path}: only LoRA without bias is supported, not {config}")
+    return config
+
+
+def _capabilities(graphs: GraphSupport) -> LoraCapabilities:
+    return LoraCapabilities(
+        devices=Set(None),
+        dtypes=Set(("float32", "bfloat16", "float16")),
+        target_modules=Set(None),
+        max_rank=Max(),
+        max_adapters=Max(),
+        rslora=Flag(True),
+        graphs=Level(graphs),
+        graph_key=False,
+    )
+
+
+descriptor = Descriptor(
+    kind=Kind.LORA,
+    name="reference_padded_slots",
+    summary="one product for each adapter in the batch",
+    capabilities=_capabilities(GraphSupport.NEVER),
+    factory=PaddedSlots,
+)
+
+gathered = Descriptor(
+    kind=Kind.LORA,
+    name="reference_gathered_slots",
+    summary="weights gathered for each token, two batched products",
+    capabilities=_capabilities(GraphSupport.ALWAYS),
+    factory=GatheredSlots,
+)

@@ -1,0 +1,75 @@
+"""What a run tells while it runs, a JSON line for each event, so that another process can follow it and outlive it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from slotline.testing.check import Level
+from slotline.testing.report import Report, plain, structured
+from slotline.testing.runner import Record
+
+
+class Writer:
+    """Appends events to a file. Each is there for readers once the call returns, whatever becomes of the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    def begin(self, report: Report, planned: Mapping[Level, int]) -> None:
+        """The run begins; the report has no records yet."""
+        self._write({"begin": report.to_json(), "planned": {str(level): count for level, count in planned.items()}})
+
+    def start(self, record: Record) -> None:
+        """A run of a check begins; the record says what it will have been if it takes the process down."""
+        self._write({"start": plain(record)})
+
+    def record(self, record: Record) -> None:
+        """It ended."""
+        self._write({"record": plain(record)})
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(event) + "\n")
+        self._file.flush()
+
+
+class Reader:
+    """Follows a file of events.
+
+    Attributes:
+        report: the report without records, once the run began.
+        planned: how many runs there are of each level.
+        records: what ended so far.
+        running: the run that started last, until it ends.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.report: Report | None = None
+        self.planned: dict[Level, int] = {}
+        self.records: list[Record] = []
+        self.running: Record | None = None
+
+    def follow(self) -> None:
+        """Take in what was written since the last call."""
+        for event in self._events():
+            if "begin" in event:
+                self.report = Report.from_json(event["begin"])
+                self.planned = structured(event["planned"], dict[Level, int])
+            elif "start" in event:
+                self.running = structured(event["start"], Record)
+            else:
+                self.records.append(structured(event["record"], Record))
+                self.running = None
+
+    def _events(self) -> Iterator[Any]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole, newline, _ = file.read().rpartition(b"\n")
+        self._offset += len(whole) + len(newline)
+        yield from (json.loads(line) for line in whole.splitlines())

@@ -1,0 +1,130 @@
+"""What a name of a plugin stands for: an installed plugin, an object in a module, or an object in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from slotline.registry.config.faults import similar
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import PluginConflictError, PluginLoadError, PluginNotFoundError
+from slotline.registry.inline import inline_records
+from slotline.registry.loading import import_dotted, to_descriptor
+from slotline.registry.records import PluginRecord, PluginState, installed_records
+from slotline.testing.check import CHECK_MODULES
+
+KINDS = tuple(CHECK_MODULES)
+"""The kinds that have checks."""
+
+
+@frozen
+class Target:
+    """A plugin and who brings it.
+
+    Attributes:
+        name: the text that names it again.
+        descriptor: the plugin's.
+        distribution, version: what brings it; empty if nothing is installed.
+    """
+
+    name: str
+    descriptor: Descriptor[Any]
+    distribution: str = ""
+    version: str = ""
+
+
+def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = None) -> Target:
+    """The plugin that a text names.
+
+    Args:
+        text: ``NAME`` or ``kind:NAME`` of an installed plugin, ``package.module:attribute`` or ``./file.py:attribute``.
+        kind: where a bare name is looked for; None for every kind.
+        folder: what a relative file counts from; None for the current folder.
+
+    Raises:
+        PluginNotFoundError: with the name that was probably meant.
+        PluginConflictError: if several plugins have the name.
+        PluginLoadError: if it cannot be loaded, with its cause, or its kind has no checks.
+    """
+    before, colon, after = text.partition(":")
+    if before.endswith(".py") or (colon and "/" in before):
+        found = _from_file(text, folder or Path.cwd())
+    elif colon and before in {item.value for item in Kind}:
+        found = _installed(after, [Kind(before)])
+    elif colon or "." in text:
+        found = _from_module(text if colon else f"{text}:descriptor")
+    else:
+        found = _installed(text, KINDS if kind is None else [kind])
+    if kind is not None and found.descriptor.kind is not kind:
+        raise PluginLoadError(f"{text!r} is a plugin of kind {found.descriptor.kind.value!r}, not {kind.value!r}")
+    if found.descriptor.kind not in KINDS:
+        raise PluginLoadError(
+            f"there are no conformance checks for plugins of kind {found.descriptor.kind.value!r}",
+            fix=f"kinds with checks: {', '.join(item.value for item in KINDS)}",
+        )
+    return found
+
+
+def _from_file(text: str, folder: Path) -> Target:
+    path, _, attribute = text.partition(":")
+    where = folder / Path(path).expanduser()
+    (row,) = inline_records([f"{where}:{attribute or 'descriptor'}"])
+    assert row.descriptor is not None  # an inline row is loaded, or an error
+    return Target(text, row.descriptor)
+
+
+def _from_module(text: str) -> Target:
+    what = f"the plugin {text!r}"
+    try:
+        descriptor = to_descriptor(import_dotted(text, what), what)
+    except PluginLoadError as error:
+        file = Path(f"{text.partition(':')[0].replace('.', '/')}.py")
+        if isinstance(error.__cause__, ModuleNotFoundError) and file.is_file():
+            fix = f"name the file: ./{file.as_posix()}:{text.partition(':')[2]}, or install the package"
+            raise PluginLoadError(error.message, fix=fix) from error.__cause__
+        raise
+    for row in installed_records():
+        if (row.kind, row.value) == (descriptor.kind, text):
+            return Target(text, descriptor, row.distribution, row.version)
+    return Target(text, descriptor)
+
+
+def _installed(name: str, kinds: Sequence[Kind]) -> Target:
+    rows = [row for row in installed_records() if row.kind in kinds and row.name == name]
+    _refuse_conflict(name, rows)
+    registry = PluginRegistry.discover(tolerant=True)
+    labels = [row for row in registry.records() if row.kind in kinds and row.name == name]
+    if not labels:
+        _refuse_unknown(name, kinds, registry)
+    if len({row.label for row in labels}) > 1:
+        raise PluginConflictError(
+            f"there are several plugins {name!r}: {', '.join(sorted(row.label for row in labels))}",
+            fix=f"name one with its kind, such as {labels[0].label}",
+        )
+    row = next((row for row in labels if row.state is not PluginState.SHADOWED), labels[0])
+    assert isinstance(row.kind, Kind)  # they are taken from `kinds`
+    return Target(row.label, registry.descriptor(row.kind, name), row.distribution, row.version)
+
+
+def _refuse_conflict(name: str, rows: Sequence[PluginRecord]) -> None:
+    """Two distributions with one plugin of a kind: the suite tests one, so somebody must say which."""
+    for row in rows:
+        same = [other for other in rows if other.label == row.label]
+        if len(same) > 1:
+            raise PluginConflictError(
+                f"plugin {row.label!r} is offered by {' and '.join(f'{one.source} ({one.path})' for one in same)}",
+                fix=f"name the object: {' or '.join(one.value for one in same)}; or uninstall the other",
+            )
+
+
+def _refuse_unknown(name: str, kinds: Sequence[Kind], registry: PluginRegistry) -> None:
+    names = sorted({other for kind in kinds for other in registry.names(kind)})
+    what = f"{kinds[0].value} plugin" if len(kinds) == 1 else "plugin"
+    raise PluginNotFoundError(
+        f"there is no {what} {name!r}{similar(name, names)}",
+        fix=f"use one of: {', '.join(names) or '(none)'}; or package.module:attribute, or ./file.py:attribute",
+    )
