@@ -1,89 +1,66 @@
-"""`slotline new-plugin`: a package with a plugin that is right from the first minute, to be replaced piece by piece."""
+"""`slotline new-plugin`: a package with a plugin that is right from the first minute, to be replaced piece by piece.
+
+The package is a copier template, `templates/`, one for all kinds; what differs by kind lies in `templates/kinds/`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import keyword
 import re
-from collections.abc import Iterator, Mapping
 from importlib.metadata import version
-from importlib.resources import files
+from importlib.resources import as_file, files
 from importlib.util import find_spec
 from pathlib import Path
-from string import Template
-from types import MappingProxyType
-
-from attrs import frozen
 
 from slotline.core.cli.command import Command
 from slotline.registry.descriptor import HOST_CONTRACTS, Kind
 from slotline.registry.errors import PluginError
 
-
-@frozen
-class _Template:
-    """A kind's template: the name of the implementing module, and how to try the plugin, a line for the README."""
-
-    module: str
-    try_it: str
-
-
-_TEMPLATES: Mapping[Kind, _Template] = MappingProxyType(
-    {
-        Kind.ATTENTION: _Template("backend", 'slotline generate --set attention.backend=$name "def main("'),
-        Kind.LOGITS_PROCESSOR: _Template("processor", 'slotline generate --set logits_processors.$name={} "def main("'),
-        Kind.KV_SPEC: _Template("spec", 'slotline generate --set cache.kv_spec.full=$name "def main("'),
-        Kind.DRAFTER: _Template("drafter", 'slotline generate --set drafter.name=$name "def main("'),
-    }
-)
+KINDS = {kind.value: kind for kind in Kind if kind is not Kind.MODEL_FAMILY}
+"""The kinds that have a template."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", metavar="KIND", help=", ".join(kind.value for kind in _TEMPLATES))
+    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("name", metavar="NAME", help="the plugin's name and its Python package, such as my_attn")
     parser.add_argument("--path", metavar="DIR", help="where to write the package (default: ./NAME, with hyphens)")
 
 
 def _run(arguments: argparse.Namespace) -> int:
     kind, name = checked_kind(arguments.kind), checked_name(arguments.name)
-    folder = Path(arguments.path or distribution_name(name))
+    folder = Path(arguments.path or name.replace("_", "-"))
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PluginError(f"{str(folder)!r} exists and is not empty", fix="name another folder with --path")
-    for file, text in render(kind, name):
-        target = folder / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-        print(target)
-    print(f"\nnext: pip install -e {folder} && slotline plugins --load && pytest {folder}")
+    for file in render(kind, name, folder):
+        print(file)
+    print(f"\nnext: pip install -e '{folder}[dev]' && slotline plugins --load && slotline conform {name} --level L3")
     return 0
 
 
-def render(kind: Kind, name: str) -> Iterator[tuple[Path, str]]:
-    """The files of a new plugin's package: path inside it, and text."""
-    template, contract = _TEMPLATES[kind], HOST_CONTRACTS[kind]
-    values = {
+def render(kind: Kind, name: str, folder: Path) -> list[Path]:
+    """Write a new plugin's package into an empty folder and return its files.
+
+    Raises:
+        PluginError: if copier, which comes with the extra `conformance`, is not installed.
+    """
+    try:
+        from copier import run_copy
+    except ImportError as error:
+        raise PluginError(
+            f"new-plugin needs copier, which cannot be imported: {error}", fix="pip install 'slotline[conformance]'"
+        ) from error
+    contract = HOST_CONTRACTS[kind]
+    data = {
         "kind": kind.value,
         "name": name,
-        "distribution": distribution_name(name),
-        "class_name": "".join(part.capitalize() for part in name.split("_")),
-        "module": template.module,
-        "contract": str(contract),
-        "lowest": str(contract.lowest),
-        "highest": str(contract.highest),
+        "contract_lowest": contract.lowest,
+        "contract_highest": contract.highest,
         "slotline_version": ".".join(version("slotline").split(".")[:2]),
-        "try_it": Template(template.try_it).substitute(name=name),
     }
-    package = Path("src") / name
-    for file, source in (
-        (Path("pyproject.toml"), "common/pyproject.toml.tmpl"),
-        (Path("README.md"), "common/README.md.tmpl"),
-        (package / "py.typed", "common/py.typed.tmpl"),
-        (package / "__init__.py", f"{kind.value}/descriptor.py.tmpl"),
-        (package / f"{template.module}.py", f"{kind.value}/implementation.py.tmpl"),
-        (Path("tests") / f"test_{name}.py", f"{kind.value}/test.py.tmpl"),
-    ):
-        text = files("slotline.core.cli").joinpath("templates", *source.split("/")).read_text(encoding="utf-8")
-        yield file, Template(text).substitute(values)
+    with as_file(files("slotline.core.cli") / "templates") as template:
+        run_copy(str(template), folder, data=data, defaults=True, quiet=True)
+    return sorted(file for file in folder.rglob("*") if file.is_file())
 
 
 def checked_kind(text: str) -> Kind:
@@ -92,12 +69,11 @@ def checked_kind(text: str) -> Kind:
     Raises:
         PluginError: naming the kinds that have one.
     """
-    kinds = {kind.value: kind for kind in _TEMPLATES}
-    if text.replace("-", "_") in kinds:
-        return kinds[text.replace("-", "_")]
-    known = text.replace("-", "_") in {kind.value for kind in Kind}
-    problem = "has no template yet" if known else "is no kind of plugin"
-    raise PluginError(f"{text!r} {problem}", fix=f"there are templates for {', '.join(kinds)}")
+    kind = text.replace("-", "_")
+    if kind in KINDS:
+        return KINDS[kind]
+    problem = "has no template yet" if kind in {known.value for known in Kind} else "is no kind of plugin"
+    raise PluginError(f"{text!r} {problem}", fix=f"there are templates for {', '.join(KINDS)}")
 
 
 def checked_name(text: str) -> str:
@@ -114,11 +90,6 @@ def checked_name(text: str) -> str:
     if find_spec(name) is not None:
         raise PluginError(f"there is a Python package {name!r} already", fix="choose a name that nothing else has")
     return name
-
-
-def distribution_name(name: str) -> str:
-    """The distribution's name, normalized (PEP 503)."""
-    return name.replace("_", "-")
 
 
 COMMAND = Command(
