@@ -89,7 +89,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         max_model_len=max_model_len,
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
-        parts=tuple(_part(registry, d) for d in parts),
+        parts=tuple(_part(registry, d, loaded) for d in parts),
     )
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     plan = negotiate(request, attention, specs)
@@ -220,6 +220,11 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     config = loaded.config
     if config.scheduler.async_ is True:
         raise NegotiationError("scheduler.async = true: this version runs step by step", fix="remove the key")
+    if config.graphs.mode == "full":
+        raise NegotiationError(
+            "graphs.mode = 'full': this version captures mixed batches in pieces, between the layers' attention",
+            fix='set graphs.mode = "full_and_piecewise"',
+        )
     if name := config.lora.name:
         registry.load(Kind.LORA, name, required=True)
         raise NegotiationError(
@@ -228,8 +233,14 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
         )
 
 
-def _part(registry: PluginRegistry, descriptor: Descriptor[Any]) -> Part:
+def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
     record = registry.record(descriptor.kind, descriptor.name)
+    key = {Kind.DRAFTER: "drafter.name"}.get(descriptor.kind, f"logits_processors.{descriptor.name}")
+    origin = loaded.origins.get(key)
     return Part(
-        kind=descriptor.kind.value, name=descriptor.name, distribution=record.distribution, version=record.version
+        kind=descriptor.kind.value,
+        name=descriptor.name,
+        distribution=record.distribution,
+        version=record.version,
+        origin="default" if origin is None or origin.kind == "default" else f"{origin.where} {key}",
     )

@@ -142,4 +142,5 @@ class SamplingParams:
     def as_mapping(self) -> dict[str, Any]:
         """All parameters by name, `extra_args` merged in, as logits processors read them."""
         values = asdict(self, recurse=False)
-        return {**values, **(values.pop("extra_args") or {})}
+        extra = values.pop("extra_args") or {}
+        return {**values, **extra}
