@@ -129,3 +129,14 @@ def test_a_model_that_is_too_short_is_refused_with_a_scale_that_fits(
     shown = capsys.readouterr().err
     assert "sequences of 640 tokens, and max_model_len is 512" in shown
     assert "--scale 0.76" in shown
+
+
+def test_the_bench_of_a_drafter_shows_how_its_drafts_fared(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "decode1", "--scale", "0.5", "--runs", "1", "--set", "drafter.name=ngram"]
+    assert main([*command, "--json"]) == 0
+    drafts = json.loads(capsys.readouterr().out)["drafts"]
+    assert drafts["accepted"] <= drafts["proposed"] <= 4 * drafts["steps"]
+    assert drafts["acceptance_length"] == pytest.approx(1 + drafts["accepted"] / max(drafts["steps"], 1))
+    assert len(drafts["acceptance_by_position"]) == 4
+    assert main(command) == 0
+    assert "drafts: " in capsys.readouterr().out

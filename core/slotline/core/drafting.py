@@ -7,6 +7,7 @@ the vocabulary, costs the request its drafts in that step and is counted.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,17 @@ class DraftCounts:
     def acceptance_length(self) -> float:
         """Mean tokens of a request in a verifying step, the one after the drafts included."""
         return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts and what follows from them, as JSON types."""
+        return {
+            "steps": self.steps,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_by_position": [count / max(self.steps, 1) for count in self.accepted_at],
+            "failures": self.failures,
+        }
 
 
 class Drafting:

@@ -126,6 +126,7 @@ def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: l
         "tokens_out": sum(work.max_tokens[-1]),
         "runs_s": [run.seconds for run in runs],
         "machine": machine.to_json(),
+        "drafts": llm.engine.drafting.counts.to_json() if llm.engine.drafting else None,
         "figures": {row.key: row.to_json() for row in rows},
     }
 
@@ -142,6 +143,12 @@ def _print(report: dict[str, Any], rows: list[Figure]) -> None:
     )
     print(f"median of {len(seconds)} runs, best {min(seconds):,.3f} s\n")
     print_table(("figure", "measured", "limit", "share"), [row.cells() for row in rows], right=(1, 2, 3))
+    if drafts := report["drafts"]:
+        by_position = ", ".join(f"{share:.0%}" for share in drafts["acceptance_by_position"])
+        print(
+            f"\ndrafts: {drafts['acceptance_length']:.2f} tokens of a request in a verifying step, the one after them "
+            f"included; accepted by position {by_position}; {drafts['failures']} lost to failures"
+        )
 
 
 COMMAND = Command(
