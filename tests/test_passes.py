@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slotline.plugins.model_families.passes import optimize
 from slotline.plugins.model_families.passes import packed_linear as packing
+from slotline.plugins.model_families.passes.cpu_kernels import CpuKernels
 from slotline.plugins.model_families.passes.equality import equal, relative_difference
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
 from slotline.plugins.model_families.passes.lean_attention import LeanForward
@@ -238,7 +239,9 @@ def test_the_norm_kernel_is_the_families_norm(shape: tuple[int, ...], family: st
 
 def test_not_a_number_passes_through_the_norm_kernel() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        norm = KernelRMSNorm(nn.Parameter(torch.ones(64, dtype=dtype), requires_grad=False), 1e-6, 0.0)
+        norm = KernelRMSNorm(
+            nn.Parameter(torch.ones(64, dtype=dtype), requires_grad=False), 1e-6, 0.0, CpuKernels(dtype)
+        )
         x = torch.randn(2, 64).to(dtype)
         x[1, 7] = float("nan")
         out = norm(x)
@@ -316,7 +319,7 @@ def test_a_tied_head_is_packed_at_the_price_of_a_copy_unless_that_is_too_large(m
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_without_packed_kernels_only_plain_torch_passes_run(family: str) -> None:
-    # What a CUDA device gets, computed here on the CPU: the passes look at the target, not at where they run.
+    # What a model gets whose weights are not on its CUDA device yet, so that no kernel can be tried on them.
     model = build(family)
     expected = logits(model, 17)
     notes = optimize(model, device="cuda", dtype="float32")

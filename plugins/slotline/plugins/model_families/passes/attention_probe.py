@@ -43,8 +43,9 @@ def recording(model: Any) -> Iterator[Recorder]:
 def probe(module: Any, rotary: Any, target: Target) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     features = module.config.hidden_size
     hidden = torch.randn(1, len(PROBE_POSITIONS), features, generator=torch.Generator().manual_seed(features))
-    hidden = hidden.to(target.dtype)
-    positions = torch.tensor([PROBE_POSITIONS])  # [1, tokens]
+    device = next(rotary.buffers()).device
+    hidden = hidden.to(device, target.dtype)
+    positions = torch.tensor([PROBE_POSITIONS], device=device)  # [1, tokens]
     # A rope type by layer type means that the embedding must be told which (Gemma 3).
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
     return hidden, rotary(hidden, positions, *((module.layer_type,) if by_type else ()))

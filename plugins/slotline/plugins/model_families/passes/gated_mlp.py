@@ -1,4 +1,4 @@
-"""Gated MLPs with activation and product inside the matrix products.
+"""Gated MLPs with activation and product inside the matrix products, on a CPU.
 
 ``down(act(gate(x)) * up(x))`` becomes three oneDNN calls: gate with the activation as its last step, up with the
 product as its last step, down. Nothing else touches the intermediate values.

@@ -17,9 +17,9 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
-from slotline.plugins.model_families.passes.merged_projections import MergedProjection
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks
-from slotline.plugins.model_families.passes.row_kernels import row_kernels
+from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, merged_of
+from slotline.plugins.model_families.passes.packed_linear import has_hooks
+from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 
 
@@ -42,11 +42,12 @@ class Heads:
 class LeanForward:
     """The short forward of one attention module."""
 
-    def __init__(self, module: nn.Module, heads: Heads, options: dict[str, Any], dtype: torch.dtype) -> None:
+    def __init__(self, module: nn.Module, heads: Heads, options: dict[str, Any], target: Target) -> None:
+        assert target.kernels is not None
         self._heads, self._options = heads, options
         self._module: Any = module
         self._original: Callable[..., Any] = module.forward
-        self._rotate = row_kernels(dtype).rotate
+        self._rotate, self._fused = target.kernels.rotate, target.fused
 
     def __call__(
         self,
@@ -74,9 +75,10 @@ class LeanForward:
         None if this is a case for the original.
         """
         module, (cos, sin) = self._module, position_embeddings
-        merged = merged_of(module)
+        merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
         attend = ALL_ATTENTION_FUNCTIONS.get(module.config._attn_implementation)
-        fits = cos.shape[:-1] == hidden_states.shape[:-1] and cos.dtype == hidden_states.dtype
+        fits = cos.shape[:-1] == hidden_states.shape[:-1]
+        fits &= self._fused is not None or cos.dtype == hidden_states.dtype
         if not fits or merged is None or attend is None:
             return None
         query, key, value = self._turned(merged(hidden_states), cos.contiguous(), sin.contiguous())
@@ -89,20 +91,41 @@ class LeanForward:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key, value [batch, heads, num_tokens, size] of qkv [batch, num_tokens, all heads * size]."""
         heads, norms = self._heads, self._module._modules
-        cut = heads.query + heads.key
-        if "q_norm" not in norms:
+        query_norm, key_norm = norms.get("q_norm"), norms.get("k_norm")
+        if query_norm is None or (self._fused is not None and self._fuses(query_norm, key_norm)):
             states = qkv.view(*qkv.shape[:-1], -1, heads.size)  # [batch, num_tokens, all heads, size]
-            self._turn(states, cut, cos, sin)
-            query, key = states[:, :, : heads.query], states[:, :, heads.query : cut]
-            return query.transpose(1, 2), key.transpose(1, 2), states[:, :, cut:].transpose(1, 2)
-        query_end, key_end = heads.query * heads.size, cut * heads.size
-        query = self._normed(qkv[..., :query_end], norms["q_norm"])
-        key = self._normed(qkv[..., query_end:key_end], norms["k_norm"])
-        value = qkv[..., key_end:]
-        self._turn(query, heads.query, cos, sin)
-        self._turn(key, heads.key, cos, sin)
-        value = value.view(*value.shape[:-1], -1, heads.size)
+            cut = heads.query + heads.key
+            if query_norm is None:
+                self._rotate(states, cut, cos, sin, heads.rotary_size)
+            else:
+                factors = query_norm.factors, key_norm.factors
+                self._fused.norm_and_rotate(states, *factors, heads.query, heads.key, cos, sin, heads.rotary_size)  # type: ignore[union-attr]
+            query, key, value = states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
+        else:
+            query, key, value = self._turned_apart(qkv, query_norm, key_norm, cos, sin)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _fuses(self, query_norm: Any, key_norm: Any) -> bool:
+        """Whether one kernel can norm each head and turn it."""
+        if not (is_kernel_norm(query_norm) and is_kernel_norm(key_norm)):
+            return False
+        size = self._heads.size
+        if query_norm.weight.numel() != size or key_norm.weight.numel() != size:
+            return False
+        return query_norm.eps == key_norm.eps and query_norm.offset == key_norm.offset
+
+    def _turned_apart(
+        self, qkv: torch.Tensor, query_norm: Any, key_norm: Any, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key, value [batch, num_tokens, heads, size], each normed and turned by itself."""
+        heads = self._heads
+        query_end, key_end = heads.query * heads.size, (heads.query + heads.key) * heads.size
+        query = self._normed(qkv[..., :query_end], query_norm)
+        key = self._normed(qkv[..., query_end:key_end], key_norm)
+        value = qkv[..., key_end:]
+        self._rotate(query, heads.query, cos, sin, heads.rotary_size)
+        self._rotate(key, heads.key, cos, sin, heads.rotary_size)
+        return query, key, value.view(*value.shape[:-1], -1, heads.size)
 
     def _normed(self, states: torch.Tensor, norm: Any) -> torch.Tensor:
         """Normed per head or over all heads, as the norm's weight says: [batch, num_tokens, heads, size] contiguous."""
@@ -111,34 +134,17 @@ class LeanForward:
             return norm(by_head).contiguous()  # type: ignore[no-any-return]
         return norm(states).view(by_head.shape).contiguous()  # type: ignore[no-any-return]
 
-    def _turn(self, states: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Rotary embedding of the first `heads` heads of states [batch, num_tokens, >= heads, size], in place."""
-        size, width = self._heads.size, cos.shape[-1]
-        rows, stride = cos.numel() // width, states.shape[2] * size
-        rotary_size = self._heads.rotary_size
-        self._rotate(states.data_ptr(), cos.data_ptr(), sin.data_ptr(), rows, stride, heads, size, rotary_size, width)
-
-
-def merged_of(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The module's one projection to query, key and value, if nothing has been put in front of its parts."""
-    children = module._modules
-    if type(children.get("qkv_proj")) is PackedLinear:
-        return children["qkv_proj"]
-    query, key, value = (children.get(name) for name in ("q_proj", "k_proj", "v_proj"))
-    if not (type(query) is type(key) is type(value) is MergedProjection):
-        return None
-    return query.shared_linear
-
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     """Shorten the forward of every attention module for which the short one is equal."""
     rotary = getattr(getattr(model, "base_model", None), "rotary_emb", None)
-    if not target.has_row_kernels or rotary is None:
+    if target.kernels is None or rotary is None:
         return ()
     count = 0
     with recording(model) as recorder:
         for module in list(model.modules()):
-            lean = _lean_forward(module, rotary, recorder, target) if merged_of(module) else None
+            merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
+            lean = None if merged is None else _lean_forward(module, rotary, recorder, target)
             if lean is not None:
                 module.forward = lean
                 count += 1
@@ -158,7 +164,7 @@ def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) 
     for rotary_size in (embeddings[0].shape[-1], 2 * embeddings[0].shape[-1]):
         if rotary_size <= module.head_dim:
             heads = Heads(query.shape[1], key.shape[1], module.head_dim, rotary_size)
-            lean = LeanForward(module, heads, options, target.dtype)
+            lean = LeanForward(module, heads, options, target)
             if same(lean(hidden, embeddings), expected, (query, key, value), recorder):
                 return lean
     return None

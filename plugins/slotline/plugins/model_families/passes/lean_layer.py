@@ -1,14 +1,14 @@
 """Decoder layers as straight calls: norm, attention, output projection plus residual, norm, MLP plus residual.
 
-For layers of two norms, an attention with the short forward and a fused MLP. The residuals are added inside the matrix
-products, and the children's forwards are called without torch's module machinery, which matters when a layer of a
+For layers of an attention with the short forward and a fused MLP. The residuals are added inside neighbouring
+operations, and the children's forwards are called without torch's module machinery, which matters when a layer of a
 decode step takes half a millisecond. A layer is changed only if it gives the original's output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,97 +16,138 @@ from torch import nn
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
 from slotline.plugins.model_families.passes.lean_attention import LeanForward
-from slotline.plugins.model_families.passes.packed_linear import has_hooks, is_untouched
-from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
+from slotline.plugins.model_families.passes.lean_mlp import LeanMLP
+from slotline.plugins.model_families.passes.packed_linear import has_hooks
+from slotline.plugins.model_families.passes.residuals import Residuals, residuals_of
+from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 
-NORMS = ("input_layernorm", "post_attention_layernorm")
+KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
+"""The arguments that the short forward understands; a mask and a cache only as None."""
+
+
+class Norms(NamedTuple):
+    """The names of a layer's norms, None where it has none: before and after attention, before and after the MLP."""
+
+    before: str | None
+    after: str | None
+    before_mlp: str | None
+    after_mlp: str | None
+
+
+def norms_of(layer: nn.Module, residuals: Residuals) -> Norms:
+    """The norms of a layer as transformers names them; what they do is checked when the layer is tried."""
+    if residuals.norms_branches and "post_feedforward_layernorm" in layer._modules:  # Gemma 2 and 3; OLMo 2
+        names = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        )
+        return Norms(*(name if name in layer._modules else None for name in names))
+    return Norms("input_layernorm", None, "post_attention_layernorm", None)
 
 
 class LeanLayer:
     """The short forward of one decoder layer."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, norms: Norms, residuals: Residuals) -> None:
         self._layer: Any = layer
+        self._norms, self._residuals = norms, residuals
         self._original: Callable[..., Any] = layer.forward
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        use_cache: bool | None = False,
-        position_embeddings: Any = None,
-        **others: Any,
-    ) -> Any:
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
         """As the original: [batch, num_tokens, hidden_size] to the same."""
-        if attention_mask is None and past_key_values is None and not others and is_lean(self._layer):
-            options = {} if position_ids is None else {"position_ids": position_ids}
-            found = self._run(hidden_states, position_embeddings, options)
-            if found is not None:
-                return found
-        return self._original(
-            hidden_states, attention_mask, position_ids, past_key_values, use_cache, position_embeddings, **others
-        )
+        # Families differ in the order of their parameters, so what is not passed by name goes to the original.
+        if not args and options.keys() <= KNOWN and "position_embeddings" in options and self._is_lean():
+            positions = options.get("position_ids")
+            passed = {} if positions is None else {"position_ids": positions}
+            if options.get("attention_mask") is None and options.get("past_key_values") is None:
+                found = self._run(hidden_states, options["position_embeddings"], passed)
+                if found is not None:
+                    return found
+        return self._original(hidden_states, *args, **options)
 
     def narrow(self, hidden_states: torch.Tensor, embeddings: Any, wanted: torch.Tensor) -> torch.Tensor | None:
         """The layer's output [batch, n, hidden_size] for the `wanted` [n] tokens: all attend, these alone go on.
 
-        None if this is a case for the original.
+        None if this is a case for the original, or somebody listens to the layer.
         """
-        return self._run(hidden_states, embeddings, {}, wanted) if is_lean(self._layer) else None
+        layer = self._layer
+        if layer._forward_hooks or layer._forward_pre_hooks or not self._is_lean():
+            return None
+        return self._run(hidden_states, embeddings, {}, wanted)
+
+    def _is_lean(self) -> bool:
+        return is_lean(self._layer, self._norms, self._residuals)
 
     def _run(
         self, hidden_states: torch.Tensor, embeddings: Any, options: dict[str, Any], wanted: torch.Tensor | None = None
     ) -> torch.Tensor | None:
-        children = self._layer._modules
+        children, residuals = self._layer._modules, self._residuals
         attention, mlp = children["self_attn"], children["mlp"]
-        attended = attention.forward.attended(children[NORMS[0]].forward(hidden_states), embeddings, options)
+        before, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self._norms]
+        normed = hidden_states if before is None else before.forward(hidden_states)
+        attended = attention.forward.attended(normed, embeddings, options)
         if attended is None:
             return None
         mixed = attended[0]
         if wanted is not None:
             mixed, hidden_states = mixed[:, wanted], hidden_states[:, wanted]
-        hidden_states = attention._modules["o_proj"].plus(mixed, hidden_states)
-        gated = mlp.gated(children[NORMS[1]].forward(hidden_states))
-        return mlp._modules["down_proj"].plus(gated, hidden_states)  # type: ignore[no-any-return]
+        o_proj = attention._modules["o_proj"]
+        hidden_states, normed = residuals.add_and_norm(o_proj, mixed, hidden_states, after, before_mlp)
+        gated = gated_of(mlp)(normed)  # type: ignore[misc]
+        if gated is None:  # its projections were replaced
+            branch = mlp(normed)
+            return hidden_states + (branch if after_mlp is None else after_mlp(branch))  # type: ignore[no-any-return]
+        return residuals.add(mlp._modules["down_proj"], gated, hidden_states, after_mlp)
 
 
-def is_lean(layer: nn.Module) -> bool:
+def gated_of(mlp: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+    """What computes the input of an MLP's down projection, if the MLP is one of the passes'."""
+    if type(mlp) is FusedGatedMLP:
+        return mlp.gated
+    forward = None if mlp is None else mlp.__dict__.get("forward")
+    return forward.gated if type(forward) is LeanMLP else None
+
+
+def is_lean(layer: nn.Module, norms: Norms, residuals: Residuals) -> bool:
     """Whether the layer's parts are those of the passes, with nothing put in front of them or listening to them."""
     children = layer._modules
     attention, mlp = children.get("self_attn"), children.get("mlp")
-    if (
-        attention is None
-        or type(mlp) is not FusedGatedMLP
-        or type(attention.__dict__.get("forward")) is not LeanForward
-    ):
+    if gated_of(mlp) is None or attention is None or type(attention.__dict__.get("forward")) is not LeanForward:
         return False
-    parts = (attention, mlp, *(children.get(name) for name in NORMS))
-    if type(parts[2]) is not KernelRMSNorm or type(parts[3]) is not KernelRMSNorm:
+    for name in norms:
+        if name is not None and not is_kernel_norm(children.get(name)):
+            return False
+    if attention._forward_hooks or attention._forward_pre_hooks or mlp._forward_hooks or mlp._forward_pre_hooks:  # type: ignore[union-attr]
         return False
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):  # type: ignore[union-attr]
-        return False
-    return is_untouched(attention._modules.get("o_proj")) and is_untouched(mlp._modules.get("down_proj"))
+    for linear in (attention._modules.get("o_proj"), mlp._modules.get("down_proj")):  # type: ignore[union-attr]
+        if type(linear) is not residuals.linear or linear._forward_hooks or linear._forward_pre_hooks:
+            return False
+    return True
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     """Shorten the forward of every decoder layer for which the short one is equal."""
     rotary = getattr(getattr(model, "base_model", None), "rotary_emb", None)
-    if not target.packs or rotary is None:
+    residuals = residuals_of(target)
+    if residuals is None or rotary is None:
         return ()
     count = 0
     with recording(model) as recorder:
         for layer in list(model.modules()):
-            lean = _lean_layer(layer, rotary, recorder, target) if is_lean(layer) and not has_hooks(layer) else None
+            norms = norms_of(layer, residuals)
+            if has_hooks(layer) or not is_lean(layer, norms, residuals):
+                continue
+            lean = _lean_layer(layer, LeanLayer(layer, norms, residuals), rotary, recorder, target)
             if lean is not None:
                 layer.forward = lean
                 count += 1
     return (f"straight calls with residuals added inside the products in {count} layers",) if count else ()
 
 
-def _lean_layer(layer: Any, rotary: Any, recorder: Recorder, target: Target) -> LeanLayer | None:
+def _lean_layer(layer: Any, lean: LeanLayer, rotary: Any, recorder: Recorder, target: Target) -> LeanLayer | None:
     hidden, embeddings = probe(layer.self_attn, rotary, target)
     try:
         expected = layer.forward(hidden, position_embeddings=embeddings)
@@ -114,6 +155,5 @@ def _lean_layer(layer: Any, rotary: Any, recorder: Recorder, target: Target) -> 
         recorder.calls.clear()
         return None  # takes other arguments than a plain decoder layer
     *states, _ = recorder.calls.pop()
-    lean = LeanLayer(layer)
     found = lean(hidden, position_embeddings=embeddings)
     return lean if same((found, None), expected, tuple(states), recorder) else None

@@ -1,33 +1,38 @@
-"""Query, key and value projections as one matrix product.
+"""Projections of the same input as one matrix product: query, key and value; gate and up.
 
-The three modules stay where the attention module looks for them. Whichever is called first with a tensor computes all
-three outputs; the others, called with the very same tensor, hand out their part. A call with any other tensor starts
-anew, so the result never depends on the order or the number of calls.
+The modules stay where their parent looks for them. Whichever is called first with a tensor computes all outputs; the
+others, called with the very same tensor, hand out their part. A call with any other tensor starts anew, so the result
+never depends on the order or the number of calls.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from slotline.plugins.model_families.passes.kernels import FusedKernels
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, is_plain_linear
 from slotline.plugins.model_families.passes.target import Target
 
-SIBLINGS = ("q_proj", "k_proj", "v_proj")
+QUERY_KEY_VALUE = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
 
 
 class PlainMerged(nn.Module):
-    """The merged projection where weights are not packed."""
+    """The merged projection where weights are not packed, by torch's product or the device's own."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, fused: FusedKernels | None) -> None:
         super().__init__()
+        self._linear: Callable[..., torch.Tensor] = functional.linear if fused is None else fused.linear
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., all out_features]."""
-        return functional.linear(x, self.weight, self.bias)
+        return self._linear(x, self.weight, self.bias)
 
 
 class _Shared:
@@ -87,24 +92,44 @@ class MergedProjection(nn.Module):
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
-    """Merge the projections of every attention module that has three plain ones of equal input."""
+    """Merge the projections of every module that has all plain ones of equal input.
+
+    Gate and up are merged where a kernel takes them merged.
+    """
+    notes = _merge_all(model, QUERY_KEY_VALUE, "q, k, v", target)
+    return notes + _merge_all(model, GATE_UP, "gate, up", target) if target.fused is not None else notes
+
+
+def merged_of(module: nn.Module, fused_name: str, siblings: tuple[str, ...]) -> Callable[..., torch.Tensor] | None:
+    """The module's one projection, by itself or of merged siblings, if nothing has been put in front of its parts."""
+    children = module._modules
+    if type(children.get(fused_name)) in (PackedLinear, nn.Linear):
+        return children[fused_name]
+    for name in siblings:
+        part = children.get(name)
+        if type(part) is not MergedProjection or part._forward_hooks or part._forward_pre_hooks:
+            return None
+    return part.shared_linear  # type: ignore[union-attr,return-value]
+
+
+def _merge_all(model: nn.Module, names: tuple[str, ...], title: str, target: Target) -> tuple[str, ...]:
     count = 0
     for module in list(model.modules()):
-        children = (module._modules.get(name) for name in SIBLINGS)
+        children = (module._modules.get(name) for name in names)
         linears = [child for child in children if is_plain_linear(child, target)]
-        count += len(linears) == len(SIBLINGS) and _merge(module, linears, target)
-    return (f"merged q, k, v projections in {count} layers",) if count else ()
+        count += len(linears) == len(names) and _merge(module, names, linears, target)
+    return (f"merged {title} projections in {count} layers",) if count else ()
 
 
-def _merge(module: nn.Module, linears: list[nn.Linear], target: Target) -> bool:
+def _merge(module: nn.Module, names: tuple[str, ...], linears: list[nn.Linear], target: Target) -> bool:
     biases = [linear.bias for linear in linears if linear.bias is not None]
     if len({linear.in_features for linear in linears}) != 1 or len(biases) not in (0, len(linears)):
         return False
     weight = torch.cat([linear.weight.detach() for linear in linears])  # [all out_features, in_features]
     bias = torch.cat([bias.detach() for bias in biases]) if biases else None  # [all out_features]
-    merged = PackedLinear(weight, bias) if target.packs else PlainMerged(weight, bias)
+    merged = PackedLinear(weight, bias) if target.packs else PlainMerged(weight, bias, target.fused)
     shared = _Shared(merged, [linear.out_features for linear in linears])
-    for index, name in enumerate(SIBLINGS):
+    for index, name in enumerate(names):
         setattr(module, name, MergedProjection(shared, index, linears[0].in_features))
     return True
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import torch
+from attrs import evolve
 from torch import nn
 
 from slotline.plugins.model_families.passes import (
     gated_mlp,
     lean_attention,
     lean_layer,
+    lean_mlp,
     merged_projections,
     packed_linear,
     rms_norm,
 )
-from slotline.plugins.model_families.passes.target import target_of
+from slotline.plugins.model_families.passes.target import Target, target_of
 
-# Packing takes every linear layer that merging and fusing have left; the short attention forward needs both done.
+# Packing takes every linear layer that merging and fusing have left; the short forwards need both done.
 PASSES = (
     rms_norm.apply,
     gated_mlp.apply,
     merged_projections.apply,
     packed_linear.apply,
     lean_attention.apply,
+    lean_mlp.apply,
     lean_layer.apply,
 )
 
@@ -45,6 +48,13 @@ def optimize(model: nn.Module, *, device: str, dtype: str | torch.dtype) -> tupl
         slotline.registry.errors.ModelError: if the dtype is unknown.
     """
     target = target_of(device, dtype)
+    if next(model.parameters()).device.type != target.device:
+        target = evolve(target, kernels=None, fused=None)  # its weights come to the device later: nothing can be tried
+    return apply_passes(model, target)
+
+
+def apply_passes(model: nn.Module, target: Target) -> tuple[str, ...]:
+    """Run every pass for a target; see `optimize`."""
     notes: tuple[str, ...] = ()
     for apply in PASSES:
         with torch.no_grad():

@@ -7,14 +7,17 @@ multiply by one plus the weight.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from slotline.plugins.model_families.passes.equality import equal
+from slotline.plugins.model_families.passes.kernels import NormWeight, RowKernels
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
-from slotline.plugins.model_families.passes.row_kernels import row_kernels
 from slotline.plugins.model_families.passes.target import Target, slots
 
 EPSILON_NAMES = ("variance_epsilon", "eps")
@@ -45,37 +48,46 @@ class TorchRMSNorm(nn.Module):
 
 
 class KernelRMSNorm(TorchRMSNorm):
-    """The same by the CPU kernel."""
+    """The same by the device's kernel."""
 
-    def __init__(self, weight: nn.Parameter, eps: float, offset: float) -> None:
+    def __init__(self, weight: nn.Parameter, eps: float, offset: float, kernels: RowKernels) -> None:
         super().__init__(weight, eps, offset)
-        self._kernel = row_kernels(weight.dtype).rms_norm
+        self._kernel = kernels.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n] to [..., n] contiguous."""
         weight = self._parameters["weight"]
         if x.dtype != weight.dtype:  # type: ignore[union-attr]
             return super().forward(x)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        n = self._shape[0]
-        self._kernel(x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // n, n, self.eps, self.offset)  # type: ignore[union-attr]
-        return out
+        return self._kernel(x, weight, self.eps, self.offset)  # type: ignore[arg-type]
+
+    @property
+    def factors(self) -> NormWeight:
+        """The norm as the kernels take it."""
+        return NormWeight(self._parameters["weight"], self.eps, self.offset)  # type: ignore[arg-type]
+
+
+def is_kernel_norm(module: nn.Module | None) -> TypeGuard[KernelRMSNorm]:
+    """Whether a module is a norm by the kernel that may be computed without being called."""
+    return type(module) is KernelRMSNorm and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     """Replace every norm for which a lean one is equal."""
-    kind = KernelRMSNorm if target.has_row_kernels else TorchRMSNorm
+    make: Callable[..., TorchRMSNorm] = TorchRMSNorm
+    if target.kernels is not None:
+        make = partial(KernelRMSNorm, kernels=target.kernels)
     replaced: Counter[str] = Counter()
     for parent, name, child in slots(model):
-        lean = _lean_norm(child, kind)
+        lean = _lean_norm(child, make)
         if lean is not None:
             setattr(parent, name, lean)
-            replaced[f"{kind.__name__}, weight + {lean.offset:g}" if lean.offset else kind.__name__] += 1
+            kind = type(lean).__name__
+            replaced[f"{kind}, weight + {lean.offset:g}" if lean.offset else kind] += 1
     return tuple(f"{count} RMS norms in one call ({what})" for what, count in sorted(replaced.items()))
 
 
-def _lean_norm(module: nn.Module, kind: type[TorchRMSNorm]) -> TorchRMSNorm | None:
+def _lean_norm(module: nn.Module, make: Callable[..., TorchRMSNorm]) -> TorchRMSNorm | None:
     eps = next((getattr(module, name) for name in EPSILON_NAMES if hasattr(module, name)), None)
     weight = module._parameters.get("weight")
     if not isinstance(eps, float) or weight is None or weight.dim() != 1 or has_hooks(module):
@@ -83,8 +95,8 @@ def _lean_norm(module: nn.Module, kind: type[TorchRMSNorm]) -> TorchRMSNorm | No
     # The probe must see a weight unlike one and zero, where the variants agree.
     probe = nn.Parameter(torch.linspace(0.1, 0.7, weight.numel()).to(weight), requires_grad=False)
     for offset in OFFSETS:
-        if _equal_with(module, kind(probe, eps, offset), probe):
-            return kind(weight, eps, offset)
+        if _equal_with(module, make(probe, eps, offset), probe):
+            return make(weight, eps, offset)
     return None
 
 

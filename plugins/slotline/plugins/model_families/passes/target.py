@@ -1,17 +1,22 @@
-"""What a pass may count on: the device and dtype, and which of the CPU's kernels this build of torch has."""
+"""What a pass may count on: the device and dtype, and which kernels serve them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from attrs import frozen
 from torch import nn
 
+from slotline.plugins.model_families.passes.kernels import FusedKernels, RowKernels
 from slotline.registry.errors import ModelError
 
 PACKABLE = (torch.float32, torch.bfloat16)
 """Dtypes with oneDNN packed kernels; float16 needs AVX-512 FP16 and is slower than plain torch without it."""
+
+OLDEST_GPU = (8, 0)
+"""The compute capability from which Triton's kernels are used; older ones lack instructions for bfloat16."""
 
 
 @frozen
@@ -21,20 +26,19 @@ class Target:
     Attributes:
         device: device type, ``cpu`` or ``cuda``.
         dtype: the weights' dtype.
+        kernels: the device's row kernels, None where there are none.
+        fused: the same object where the device has fused ones, too.
     """
 
     device: str
     dtype: torch.dtype
+    kernels: RowKernels | None = None
+    fused: FusedKernels | None = None
 
     @property
     def packs(self) -> bool:
         """Whether linear layers can hold their weight in oneDNN's blocked layout."""
         return self.device == "cpu" and self.dtype in PACKABLE and _has_packed_kernels(self.dtype)
-
-    @property
-    def has_row_kernels(self) -> bool:
-        """Whether the compiled kernels of `row_kernels` serve it."""
-        return self.device == "cpu" and self.dtype in PACKABLE
 
 
 def target_of(device: str, dtype: str | torch.dtype) -> Target:
@@ -46,12 +50,28 @@ def target_of(device: str, dtype: str | torch.dtype) -> Target:
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
         raise ModelError(f"dtype {dtype!r} is no dtype for weights", fix="use float32, bfloat16 or float16")
-    return Target(torch.device(device).type, found)
+    kind = torch.device(device).type
+    if kind == "cpu" and found in PACKABLE:
+        from slotline.plugins.model_families.passes.cpu_kernels import CpuKernels
+
+        return Target(kind, found, CpuKernels(found))
+    if kind == "cuda" and _has_triton(device):
+        from slotline.plugins.model_families.passes.fused_kernels import TritonKernels
+
+        fused = TritonKernels()
+        return Target(kind, found, fused, fused)
+    return Target(kind, found)
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """Every (parent, attribute name, child) of the model, listed first, so that children may be replaced meanwhile."""
     yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+
+
+def _has_triton(device: str) -> bool:
+    if find_spec("triton") is None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= OLDEST_GPU
 
 
 def _has_packed_kernels(dtype: torch.dtype) -> bool:

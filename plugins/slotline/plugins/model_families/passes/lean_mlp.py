@@ -1,0 +1,82 @@
+"""Gated MLPs with a short forward: gate and up in one matrix product, activation and product in one kernel.
+
+The module and its children stay; a module whose projections were replaced takes its original forward. The short one
+is put in place only after it has given the original's output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slotline.plugins.model_families.passes.equality import TOLERANCES, equal, relative_difference
+from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, FusedKernels
+from slotline.plugins.model_families.passes.merged_projections import GATE_UP, merged_of
+from slotline.plugins.model_families.passes.packed_linear import has_hooks
+from slotline.plugins.model_families.passes.target import Target
+
+
+class LeanMLP:
+    """The short forward of one gated MLP.
+
+    Args:
+        module: the MLP, with merged `gate_proj` and `up_proj` or with a `gate_up_proj`, and a `down_proj`.
+        fused: the device's kernels.
+        activation: of `kernels.ACTIVATIONS`.
+    """
+
+    def __init__(self, module: nn.Module, fused: FusedKernels, activation: str) -> None:
+        self._module: Any = module
+        self._original: Callable[..., Any] = module.forward
+        self._act_and_mul, self._activation = fused.act_and_mul, activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., hidden_size] to [..., hidden_size]."""
+        gated = self.gated(x)
+        return self._original(x) if gated is None else self._module.down_proj(gated)  # type: ignore[no-any-return]
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What goes into the down projection, [..., intermediate_size]; None if this is a case for the original."""
+        merged = merged_of(self._module, "gate_up_proj", GATE_UP)
+        return None if merged is None else self._act_and_mul(merged(x), self._activation)
+
+
+def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
+    """Shorten the forward of every gated MLP for which the short one is equal."""
+    if target.fused is None:
+        return ()
+    count = 0
+    for module in list(model.modules()):
+        lean = _lean_mlp(module, target.fused, target.dtype)
+        if lean is not None:
+            module.forward = lean
+            count += 1
+    return (f"merged gate and up with one activation kernel in {count} gated MLPs",) if count else ()
+
+
+def _lean_mlp(module: nn.Module, fused: FusedKernels, dtype: torch.dtype) -> LeanMLP | None:
+    merged, down = merged_of(module, "gate_up_proj", GATE_UP), module._modules.get("down_proj")
+    if merged is None or type(down) is not nn.Linear or down.weight.dtype != dtype or has_hooks(module):
+        return None
+    activation = _activation(module, fused, down.weight.device)
+    if activation is None:
+        return None
+    lean = LeanMLP(module, fused, activation)
+    features = merged.weight.shape[-1]  # type: ignore[attr-defined]
+    return lean if equal(lean._original, lean, features, down.weight) else None
+
+
+def _activation(module: nn.Module, fused: FusedKernels, device: torch.device) -> str | None:
+    """The MLP's activation by our name; in float32, since rounding to bfloat16 hides which GELU it is."""
+    function = module._modules.get("act_fn", module._modules.get("activation_fn"))
+    if function is None:
+        return None
+    x = torch.linspace(-6.0, 6.0, 193, device=device)
+    merged, expected = torch.cat([x, torch.ones_like(x)]), function(x)
+    for name in ACTIVATIONS:
+        if relative_difference(fused.act_and_mul(merged, name), expected) <= TOLERANCES[torch.float32]:
+            return name
+    return None

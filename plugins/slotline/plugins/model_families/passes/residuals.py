@@ -1,0 +1,99 @@
+"""The two ways of adding an output projection's result to a layer's residual without an operation of its own.
+
+On a CPU the sum is the product's last step. On a GPU that would copy a residual that others still read, so the sum is
+the first step of the norm behind it; where the residual is the layer's own, the product adds to it in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from slotline.plugins.model_families.passes.kernels import FusedKernels
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear
+from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
+from slotline.plugins.model_families.passes.target import Target
+
+
+class Residuals(Protocol):
+    """How a target adds to residuals.
+
+    Attributes:
+        linear: the exact type of linear layer that it computes without calling the module.
+        norms_branches: whether it can norm what it adds first.
+    """
+
+    linear: type[nn.Module]
+    norms_branches: bool
+
+    def add_and_norm(
+        self, linear: Any, x: torch.Tensor, residual: torch.Tensor, inner: Any, outer: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``total = residual + inner(linear(x))`` and ``outer(total)``; a norm may be None.
+
+        x [batch, num_tokens, in_features], the others [batch, num_tokens, out_features]; the residual is kept.
+        """
+        ...
+
+    def add(self, linear: Any, x: torch.Tensor, residual: torch.Tensor, inner: Any) -> torch.Tensor:
+        """``residual + inner(linear(x))``; the residual may be overwritten."""
+        ...
+
+
+class PackedResiduals:
+    """Implements `Residuals` with packed linear layers."""
+
+    linear: type[nn.Module] = PackedLinear
+    norms_branches = False
+
+    def add_and_norm(
+        self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None, outer: KernelRMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Residuals.add_and_norm`."""
+        total = linear.plus(x, residual)
+        return total, outer.forward(total)
+
+    def add(self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None) -> torch.Tensor:
+        """See `Residuals.add`."""
+        return linear.plus(x, residual)
+
+
+class FusedResiduals:
+    """Implements `Residuals` with torch's linear layers and the device's fused kernels."""
+
+    linear: type[nn.Module] = nn.Linear
+    norms_branches = True
+
+    def __init__(self, kernels: FusedKernels) -> None:
+        self._kernels = kernels
+
+    def add_and_norm(
+        self,
+        linear: nn.Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        inner: KernelRMSNorm | None,
+        outer: KernelRMSNorm | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Residuals.add_and_norm`."""
+        first = None if inner is None else inner.factors
+        second = None if outer is None else outer.factors
+        branch = self._kernels.linear(x, linear.weight, linear.bias)
+        return self._kernels.add_rms_norm(branch, residual.contiguous(), first, second)
+
+    def add(
+        self, linear: nn.Linear, x: torch.Tensor, residual: torch.Tensor, inner: KernelRMSNorm | None
+    ) -> torch.Tensor:
+        """See `Residuals.add`."""
+        if inner is not None:
+            return self.add_and_norm(linear, x, residual, inner, None)[0]
+        return self._kernels.add_linear(residual, x, linear.weight, linear.bias)
+
+
+def residuals_of(target: Target) -> Residuals | None:
+    """The target's way, None if it has none."""
+    if target.packs:
+        return PackedResiduals()
+    return None if target.fused is None else FusedResiduals(target.fused)

@@ -1,0 +1,149 @@
+"""The Triton kernels over rows against torch: on the GPU where there is one, else interpreted on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional
+
+from slotline.plugins.model_families.passes.equality import relative_difference
+from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, NormWeight
+
+pytest.importorskip("triton")
+
+from slotline.plugins.model_families.passes.fused_kernels import PRODUCT_ROWS, ROWS_BY_HEAD, TritonKernels
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if DEVICE == "cuda" else ()))  # not interpreted
+ROUNDINGS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+KERNELS = TritonKernels()
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 2).to(DEVICE, dtype)
+
+
+def expected_norm(x: torch.Tensor, weight: torch.Tensor, offset: float) -> torch.Tensor:
+    """In float64."""
+    x, weight = x.double(), weight.double()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * (offset + weight)
+
+
+def expected_rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """In float64; x [batch, num_tokens, heads, size], cos and sin [batch, num_tokens, rotary_size]."""
+    x, cos, sin = x.double(), cos.double()[:, :, None], sin.double()[:, :, None]
+    width = cos.shape[-1]
+    turning, rest = x[..., :width], x[..., width:]
+    first, second = turning.chunk(2, -1)
+    return torch.cat((turning * cos + torch.cat((-second, first), -1) * sin, rest), -1)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+    return found.dtype == dtype and relative_difference(found, expected) <= ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 1, 64), (1, 5, 72), (2, 3, 4, 16), (1, 2, 3000), (1, 0, 64)])
+def test_rms_norm(shape: tuple[int, ...], offset: float, dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    found = KERNELS.rms_norm(x, weight, EPS, offset)
+    assert found.shape == x.shape
+    if x.numel():
+        assert close(found, expected_norm(x, weight, offset), dtype)
+        strided = x.transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.equal(KERNELS.rms_norm(strided, weight, EPS, offset), found)
+
+
+def test_rms_norm_keeps_a_nan_in_its_row() -> None:
+    x = random(3, 64, dtype=torch.float32)
+    x[1, 5] = torch.nan
+    found = KERNELS.rms_norm(x, random(64, dtype=torch.float32), EPS, 0.0)
+    assert found.isnan().all(-1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("inner", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_add_rms_norm(inner: bool, outer: bool, dtype: torch.dtype) -> None:
+    x, residual = random(1, 5, 72, dtype=dtype), random(5, 1, 72, dtype=dtype).view(1, 5, 72) * 0.7
+    before = residual.clone()
+    first = NormWeight(random(72, dtype=dtype), EPS, 1.0)
+    second = NormWeight(random(72, dtype=dtype) + 1, EPS, 0.0)
+    total, normed = KERNELS.add_rms_norm(x, residual, first if inner else None, second if outer else None)
+    branch = expected_norm(x, first.weight, 1.0) if inner else x.double()
+    assert close(total, residual.double() + branch, dtype)
+    assert close(normed, expected_norm(total, second.weight, 0.0) if outer else total, dtype)
+    assert torch.equal(residual, before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("size", "rotary_size"), [(16, 16), (24, 24), (32, 16), (80, 20)])
+@pytest.mark.parametrize("num_tokens", [1, 3, ROWS_BY_HEAD + 2])
+def test_rotation_with_and_without_head_norms(
+    num_tokens: int, size: int, rotary_size: int, norms: bool, dtype: torch.dtype
+) -> None:
+    query_heads, key_heads, heads = 4, 1, 7
+    states = random(1, num_tokens, heads, size, dtype=dtype)
+    angles = random(1, num_tokens, rotary_size // 2, dtype=torch.float32)
+    cos, sin = torch.cat((angles, angles + 1), -1).cos().to(dtype), torch.cat((angles, angles + 1), -1).sin().to(dtype)
+    expected, turned = states.double(), query_heads + key_heads
+    query = NormWeight(random(size, dtype=dtype), EPS, 1.0)
+    key = NormWeight(random(size, dtype=dtype) + 1, EPS, 1.0)
+    if norms:
+        weights = torch.stack([query.weight] * query_heads + [key.weight] * key_heads)  # [turned, size]
+        expected[:, :, :turned] = expected_norm(expected[:, :, :turned], weights, 1.0)
+        KERNELS.norm_and_rotate(states, query, key, query_heads, key_heads, cos, sin, rotary_size)
+    else:
+        KERNELS.rotate(states, turned, cos, sin, rotary_size)
+    expected[:, :, :turned] = expected_rotation(expected[:, :, :turned], cos, sin)
+    assert close(states, expected, dtype)
+
+
+def test_rotation_with_half_as_many_angles_and_in_float32_for_another_dtype() -> None:
+    angles = random(1, 3, 8, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    for dtype in DTYPES:
+        states = random(1, 3, 5, 16, dtype=dtype)
+        expected = expected_rotation(states, torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+        KERNELS.rotate(states, 5, cos, sin, 16)
+        assert close(states, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("n", [48, 1500])
+def test_act_and_mul(n: int, activation: str, dtype: torch.dtype) -> None:
+    functions = {
+        "silu": functional.silu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "gelu": functional.gelu,
+        "relu": functional.relu,
+    }
+    merged = random(1, 4, 2 * n, dtype=dtype)
+    merged[0, 0, 0], merged[0, 1, 3] = 30.0, -30.0
+    gate, up = merged.double().chunk(2, -1)
+    found = KERNELS.act_and_mul(merged, activation)
+    assert found.shape == (1, 4, n)
+    assert close(found, functions[activation](gate) * up, dtype)
+    merged[0, 2, 1] = torch.nan
+    assert KERNELS.act_and_mul(merged, activation).isnan().nonzero().tolist() == [[0, 2, 1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, PRODUCT_ROWS, PRODUCT_ROWS + 1])
+@pytest.mark.parametrize(("n", "k"), [(7, 24), (64, 72), (18, 2500)])
+def test_products_of_few_and_of_many_rows(n: int, k: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+    x, weight, shift = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype) / k, random(n, dtype=dtype)
+    expected = functional.linear(x.double(), weight.double(), shift.double() if bias else None)
+    found = KERNELS.linear(x, weight, shift if bias else None)
+    assert close(found, expected, dtype)
+    residual = random(1, rows, n, dtype=dtype)
+    expected += residual.double()
+    total = KERNELS.add_linear(residual, x, weight, shift if bias else None)
+    assert total is residual
+    assert relative_difference(total, expected) <= (2 if bias else 1) * ROUNDINGS[dtype]
