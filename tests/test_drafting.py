@@ -235,6 +235,25 @@ def test_a_guess_never_costs_another_request_its_blocks(tiny: Tiny, engines: Eng
     assert {int(n) for s in schedules[1:] for n in s.num_scheduled} == {1, 4}  # a guess went where there was room
 
 
+def test_a_new_proposal_forgets_the_drafts_of_requests_that_waited(tiny: Tiny, engines: Engines) -> None:
+    """Their distributions went with the last proposal, and after a token they would stand in the wrong place."""
+    llm = engines(tiny("llama"), **NGRAM)
+    prompts = random_prompts((9, 9), seed=2)
+    texts = tokens_of(llm, prompts)
+    with drafted_by(llm, Rogue("nothing")):
+        requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
+        llm.engine.step()
+        rows = [request.row for request in requests]
+        assert llm.engine.rows.num_drafts[rows].tolist() == [3, 3]
+        llm.engine.drafting.propose(np.array(rows[:1]), None)
+        assert llm.engine.rows.num_drafts[rows].tolist() == [3, 0]
+        llm.engine.drafting.drafter = Rogue("propose")
+        llm.engine.step()
+        assert llm.engine.rows.num_drafts[rows].tolist() == [0, 0]
+        run_all(llm)
+    assert [request.output_token_ids for request in requests] == texts
+
+
 def test_acceptance_is_counted(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **NGRAM)
     prompts = random_prompts((9,), seed=2)

@@ -105,9 +105,13 @@ class Drafting:
     def propose(self, rows: Int, hidden_states: torch.Tensor | None) -> None:
         """Ask for drafts behind the known tokens of `rows`, each of which has just got a token, and write them there.
 
+        All earlier drafts are forgotten, those of rows that were not scheduled too: a proposal is kept whole or not.
+
         Args:
             hidden_states: [n, hidden_size] of the last accepted position, by entry of `rows`; None if not needed.
         """
+        self._rows.num_drafts[:] = 0
+        self._probabilities = None
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
         wanted = self._served[rows] & (room > 0)

@@ -288,7 +288,6 @@ class Engine:
         rows = self.rows
         rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
-            rows.num_drafts[schedule.rows] = 0
             rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed)
         self._record(output)
