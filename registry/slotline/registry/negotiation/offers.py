@@ -20,7 +20,7 @@ from slotline.registry.negotiation.needs import (
     model_key,
 )
 from slotline.registry.negotiation.plan import CAPTURED, Reason
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, Need
 
 
 @frozen(kw_only=True)
@@ -130,7 +130,11 @@ def _rank(asked: Asked[tuple[str, ...]], name: str) -> int | None:
 
 
 def _limits(candidate: Candidate, capability: str, active: frozenset[str]) -> list[Limit]:
-    limits: Sequence[Limit] = candidate.capabilities.limits
+    return _limits_of(candidate.capabilities, capability, active)
+
+
+def _limits_of(capabilities: Any, capability: str, active: frozenset[str]) -> list[Limit]:
+    limits: Sequence[Limit] = getattr(capabilities, "limits", ())
     return [limit for limit in limits if limit.capability == capability and limit.when in active]
 
 
@@ -149,15 +153,20 @@ def _refusals(candidate: Candidate, needs: Sequence[GroupNeed], active: frozense
 def _refusals_of(candidate: Candidate, need: GroupNeed, active: frozenset[str]) -> list[Reason]:
     if need.capability == "min_compute_capability":
         return _compute_capability(candidate, need)
-    offer: Capability | None = getattr(candidate.capabilities, need.capability, None)
+    return refusals_of(candidate.capabilities, need, active, "backend")
+
+
+def refusals_of(capabilities: Any, need: GroupNeed | Need, active: frozenset[str], who: str) -> list[Reason]:
+    """Why an offer does not cover a need, what narrows the offer under the active conditions counted in."""
+    offer: Capability | None = getattr(capabilities, need.capability, None)
     if offer is None:
-        return [reason_of(need.capability, "needs it, the backend says nothing of it", need.origin)]
+        return [reason_of(need.capability, f"needs it, the {who} says nothing of it", need.origin)]
     refusal = offer.refusal(need.value)
     if refusal is not None:
         return [reason_of(need.capability, refusal, need.origin)]
     return [
         reason_of(need.capability, f"{text} with {limit.when}{_because(limit)}", need.origin)
-        for limit in _limits(candidate, need.capability, active)
+        for limit in _limits_of(capabilities, need.capability, active)
         if (text := limit.offer.refusal(need.value)) is not None
     ]
 
