@@ -103,9 +103,14 @@ def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """One token per row, [n] int64, by inverse transform of the softmax."""
-    cumulative = logits.softmax(dim=-1).double().cumsum(dim=-1)
-    target = torch.from_numpy(uniforms(batch.seed, batch.positions)).to(logits.device)[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_max(logits.shape[-1] - 1)
+    return invert(logits.softmax(dim=-1).double(), uniforms(batch.seed, batch.positions))
+
+
+def invert(weights: torch.Tensor, numbers: npt.NDArray[np.float64]) -> torch.Tensor:
+    """The token [n] int64 at which the cumulative weights [n, vocab_size] float64 pass a share [n] of their sum."""
+    cumulative = weights.cumsum(dim=-1)
+    target = torch.from_numpy(numbers).to(weights.device)[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_max(weights.shape[-1] - 1)
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.sampler import SamplingBatch, uniforms
+from slotline.core.sampler import SamplingBatch, invert, uniforms
 
 Int = npt.NDArray[np.int64]
 _ACCEPT = np.uint64(0x9E6C63D0876A9A4F)
@@ -60,8 +60,6 @@ def reject(
     accept = torch.from_numpy(chance).to(device) * offered < wanted
     rest = (target - proposed).clamp_min(0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
-    cumulative = rest.cumsum(-1)
-    number = torch.from_numpy(uniforms(batch.seed[index], batch.positions[index])).to(device)
-    other = torch.searchsorted(cumulative, (number[:, None] * cumulative[:, -1:]), right=True).squeeze(-1)
-    chosen = torch.where(accept, draft, other.clamp_max(logits.shape[-1] - 1))
+    other = invert(rest, uniforms(batch.seed[index], batch.positions[index]))
+    chosen = torch.where(accept, draft, other)
     return tokens.index_copy(0, place, chosen)
