@@ -21,6 +21,7 @@ import torch
 from slotline.core import SamplingParams
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
+from slotline.core.block_tables import HostTables
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.inputs import InputGatherer
@@ -97,7 +98,7 @@ def build(num_requests: int) -> Engine:
         plan=None,  # type: ignore[arg-type]
         rows=rows,
         scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
-        gatherer=InputGatherer(rows, [group], [BLOCK_SIZE], staging, 8192),
+        gatherer=InputGatherer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192),
         runner=Runner(NoModel(), router, rows, pipeline, staging, profiler),  # type: ignore[arg-type]
         pipeline=pipeline,
         profiler=profiler,

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import tiny_models
 import torch
@@ -19,7 +18,6 @@ from slotline.core.build import EngineBuilder
 from slotline.core.planning import make_plan
 from slotline.core.staging import CpuStaging, CudaStaging, staging_for
 from slotline.registry.config import load_config
-from slotline.registry.errors import NegotiationError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -52,12 +50,6 @@ def test_one_configuration_reaches_every_part(tiny: Callable[..., Path], engines
     assert engine.check is True
 
 
-@pytest.mark.behaviour(20)
-def test_nothing_asynchronous_is_made_and_asking_for_it_is_refused(tiny: Callable[..., Path]) -> None:
-    with pytest.raises(NegotiationError, match=r"scheduler\.async = true"):
-        LLM(tiny("llama"), **{"scheduler.async": True})
-
-
 @pytest.mark.behaviour(22)
 def test_a_device_brings_its_own_staging() -> None:
     assert isinstance(staging_for("cpu"), CpuStaging)
@@ -66,25 +58,28 @@ def test_a_device_brings_its_own_staging() -> None:
 
 
 @pytest.mark.behaviour(51)
-def test_the_block_table_is_sent_before_the_rest_is_computed(
+def test_a_step_starts_its_copies_at_once_and_before_attention_is_planned(
     engines: Callable[..., LLM], tiny: Callable[..., Path]
 ) -> None:
-    llm = engines(tiny("llama"))
-    sent: list[str] = []
+    engine = engines(tiny("llama")).engine
+    events: list[str] = []
 
     class Recording(CpuStaging):
-        def upload(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-            sent.append(name)
-            return super().upload(name, array)
+        def flush(self) -> None:
+            events.append("copy")
 
-    gatherer, old = llm.engine.gatherer, llm.engine.gatherer.staging
-    gatherer.staging = Recording()
+        def mark(self) -> None:
+            events.append("planned")
+
+    old = engine.gatherer.staging
+    engine.gatherer.staging = engine.runner.staging = Recording()
     try:
-        llm.generate([[1, 2, 3]], GREEDY)
+        request = engine.add("one", [1, 2, 3], GREEDY)
+        engine.step()
+        engine.abort(request.request_id)
     finally:
-        gatherer.staging = old
-    assert sent[0] == "block_table.0"
-    assert set(sent) >= {"input_ids", "positions", "query_start_loc", "seq_lens", "slot_mapping.0"}
+        engine.gatherer.staging = engine.runner.staging = old
+    assert events == ["copy", "planned"]
 
 
 @pytest.mark.behaviour(94, 95, 142)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
+from slotline.core.block_tables import HostTables
 from slotline.core.graphs import GraphShapes
 from slotline.core.inputs import PAD_SLOT, GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.padding import padded_size
@@ -28,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def gatherer_of(bench: Bench, max_tokens: int = 64) -> InputGatherer:
     sizes = [group.block_size // group.ratio for group in bench.cache.groups]
-    return InputGatherer(bench.rows, bench.cache.groups, sizes, CpuStaging(), max_tokens)
+    tables = HostTables(bench.cache.groups, sizes)
+    return InputGatherer(bench.rows, bench.cache.groups, sizes, CpuStaging(), tables, max_tokens)
 
 
 def batch_of(inputs: StepInputs) -> AttentionBatch:
@@ -196,7 +198,9 @@ def test_everything_equals_a_plain_loop_over_requests_and_tokens(
         rows.num_tokens[row], rows.num_computed_tokens[row] = known, computed
         assert cache.try_grow(row, computed + count)
         entries.append((row, count))
-    inputs = InputGatherer(rows, cache.groups, [block_size], CpuStaging(), 120).gather(schedule_of(rows, entries))
+    tables = HostTables(cache.groups, [block_size])
+    gatherer = InputGatherer(rows, cache.groups, [block_size], CpuStaging(), tables, 120)
+    inputs = gatherer.gather(schedule_of(rows, entries))
     batch, table = batch_of(inputs), cache.groups[0].table
     ids, positions, slots, starts, scored = [], [], [], [0], []
     for row, count in entries:
@@ -248,7 +252,7 @@ def test_what_was_handed_out_is_not_rewritten_by_the_next_step() -> None:
 
 @pytest.mark.behaviour(135, 136)
 def test_a_made_up_batch_reads_token_zero_and_writes_nowhere() -> None:
-    inputs = gatherer_of(Bench(max_model_len=32)).dummy([1, 1, 4], seq_len=9, num_padded_tokens=8)
+    inputs = gatherer_of(Bench(max_model_len=32)).dummy([1, 1, 4], seq_len=9, shape=GraphShape(8, 0))
     batch = batch_of(inputs)
     assert batch.seq_lens.tolist() == [9, 9, 9]
     assert inputs.positions.tolist() == [8, 8, 5, 6, 7, 8, 0, 0]
@@ -283,7 +287,7 @@ def test_captured_sizes_rise_and_are_multiples_of_the_query_length() -> None:
 @pytest.mark.behaviour(24)
 def test_offsets_cover_the_longest_of_tokens_requests_and_model() -> None:
     for rows, tokens, length in ((Rows(3, 9), 2, 9), (Rows(3, 2), 50, 50), (Rows(90, 2), 5, 91)):
-        arange = InputGatherer(rows, [], [], CpuStaging(), tokens)._arange
+        arange = InputGatherer(rows, [], [], CpuStaging(), HostTables([], []), tokens)._arange
         assert (arange.dtype, len(arange)) == (np.dtype(np.int64), length)
 
 

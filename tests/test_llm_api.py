@@ -21,6 +21,7 @@ from slotline.core.engine import Engine
 from slotline.core.integrity import check_integrity
 from slotline.core.memory import size_pool
 from slotline.core.request import Status
+from slotline.core.staging import CpuStaging, reserved_bytes
 from slotline.registry import hookimpl
 from slotline.registry.errors import (
     CapacityError,
@@ -436,7 +437,7 @@ def test_the_parts_of_a_step_are_timed_when_asked_for(tiny: Tiny, engines: Engin
     profiler.reset()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
         llm.generate([[5, 6, 7]], SHORT)
-    scopes = {"schedule", "gather", "plan", "forward", "logits", "process", "sample", "output", "hand_out"}
+    scopes = {"schedule", "gather", "plan", "forward", "logits", "process", "sample", "output", "wait", "hand_out"}
     assert set(profiler.counts) == scopes
     assert set(profiler.counts.values()) == {4}
     assert all(seconds > 0 for seconds in profiler.seconds.values())
@@ -533,23 +534,28 @@ def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
         pool("1KB")
 
 
-class FixedBuffers:
-    """Staging as on a GPU, in host memory: one buffer for each name, of the declared shape, written in every step."""
+class FixedBuffers(CpuStaging):
+    """Staging as on a GPU, in host memory: one buffer of the reserved size, which `flush` fills."""
 
-    def __init__(self) -> None:
-        self.buffers: dict[str, np.ndarray] = {}
+    def reserve(self, num_bytes: int) -> None:
+        self.device = torch.zeros(num_bytes, dtype=torch.uint8)
+        self.waiting: list[tuple[torch.Tensor, np.ndarray]] = []
+        self.used = 0
 
-    def declare(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-        self.buffers[name] = np.zeros(shape, dtype)
+    def begin(self) -> None:
+        self.used = 0
 
-    def upload(self, name: str, array: np.ndarray) -> torch.Tensor:
-        view = self.buffers[name][tuple(slice(0, n) for n in array.shape)]
-        assert (view.shape, view.dtype) == (array.shape, array.dtype), name
-        view[...] = array
-        return torch.from_numpy(view)
+    def upload(self, array: np.ndarray) -> torch.Tensor:
+        start, self.used = self.used, self.used + reserved_bytes(array.shape, array.dtype.type)
+        assert self.used <= len(self.device)
+        view = self.device[start : start + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        self.waiting.append((view, array.copy()))
+        return view
 
-    def download(self, tensor: torch.Tensor) -> np.ndarray:
-        return tensor.numpy().copy()
+    def flush(self) -> None:
+        for view, array in self.waiting:
+            view.copy_(torch.from_numpy(array))
+        self.waiting.clear()
 
 
 @pytest.mark.behaviour(142)

@@ -10,11 +10,13 @@ from attrs import define, evolve
 
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
+from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.drafting import Drafting
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
+from slotline.core.last_tokens import LastTokens
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
 from slotline.core.planning import Planned, make_plan
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
@@ -96,6 +98,7 @@ class EngineBuilder:
             tokenizer=self._tokenizer(),
             memory=memory,
             notes=model.notes,
+            asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
         )
         self._warm_up(engine)
@@ -194,10 +197,13 @@ class EngineBuilder:
         profiler: StepProfiler,
         drafting: Drafting | None,
     ) -> tuple[InputGatherer, Runner]:
-        config, staging = self.planned.loaded.config, staging_for(self.planned.device)
+        config, device, staging = self.planned.loaded.config, self.planned.device, staging_for(self.planned.device)
+        vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
         kernel_sizes = [group.kernel_block_size for group in self.planned.plan.cache_groups]
+        tables = tables_for(groups, kernel_sizes, staging, device)
+        last_tokens = LastTokens(vocab_size, rows.max_requests, device) if self.planned.asynchronous else None
         most_drafts = drafting.num_tokens if drafting else 0
-        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, config.scheduler.max_batched_tokens, most_drafts)
+        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, tables, budget, most_drafts, last_tokens)
         runner = Runner(
             model,
             self._router(attention, specs, num_blocks=1),  # the null block alone, for profiling
@@ -206,6 +212,7 @@ class EngineBuilder:
             staging,
             profiler,
             drafting,
+            last_tokens,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
         )
@@ -339,7 +346,8 @@ class EngineBuilder:
             max_requests=config.scheduler.max_requests,
             max_tokens=config.scheduler.max_batched_tokens,
         )
-        graphs = GraphRunner(engine.runner.model, engine.runner.router, engine.gatherer, plan, shapes)
+        runner = engine.runner
+        graphs = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, runner.last_tokens)
         graphs.capture(progress=config.observability.progress)
         return graphs
 

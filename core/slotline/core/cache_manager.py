@@ -26,7 +26,9 @@ class CacheGroup:
     Attributes:
         spec: the kv_spec plugin's object.
         block_size: tokens of a manager block; `ratio` kernel blocks make one.
-        table: [max_requests, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none.
+        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none,
+            and throughout the last row, which padded requests have.
+        changed: [max_requests + 1] bool, rows of the table that changed; whoever copies the table resets it.
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
@@ -39,7 +41,8 @@ class CacheGroup:
         self.spec = spec
         self.block_size = block_size
         self.ratio = block_size // kernel_block_size
-        self.table = np.zeros((max_requests, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
+        self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
+        self.changed = np.zeros(max_requests + 1, bool)
         self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
         self.capacity = np.zeros(max_requests, np.int64)
         self.num_freed = np.zeros(max_requests, np.int64)
@@ -57,6 +60,7 @@ class CacheGroup:
         start = len(held) * self.ratio
         ids = np.asarray(blocks, np.int32)[:, None] * self.ratio + self._offsets
         self.table[row, start : start + ids.size] = ids.reshape(-1)
+        self.changed[row] = True
         held.extend(blocks)
         everything = len(held) >= self._blocks_at_most
         self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
@@ -69,6 +73,7 @@ class CacheGroup:
         freed = self.blocks[row][first:last]
         self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
         self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
+        self.changed[row] = True
         self.num_freed[row] = last
         return freed
 
@@ -76,6 +81,7 @@ class CacheGroup:
         """Empty the row's table and return what it held."""
         held, self.blocks[row] = self.blocks[row], []
         self.table[row, : len(held) * self.ratio] = NULL_BLOCK
+        self.changed[row] = True
         self.capacity[row] = self.num_freed[row] = 0
         return held
 
@@ -129,23 +135,21 @@ class CacheManager:
             group.extend(row, blocks)
         return self.try_grow(row, num_tokens)
 
-    def commit(self, rows: Rows, changed: Int, before: Int) -> None:
+    def commit(self, rows: Rows, changed: Int, before: Int, after: Int) -> None:
         """After a step: make blocks that became full findable, give back what no later token reads.
 
         Args:
             changed: the step's rows.
-            before: tokens that were computed before the step, by entry of `changed`.
+            before, after: tokens that were computed before the step and with it, by entry of `changed`.
         """
-        after = rows.num_computed_tokens[changed]
         if self.prefix_caching:
-            size = self.hash_block_size
-            full = np.flatnonzero(after // size > before // size)
-            for row, first in zip(changed[full].tolist(), (before[full] // size).tolist(), strict=True):
-                self._remember(rows, row, first)
+            first, last = before // self.hash_block_size, after // self.hash_block_size
+            for i in np.flatnonzero(last > first).tolist():
+                self._remember(rows, int(changed[i]), int(first[i]), int(last[i]))
         for group in self.groups:
             if group.frees_early:
-                for row in changed[after // group.block_size > before // group.block_size].tolist():
-                    self.pool.release(group.free_leading(row, int(rows.num_computed_tokens[row])))
+                for i in np.flatnonzero(after // group.block_size > before // group.block_size).tolist():
+                    self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
     def release(self, row: int) -> None:
         """Give back all blocks of the row; cached ones stay findable until taken."""
@@ -188,10 +192,9 @@ class CacheManager:
             chain.append(parent)
         return chain
 
-    def _remember(self, rows: Rows, row: int, first: int) -> None:
-        """Make the row's full blocks from the `first` on findable."""
-        request, full = rows.request(row), int(rows.num_computed_tokens[row]) // self.hash_block_size
-        hashes = self._hashes(request, rows.token_ids[row], full)
+    def _remember(self, rows: Rows, row: int, first: int, last: int) -> None:
+        """Make the row's full blocks from the `first` on, short of the `last`, findable."""
+        hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
         for group in self.groups:
-            for index in range(first, full):
+            for index in range(first, last):
                 self.pool.remember(group.index, group.blocks[row][index], hashes[index])

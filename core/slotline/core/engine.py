@@ -26,9 +26,10 @@ from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.request import Request, Status
 from slotline.core.rows import Rows
-from slotline.core.runner import Runner, StepOutput
+from slotline.core.runner import Runner
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.scheduler import Schedule, Scheduler
+from slotline.core.step import Launched, Sampling, StepOutput
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.errors import CapacityError, RequestError
 
@@ -44,7 +45,8 @@ class StepResult:
     """What a step handed out.
 
     Attributes:
-        rows: [n] int64, rows that got a token; `token_ids` [n] int32.
+        rows: [n] int64, rows that got a token; `token_ids` [n] int32. Under asynchronous scheduling those of the step
+            that was started one call before.
         finished: requests that ended in this step; they hold no row any more.
     """
 
@@ -65,8 +67,29 @@ class EngineLimits:
     priorities: bool
 
 
+@define(kw_only=True, eq=False)
+class InFlight:
+    """A step whose results have not been handed out.
+
+    Attributes:
+        schedule: what it computes.
+        generations: [max_requests] int64, of all rows when it was started; a row whose generation has changed since
+            then has been given up, and its results are nobody's.
+        sampling: its tokens.
+    """
+
+    schedule: Schedule
+    generations: Int
+    sampling: Sampling
+
+
 class Engine:
-    """Schedules, runs and hands out; owns the rows, the cache and the built parts."""
+    """Schedules, runs and hands out; owns the rows, the cache and the built parts.
+
+    Under asynchronous scheduling a step is scheduled, gathered and launched while the one before still runs; only then
+    are the earlier one's results handed out. The tokens of a step in flight are counted in the rows and known on the
+    device alone. A request that turns out to have ended took part in one step too many, whose result is dropped.
+    """
 
     def __init__(
         self,
@@ -85,6 +108,7 @@ class Engine:
         memory: MemoryReport | None = None,
         notes: tuple[str, ...] = (),
         graphs: GraphRunner | None = None,
+        asynchronous: bool = False,
         check: bool = False,
     ) -> None:
         self.plan = plan
@@ -100,7 +124,9 @@ class Engine:
         self.memory = memory
         self.notes = notes
         self.graphs = graphs
+        self.asynchronous = asynchronous
         self.check = check
+        self._in_flight: InFlight | None = None
         self.requests: dict[str, Request] = {}
         self._arrivals = 0
         self._is_eos = np.zeros(limits.vocab_size, bool)
@@ -226,17 +252,15 @@ class Engine:
         with self.profiler.scope("schedule"):
             schedule = self.scheduler.schedule()
         schedule, refused = self._admit(schedule)
-        if schedule.num_tokens == 0:
-            return StepResult(finished=refused)
-        with self.profiler.scope("gather"):
-            shape = self.graphs.shapes.shape_for(schedule) if self.graphs else None
-            inputs = self.gatherer.gather(schedule, shape)
-        output = self.runner.run(inputs)
-        with self.profiler.scope("hand_out"):
-            result = self._hand_out(schedule, output)
-        if self.drafting is not None:
-            with self.profiler.scope("draft"):
-                self._draft(self.drafting, output)
+        generations = self.rows.generation.copy()
+        launched = self._launch(schedule) if schedule.num_tokens else None
+        result = self._collect()  # of the step before, if it is still in flight
+        if launched is not None:
+            self._in_flight = InFlight(
+                schedule=schedule, generations=generations, sampling=self._sample(launched, generations)
+            )
+            if not self.asynchronous:
+                result = self._collect()
         result.finished += refused
         if self.check:
             check_integrity(self.scheduler)
@@ -283,13 +307,46 @@ class Engine:
         if self.drafting is not None:
             self.drafting.admit(request)
 
+    def _launch(self, schedule: Schedule) -> Launched:
+        """Gather a step's inputs and start its forward pass."""
+        with self.profiler.scope("gather"):
+            shape = self.graphs.shapes.shape_for(schedule) if self.graphs else None
+            inputs = self.gatherer.gather(schedule, shape)
+        launched = self.runner.launch(inputs)
+        self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        return launched
+
+    def _sample(self, launched: Launched, generations: Int) -> Sampling:
+        """Start sampling behind a forward pass; the tokens before are known by now."""
+        sampling = self.runner.sample(launched)
+        if (last_tokens := self.runner.last_tokens) is not None:
+            rows = launched.inputs.logits_rows
+            rows = rows[self.rows.generation[rows] == generations[rows]]
+            self.rows.expect(rows, last_tokens.stand_ins(rows))
+        return sampling
+
+    def _collect(self) -> StepResult:
+        """Wait for the step in flight, if any, and hand its results out."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return StepResult()
+        output = self.runner.finish(step.sampling)
+        with self.profiler.scope("hand_out"):
+            given_up = np.flatnonzero(self.rows.generation != step.generations)
+            result = self._hand_out(step.schedule.without(given_up), output.without(given_up))
+        if self.drafting is not None:
+            with self.profiler.scope("draft"):
+                self._draft(self.drafting, output)
+        return result
+
     def _hand_out(self, schedule: Schedule, output: StepOutput) -> StepResult:
         """Write the step's results into rows, cache and requests, and let finished requests go."""
         rows = self.rows
-        rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        computed = schedule.num_computed + schedule.num_scheduled
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
             rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
-        self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed)
+            computed = rows.num_computed_tokens[schedule.rows]
+        self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
         self._record(output)
         ended: dict[int, tuple[str, str | int | None]] = {}
         given = []
@@ -331,7 +388,7 @@ class Engine:
             rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
         for row, count in output.num_nans.items():
             rows.request(row).metrics.num_nans += count
-        fresh = output.rows[rows.num_tokens[output.rows] == rows.num_prompt_tokens[output.rows]]
+        fresh = output.rows[rows.num_known(output.rows) == rows.num_prompt_tokens[output.rows]]
         if len(fresh):
             now = monotonic()
             for row in fresh.tolist():

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from attrs import define, frozen
 
-from slotline.core.attention import AttentionRouter
+from slotline.core.attention import Attend, AttentionRouter
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
+from slotline.core.last_tokens import LastTokens
 from slotline.core.padding import padded_size
 from slotline.core.progress import counted
 from slotline.core.scheduler import Schedule
 from slotline.registry.contracts import Model
-from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 from slotline.registry.negotiation import Plan, capture_sizes
 
 logger = logging.getLogger("slotline")
@@ -37,11 +38,13 @@ class Captured:
 
     Attributes:
         parts: replays of graphs and eager calls between them.
+        addresses: of what the graphs read of a step's inputs.
         hidden_states: [num_tokens, hidden_size]; logits: [num_tokens, vocab_size], or None for a mixed batch, whose
             wanted tokens differ from step to step.
     """
 
     parts: tuple[Callable[[], None], ...]
+    addresses: tuple[int, ...]
     hidden_states: torch.Tensor
     logits: torch.Tensor | None
 
@@ -116,7 +119,13 @@ class GraphRunner:
     """
 
     def __init__(
-        self, model: Model, router: AttentionRouter, gatherer: InputGatherer, plan: Plan, shapes: GraphShapes
+        self,
+        model: Model,
+        router: AttentionRouter,
+        gatherer: InputGatherer,
+        plan: Plan,
+        shapes: GraphShapes,
+        last_tokens: LastTokens | None = None,
     ) -> None:
         self.shapes = shapes
         self.memory = 0
@@ -124,6 +133,7 @@ class GraphRunner:
         self._router = router
         self._gatherer = gatherer
         self._plan = plan
+        self._last_tokens = last_tokens
         self._captured: dict[GraphShape, Captured] = {}
 
     @torch.inference_mode()
@@ -164,6 +174,8 @@ class GraphRunner:
         """
         assert inputs.shape is not None
         captured = self._captured[inputs.shape]
+        if self._addresses(inputs) != captured.addresses:
+            raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
         for part in captured.parts:
             part()
         return captured.hidden_states, captured.logits
@@ -172,21 +184,31 @@ class GraphRunner:
         rows = self._gatherer.rows
         requests = min(shape.num_tokens // (shape.query_len or 1), rows.max_requests)
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        inputs = self._gatherer.dummy(even_split(shape.num_tokens, requests), seq_len=rows.max_model_len)
+        inputs = self._gatherer.dummy(even_split(shape.num_tokens, requests), seq_len=rows.max_model_len, shape=shape)
         attend = self._router.plan(inputs.batches)
         for _ in range(WARM_UPS):
-            self._logits(shape, self._model.forward(inputs.input_ids, inputs.positions, attend))
+            self._forward(inputs, attend)
         torch.cuda.synchronize()
         recorder = _Recorder(pool, [])
         breaking = self._router.breaking(self._broken(shape), recorder.cut)
         recorder.begin()
-        hidden = self._model.forward(inputs.input_ids, inputs.positions, breaking)
-        logits = self._logits(shape, hidden)
+        hidden, logits = self._forward(inputs, breaking)
         recorder.end()
-        return Captured(tuple(recorder.parts), hidden, logits)
+        return Captured(tuple(recorder.parts), self._addresses(inputs), hidden, logits)
 
-    def _logits(self, shape: GraphShape, hidden: torch.Tensor) -> torch.Tensor | None:
-        return self._model.compute_logits(hidden) if shape.query_len else None
+    def _forward(self, inputs: StepInputs, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert inputs.shape is not None
+        ids = inputs.input_ids if self._last_tokens is None else self._last_tokens.resolve(inputs.input_ids)
+        hidden = self._model.forward(ids, inputs.positions, attend)
+        return hidden, self._model.compute_logits(hidden) if inputs.shape.query_len else None
+
+    def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:
+        """Where the tokens lie, and for whole requests what attention reads; of a mixed batch it is not captured."""
+        read = [inputs.input_ids, inputs.positions]
+        if inputs.shape is not None and inputs.shape.query_len:
+            for batch in inputs.batches:
+                read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
+        return tuple(tensor.data_ptr() for tensor in read)
 
     def _broken(self, shape: GraphShape) -> frozenset[str]:
         """The groups that break the graph of a shape."""

@@ -13,10 +13,12 @@ import numpy.typing as npt
 import torch
 from attrs import define, frozen
 
+from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
+from slotline.core.last_tokens import LastTokens
 from slotline.core.rows import Rows
 from slotline.core.scheduler import Schedule
-from slotline.core.staging import Staging
+from slotline.core.staging import Staging, reserved_bytes
 from slotline.registry.contracts import AttentionBatch
 
 Int = npt.NDArray[np.int64]
@@ -39,6 +41,8 @@ class StepInputs:
             draft and so on; None where nothing is drafted.
         batches: what attention sees, by cache group.
         shape: the captured shape that they are padded to, None to run eagerly.
+        stand_ins: [num_logits] int64 on the device, what stands for the tokens that are about to be sampled where the
+            next step is prepared before they are known; else None.
     """
 
     rows: Int
@@ -52,6 +56,7 @@ class StepInputs:
     draft_positions: Int | None
     batches: tuple[AttentionBatch, ...]
     shape: GraphShape | None
+    stand_ins: torch.Tensor | None = None
 
 
 @frozen
@@ -82,16 +87,23 @@ class InputGatherer:
         groups: Sequence[CacheGroup],
         kernel_block_sizes: Sequence[int],
         staging: Staging,
+        tables: BlockTables,
         max_tokens: int,
         max_drafts: int = 0,
+        last_tokens: LastTokens | None = None,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self.staging = staging
+        self.tables = tables
+        self.last_tokens = last_tokens
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
-        self._declare(max_tokens, max_drafts)
+        by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
+        by_request = reserved_bytes((rows.max_requests + 1,), np.int64)
+        by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
+        staging.reserve((2 + len(groups)) * by_token + 2 * by_request + 2 * by_logits + tables.num_bytes)
 
     def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
@@ -100,12 +112,7 @@ class InputGatherer:
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
-        missing = shape.num_tokens // shape.query_len - len(rows) if shape and shape.query_len else 0
-        tables = self._tables(
-            rows, seq_lens, missing
-        )  # first, so that the largest copy is under way while the rest is computed
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
-        input_ids = self.rows.token_ids[token_rows, positions].astype(np.int64)
         known = self.rows.num_tokens[rows]
         complete = seq_lens >= known
         logits_indices, logits_rows, draft_positions = (starts[1:] - 1)[complete], rows[complete], None
@@ -117,19 +124,17 @@ class InputGatherer:
         ]
         return self._assemble(
             rows=rows,
+            table_rows=rows,
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
-            input_ids=input_ids,
+            input_ids=self.rows.token_ids[token_rows, positions].astype(np.int64),
             positions=positions,
             slots=slots,
-            tables=tables,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
             draft_positions=draft_positions,
             num_decodes=schedule.num_decodes,
-            num_padded_tokens=shape.num_tokens if shape else schedule.num_tokens,
-            missing=missing,
             shape=shape,
         )
 
@@ -138,8 +143,8 @@ class InputGatherer:
         query_lens: Sequence[int],
         *,
         seq_len: int | None = None,
-        num_padded_tokens: int | None = None,
         vocab_size: int = 1,
+        shape: GraphShape | None = None,
     ) -> StepInputs:
         """Inputs of the given shape that write nowhere, for profiling, warm-up and capture.
 
@@ -148,33 +153,27 @@ class InputGatherer:
             seq_len: tokens each pretends to have in the cache; its own query by default.
             vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
                 of them; 1 gives token 0 alone.
+            shape: the shape to pad to, as in `gather`.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
         seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
         rows = np.zeros(len(counts), np.int64)
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
-        width = int(seq_lens.max(initial=0))
-        tables = [
-            self.staging.upload(f"block_table.{i}", np.zeros((len(counts), -(-width // size)), np.int32))
-            for i, size in enumerate(self.kernel_block_sizes)
-        ]
         return self._assemble(
             rows=rows,
+            table_rows=np.full(len(counts), self.rows.max_requests),
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
             input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
             positions=positions,
             slots=[np.full(num_tokens, PAD_SLOT, np.int64) for _ in self.groups],
-            tables=tables,
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
             draft_positions=None,
             num_decodes=int((counts == 1).sum()) if (np.diff(counts) >= 0).all() else 0,
-            num_padded_tokens=num_padded_tokens or num_tokens,
-            missing=0,
-            shape=None,
+            shape=shape,
         )
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
@@ -197,91 +196,76 @@ class InputGatherer:
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
 
-    def _tables(self, rows: Int, seq_lens: Int, missing: int) -> list[torch.Tensor]:
-        """The block tables of the batch on the device, by cache group, as wide as its longest request needs.
-
-        `missing` rows of null blocks follow for padded requests.
-        """
-        longest = int(seq_lens.max(initial=0))
-        tables = []
-        for index, (group, size) in enumerate(zip(self.groups, self.kernel_block_sizes, strict=True)):
-            table = group.table[:, : -(-longest // size)][rows]
-            table = np.pad(table, ((0, missing), (0, 0))) if missing else table
-            tables.append(self.staging.upload(f"block_table.{index}", table))
-        return tables
-
     def _assemble(
         self,
         *,
         rows: Int,
+        table_rows: Int,
         counts: Int,
         starts: Int,
         seq_lens: Int,
         input_ids: Int,
         positions: Int,
         slots: list[Int],
-        tables: list[torch.Tensor],
         logits_indices: Int,
         logits_rows: Int,
         draft_positions: Int | None,
         num_decodes: int,
-        num_padded_tokens: int,
-        missing: int,
         shape: GraphShape | None,
     ) -> StepInputs:
-        upload, num_tokens, longest = self.staging.upload, len(input_ids), int(counts.max(initial=0))
-        real = num_tokens
+        """Pad, and upload: first what has the shape's sizes, so that it has the same address in each of its steps."""
+        num_tokens, longest = len(input_ids), int(counts.max(initial=0))
+        longest_sequence = int(seq_lens.max(initial=0))
+        batch_tokens = num_tokens
+        num_padded_tokens = shape.num_tokens if shape else num_tokens
         if (padding := num_padded_tokens - num_tokens) > 0:
             input_ids, positions = np.pad(input_ids, (0, padding)), np.pad(positions, (0, padding))
             slots = [np.pad(s, (0, padding), constant_values=PAD_SLOT) for s in slots]
+        missing = shape.num_tokens // shape.query_len - len(rows) if shape and shape.query_len else 0
         if missing:
             more = self._arange[1 : missing + 1] * longest
             starts, seq_lens = np.concatenate([starts, starts[-1] + more]), np.pad(seq_lens, (0, missing))
-            num_tokens = num_padded_tokens
+            table_rows = np.pad(table_rows, (0, missing), constant_values=self.rows.max_requests)
+            batch_tokens = num_padded_tokens
             num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
-        query_start_loc = upload("query_start_loc", starts32)
-        seq_lens_device = upload("seq_lens", seq_lens32)
-        positions_device = upload("positions", positions)
+        upload = self.staging.upload
+        self.staging.begin()
+        input_ids_device, positions_device = upload(input_ids), upload(positions)
+        slots_device = [upload(s) for s in slots]
+        query_start_loc, seq_lens_device = upload(starts32), upload(seq_lens32)
+        self.tables.stage(table_rows)
+        logits_indices_device = upload(logits_indices)
+        stand_ins = None if self.last_tokens is None else upload(self.last_tokens.stand_ins(logits_rows))
+        self.staging.flush()
         batches = tuple(
             AttentionBatch(
                 num_requests=len(seq_lens),
-                num_tokens=num_tokens,
+                num_tokens=batch_tokens,
                 max_query_len=longest,
-                max_seq_len=int(seq_lens.max(initial=0)),
+                max_seq_len=longest_sequence,
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens_device,
                 block_table=table,
-                slot_mapping=upload(f"slot_mapping.{i}", slot),
+                slot_mapping=slot_mapping,
                 positions=positions_device,
                 query_start_loc_cpu=starts32,
                 seq_lens_cpu=seq_lens32,
                 num_decodes=num_decodes,
             )
-            for i, (table, slot) in enumerate(zip(tables, slots, strict=True))
+            for table, slot_mapping in zip(self.tables.take(longest_sequence), slots_device, strict=True)
         )
         return StepInputs(
             rows=rows,
             num_scheduled=counts,
-            num_tokens=real,
+            num_tokens=num_tokens,
             num_padded_tokens=num_padded_tokens,
-            input_ids=upload("input_ids", input_ids),
+            input_ids=input_ids_device,
             positions=positions_device,
-            logits_indices=upload("logits_indices", logits_indices),
+            logits_indices=logits_indices_device,
             logits_rows=logits_rows,
             draft_positions=draft_positions,
             batches=batches,
             shape=shape,
+            stand_ins=stand_ins,
         )
-
-    def _declare(self, max_tokens: int, max_drafts: int) -> None:
-        requests = self.rows.max_requests
-        declare = self.staging.declare
-        for name in ("input_ids", "positions"):
-            declare(name, (max_tokens,), np.int64)
-        declare("query_start_loc", (requests + 1,), np.int32)
-        declare("seq_lens", (requests,), np.int32)
-        declare("logits_indices", (requests * (1 + max_drafts),), np.int64)
-        for index, group in enumerate(self.groups):
-            declare(f"block_table.{index}", group.table.shape, np.int32)
-            declare(f"slot_mapping.{index}", (max_tokens,), np.int64)

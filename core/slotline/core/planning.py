@@ -22,6 +22,7 @@ from slotline.registry.negotiation import (
     Asked,
     Part,
     Plan,
+    Setting,
     attention_candidates,
     kv_spec_candidates,
     negotiate,
@@ -47,6 +48,7 @@ class Planned:
         drafter: descriptor of the drafter, or None.
         device: torch device string.
         max_model_len: tokens.
+        asynchronous: whether a step is prepared while the one before runs.
         plan: the negotiated plan.
     """
 
@@ -59,6 +61,7 @@ class Planned:
     drafter: Descriptor[Any] | None
     device: str
     max_model_len: int
+    asynchronous: bool
     plan: Plan
 
 
@@ -81,6 +84,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
     processors = _processors(loaded, registry)
     drafter = choose_drafter(loaded, registry, info, max_model_len)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
+    asynchronous = _asynchronous(loaded, device, drafting=drafter is not None)
     parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
     request = prepare_request(
         loaded,
@@ -90,6 +94,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
         parts=tuple(_part(registry, d, loaded) for d in parts),
+        settings=(asynchronous,),
     )
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     plan = negotiate(request, attention, specs)
@@ -109,7 +114,36 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         drafter=drafter,
         device=device,
         max_model_len=max_model_len,
+        asynchronous=asynchronous.resolved == "true",
         plan=plan,
+    )
+
+
+def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setting:
+    """Whether a step is prepared while the one before runs, and why.
+
+    Raises:
+        NegotiationError: if it was asked for and a drafter forbids it.
+    """
+    asked, origin = loaded.config.scheduler.async_, loaded.origins["scheduler.async"]
+    drafter = f"drafter.name = {loaded.config.drafter.name!r}: drafts are made from the step before's tokens"
+    if asked is True and drafting:
+        raise NegotiationError(
+            f"scheduler.async = true ({origin.where}) cannot hold beside {drafter}",
+            fix='set scheduler.async to "auto" or false, or remove [drafter]',
+        )
+    resolved, because = asked, origin.where
+    if asked == "auto":
+        resolved = device.startswith("cuda") and not drafting
+        because = "auto: the host works while the device does"
+        if not resolved:
+            because = f"auto: {drafter}" if drafting else "auto: the device's cores are the host's"
+    return Setting(
+        key="scheduler.async",
+        asked="auto" if asked == "auto" else str(asked).lower(),
+        resolved=str(resolved).lower(),
+        origin=because,
+        explicit=asked != "auto",
     )
 
 
@@ -218,8 +252,6 @@ def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     """Refuse what has a contract or a key but no step in this version that honours it, instead of ignoring it."""
     config = loaded.config
-    if config.scheduler.async_ is True:
-        raise NegotiationError("scheduler.async = true: this version runs step by step", fix="remove the key")
     if config.graphs.mode == "full":
         raise NegotiationError(
             "graphs.mode = 'full': this version captures mixed batches in pieces, between the layers' attention",

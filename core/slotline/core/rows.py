@@ -24,7 +24,10 @@ class Rows:
 
     Attributes:
         token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
-        num_tokens: known tokens, prompt and sampled.
+        num_tokens: known tokens, prompt and sampled, and one more where a step in flight will give it.
+        num_pending: 1 where that is so; the token's place holds a stand-in until it is known.
+        generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
+            the results of a step in flight can be told from those of a later request in the same row.
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
@@ -42,6 +45,8 @@ class Rows:
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_requests, np.int64)
+        self.num_pending = np.zeros(max_requests, np.int64)
+        self.generation = np.zeros(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
@@ -84,7 +89,8 @@ class Rows:
         if row < 0 or self.requests[row] is not request:
             raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
         self.requests[row] = None
-        self.num_tokens[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.give_up(row)
+        self.num_tokens[row] = 0
         request.row = -1
         heapq.heappush(self._free, row)
 
@@ -95,14 +101,34 @@ class Rows:
             taken = counts > index
             self.token_ids[rows[taken], self.num_tokens[rows[taken]] + index] = token_ids[taken, index]
 
-    def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
-        """Add one sampled token to each of `rows`, which are distinct."""
-        self.token_ids[rows, self.num_tokens[rows]] = token_ids
+    def give_up(self, row: int) -> None:
+        """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
+        self.num_tokens[row] -= self.num_pending[row]
+        self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.generation[row] += 1
+
+    def expect(self, rows: Int, stand_ins: Int) -> None:
+        """Count a token for each of `rows`, which are distinct, that is sampled but not known yet."""
+        self.token_ids[rows, self.num_tokens[rows]] = stand_ins
         self.num_tokens[rows] += 1
+        self.num_pending[rows] = 1
+
+    def num_known(self, rows: Int) -> Int:
+        """Tokens [n] of `rows` whose ids are on the host."""
+        known: Int = self.num_tokens[rows] - self.num_pending[rows]
+        return known
+
+    def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
+        """Add one sampled token, the expected one if any, to each of `rows`, which are distinct."""
+        known = self.num_known(rows)
+        self.token_ids[rows, known] = token_ids
+        self.num_tokens[rows] = known + 1
+        self.num_pending[rows] = 0
 
     def output_token_ids(self, row: int) -> list[int]:
         """The tokens sampled so far."""
-        tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : self.num_tokens[row]].tolist()
+        end = self.num_tokens[row] - self.num_pending[row]
+        tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : end].tolist()
         return tokens
 
     def request(self, row: int) -> Request:

@@ -43,9 +43,9 @@ class Schedule:
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = field(default=())
 
-    def without(self, rows: Sequence[int]) -> Schedule:
+    def without(self, rows: Sequence[int] | Int) -> Schedule:
         """The same step without some of its rows."""
-        if not rows:
+        if len(rows) == 0:
             return self
         kept = ~np.isin(self.rows, rows)
         counts = self.num_scheduled[kept]
@@ -145,7 +145,9 @@ class Scheduler:
 
     def _counts(self, rows: Int) -> Int:
         """Tokens of each running row in this step: what is left to compute, cut where the budget ends."""
-        left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
+        known = self.rows.num_tokens[rows]
+        left = known - self.rows.num_computed_tokens[rows]
+        left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
         drafts = self.rows.num_drafts[rows]
         if drafts.any():
             if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
@@ -162,7 +164,7 @@ class Scheduler:
         """Take the blocks of the running request that is last in order and queue it again."""
         victim = self.running.pop()
         self.cache.release(victim.row)
-        self.rows.num_computed_tokens[victim.row] = self.rows.num_drafts[victim.row] = 0
+        self.rows.give_up(victim.row)
         victim.status = Status.PREEMPTED
         victim.metrics.num_preemptions += 1
         heapq.heappush(self._waiting, (victim.order, victim))

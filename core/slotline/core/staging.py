@@ -1,8 +1,9 @@
 """Moving a step's arrays between host and device.
 
-On a CPU a tensor is a view of the array and nothing moves. On a GPU each named array has a device buffer at an address
-that never changes (captured graphs read it) and two pinned host buffers used in turn: a host buffer is written again
-only once the event of its last copy has passed.
+On a CPU a tensor is a view of the array and nothing moves. On a GPU all arrays of a step are written one behind the
+other into one pinned buffer and travel in one copy. Arrays of equal sizes in equal order get equal addresses, which is
+what captured graphs rely on. The host buffer is written again only once its last copy, and those that attention
+backends started while planning, are over.
 """
 
 from __future__ import annotations
@@ -14,85 +15,168 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
+_ALIGNMENT = 16
+"""Bytes; what vector loads of kernels want of an address."""
+_MOST_VIEWS = 4096
+
+
+class Download(Protocol):
+    """A tensor on its way to the host."""
+
+    def wait(self) -> npt.NDArray[Any]:
+        """The array; waits for this copy alone, not for what the device was given to do since."""
+        ...
+
 
 class Staging(Protocol):
     """How arrays get to the device and back."""
 
-    def declare(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-        """Reserve a buffer of the largest shape that `upload` will see under this name."""
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for the largest step; `reserved_bytes` says what an array takes."""
         ...
 
-    def upload(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-        """The array as a tensor on the device, shape and dtype unchanged."""
+    def begin(self) -> None:
+        """Begin a step: wait until the copies of the step before are over, so that host buffers can be written."""
         ...
 
-    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """The tensor as a host array; waits for this copy alone, not for the whole device."""
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array as a tensor on the device, shape and dtype unchanged; filled by `flush`."""
         ...
+
+    def flush(self) -> None:
+        """Start the copy of all that was uploaded since `begin`."""
+        ...
+
+    def mark(self) -> None:
+        """All copies of this step's inputs have been started; the next `begin` waits for them."""
+        ...
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """Start bringing a tensor to the host."""
+        ...
+
+
+def reserved_bytes(shape: tuple[int, ...], dtype: type[np.generic]) -> int:
+    """What an array takes of a reservation."""
+    return _aligned(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+
+
+@define
+class _Here:
+    """An array that is on the host already."""
+
+    array: npt.NDArray[Any]
+
+    def wait(self) -> npt.NDArray[Any]:
+        """It has arrived."""
+        return self.array
 
 
 class CpuStaging:
     """Host and device are one memory."""
 
-    def declare(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
+    def reserve(self, num_bytes: int) -> None:
         """Nothing to reserve."""
 
-    def upload(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
+    def begin(self) -> None:
+        """Nothing to wait for."""
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """A view."""
         return torch.from_numpy(array)
 
-    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
+    def flush(self) -> None:
+        """Nothing to copy."""
+
+    def mark(self) -> None:
+        """Nothing to wait for."""
+
+    def download(self, tensor: torch.Tensor) -> Download:
         """A view."""
-        return tensor.numpy()
+        return _Here(tensor.numpy())
 
 
-@define(eq=False)
-class _Buffer:
-    device: torch.Tensor
-    hosts: tuple[torch.Tensor, torch.Tensor]
-    copied: tuple[torch.cuda.Event, torch.cuda.Event]
-    turn: int = 0
+@define
+class _Copy:
+    """A copy in flight to pinned memory."""
+
+    host: torch.Tensor
+    shape: torch.Size
+    done: torch.cuda.Event
+
+    def wait(self) -> npt.NDArray[Any]:
+        """Wait for the copy's event; the result is the caller's own."""
+        self.done.synchronize()
+        return self.host.numpy().reshape(self.shape).copy()
 
 
 class CudaStaging:
-    """Pinned double buffers on the way there, a pinned buffer and an event on the way back."""
+    """One pinned buffer on the way there; pinned buffers in turn and events on the way back."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self._buffers: dict[str, _Buffer] = {}
-        self._results: dict[tuple[torch.dtype, int], torch.Tensor] = {}
+        self._copied = torch.cuda.Event()
+        self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._results: dict[torch.dtype, list[torch.Tensor]] = {}
+        self._used = 0
+        self.reserve(0)
 
-    def declare(self, name: str, shape: tuple[int, ...], dtype: type[np.generic]) -> None:
-        """Reserve one device buffer and two pinned host buffers."""
-        host = torch.from_numpy(np.zeros(shape, dtype))
-        pinned = (host.pin_memory(), host.clone().pin_memory())
-        self._buffers[name] = _Buffer(host.to(self.device), pinned, (torch.cuda.Event(), torch.cuda.Event()))
+    def reserve(self, num_bytes: int) -> None:
+        """One device buffer and one pinned host buffer."""
+        self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._host = self._pinned.numpy()
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._views.clear()
 
-    def upload(self, name: str, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copy through the pinned buffer whose last copy is over."""
-        buffer = self._buffers[name]
-        buffer.turn ^= 1
-        copied, index = buffer.copied[buffer.turn], tuple(slice(0, n) for n in array.shape)
-        copied.synchronize()
-        host, device = buffer.hosts[buffer.turn][index], buffer.device[index]
-        host.numpy()[...] = array
-        device.copy_(host, non_blocking=True)
-        copied.record()
-        return device
+    def begin(self) -> None:
+        """Wait for the marked copies; an event that was never recorded counts as passed."""
+        self._copied.synchronize()
+        self._used = 0
 
-    def download(self, tensor: torch.Tensor) -> npt.NDArray[Any]:
-        """Copy to pinned memory and wait for an event instead of the stream."""
-        key = (tensor.dtype, tensor.numel())
-        host = self._results.get(key)
-        if host is None:
-            host = self._results[key] = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Write behind what is there."""
+        start, end = self._used, self._used + array.nbytes
+        self._host[start:end].view(array.dtype).reshape(array.shape)[...] = array
+        self._used = _aligned(end)
+        key = (start, array.dtype, array.shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) == _MOST_VIEWS:
+                self._views.clear()
+            dtype = torch.from_numpy(np.zeros(0, array.dtype)).dtype
+            view = self._views[key] = self._device[start:end].view(dtype).view(array.shape)
+        return view
+
+    def flush(self) -> None:
+        """One copy."""
+        self._device[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
+
+    def mark(self) -> None:
+        """Record the event that `begin` waits for."""
+        self._copied.record()
+
+    def download(self, tensor: torch.Tensor) -> Download:
+        """Copy to pinned memory, and an event behind it."""
+        host = self._result(tensor.dtype, tensor.numel())
         host.copy_(tensor.reshape(-1), non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        event.synchronize()
-        return host.numpy().reshape(tensor.shape).copy()
+        done = torch.cuda.Event()
+        done.record()
+        return _Copy(host, tensor.shape, done)
+
+    def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:
+        """Pinned memory for a result; a step and the one prepared behind it have two downloads each at most."""
+        buffers = self._results.setdefault(dtype, [torch.empty(0, dtype=dtype)] * 4)
+        buffer = buffers.pop(0)
+        if buffer.numel() < count:
+            buffer = torch.empty(1 << (count - 1).bit_length(), dtype=dtype, pin_memory=True)
+        buffers.append(buffer)
+        return buffer[:count]
 
 
 def staging_for(device: str) -> Staging:
     """The staging of a device, by its torch device string."""
     return CudaStaging(device) if device.startswith("cuda") else CpuStaging()
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

@@ -23,6 +23,7 @@ from slotline.registry.negotiation.request import (
     Need,
     Part,
     PlanRequest,
+    Setting,
     group_layers,
 )
 from slotline.registry.negotiation.review import review
@@ -46,6 +47,7 @@ __all__ = [
     "PlanRequest",
     "Reason",
     "Rejection",
+    "Setting",
     "Severity",
     "attention_candidates",
     "capture_sizes",

@@ -17,9 +17,8 @@ from slotline.registry.negotiation.plan import (
     Plan,
     Reason,
     Rejection,
-    Setting,
 )
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Setting
 from slotline.registry.negotiation.search import CRITERIA, CachePart, Search, Solution, is_exact
 
 
@@ -39,7 +38,7 @@ def assemble(search: Search, solution: Solution, warnings: tuple[Note, ...]) -> 
         downgrades=tuple(note for note in notes if is_downgrade(note)),
         warnings=warnings,
         notes=tuple(note for note in notes if not is_downgrade(note)),
-        settings=tuple(_settings(search, solution)),
+        settings=(*_settings(search, solution), *request.settings),
         parts=request.parts,
         facts=request.facts,
     )

@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import DeviceInfo
-from slotline.registry.negotiation.request import Part
+from slotline.registry.negotiation.request import Part, Setting
 
 CAPTURED = "captured"
 EAGER = "eager"
@@ -84,20 +84,6 @@ class Note:
             "because": list(self.because),
             "to_avoid": list(self.to_avoid),
         }
-
-
-@frozen(kw_only=True)
-class Setting:
-    """One value, asked and resolved side by side."""
-
-    key: str
-    asked: str
-    resolved: str
-    origin: str = "default"
-    explicit: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        return {"key": self.key, "asked": self.asked, "resolved": self.resolved, "origin": self.origin}
 
 
 @frozen(kw_only=True)

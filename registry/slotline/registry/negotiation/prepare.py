@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from slotline.registry.config.load import LoadedConfig
 from slotline.registry.contracts.model_family import ModelFacts
 from slotline.registry.descriptor import HOST_CONTRACTS, Descriptor, DeviceInfo, Kind
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Need, Part, PlanRequest, group_layers
+from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Need, Part, PlanRequest, Setting, group_layers
 from slotline.registry.probing import probe
 from slotline.registry.records import PluginRecord, PluginState
 
@@ -32,6 +32,7 @@ def prepare_request(
     tree: bool = False,
     needs: Sequence[Need] = (),
     parts: Sequence[Part] = (),
+    settings: Sequence[Setting] = (),
 ) -> PlanRequest:
     """The request that a configuration and a model make on a device.
 
@@ -44,6 +45,7 @@ def prepare_request(
         draft_tokens: what the drafter proposes in a step; `tree` if it proposes a tree.
         needs: what further plugins need of attention backends.
         parts: plugins chosen elsewhere, for the record.
+        settings: resolved elsewhere, for the record.
     """
     config, source = loaded.config, _Source(loaded)
     dtypes = (config.dtype,) if config.dtype != AUTO else tuple(dtype_fallbacks) or (facts.dtype,)
@@ -72,6 +74,7 @@ def prepare_request(
         strict=config.strict,
         allow=tuple(config.allow),
         parts=tuple(parts),
+        settings=tuple(settings),
         facts=_facts(facts, max_model_len),
     )
 

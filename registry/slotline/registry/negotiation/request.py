@@ -89,6 +89,20 @@ class Part:
 
 
 @frozen(kw_only=True)
+class Setting:
+    """One value, asked and resolved side by side."""
+
+    key: str
+    asked: str
+    resolved: str
+    origin: str = "default"
+    explicit: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        return {"key": self.key, "asked": self.asked, "resolved": self.resolved, "origin": self.origin}
+
+
+@frozen(kw_only=True)
 class Candidate:
     """One plugin that might be chosen, as discovery found it and the probe left it.
 
@@ -153,6 +167,7 @@ class PlanRequest:
         needs: more needs, from plugins.
         strict: whether each downgrade is an error; `allow` lists the codes that may pass.
         parts: plugins chosen elsewhere, for the record.
+        settings: resolved elsewhere, for the record.
         facts: what the plan says of the model, in order: name -> value.
     """
 
@@ -177,6 +192,7 @@ class PlanRequest:
     strict: bool = False
     allow: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
+    settings: tuple[Setting, ...] = ()
     facts: Mapping[str, Any] = field(factory=dict)
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:

@@ -1,0 +1,106 @@
+"""What a step hands from one part to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, evolve, field
+
+from slotline.core.inputs import StepInputs
+from slotline.core.outputs import TokenLogprobs
+from slotline.core.sampler import SamplingBatch
+from slotline.core.staging import Download
+
+Int = npt.NDArray[np.int64]
+
+
+@define(kw_only=True, eq=False)
+class Launched:
+    """A forward pass that the device may still be running.
+
+    Attributes:
+        inputs: what it reads.
+        hidden: [num_padded_tokens, hidden_size], or of the wanted tokens alone.
+        logits: of the same tokens, where a graph holds them.
+        whole: whether a prompt's tokens are scored too, so that all tokens are wanted.
+    """
+
+    inputs: StepInputs
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    whole: bool
+
+
+@define(kw_only=True, eq=False)
+class Sampling:
+    """Tokens that the device may still be sampling; nothing here is read or waited for on the host yet.
+
+    Attributes:
+        batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
+        drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
+        tokens: [n] int64 on their way to the host.
+        states: [n, hidden_size] on the device, where a drafter needs them.
+        num_nans: [n] int64 on their way to the host, where they are counted.
+        logprobs: for each logits row its entry, where asked for.
+        prompt_logprobs: as in `StepOutput`.
+    """
+
+    batch: SamplingBatch
+    draft_positions: Int | None
+    drafts: Int | None
+    tokens: Download
+    states: torch.Tensor | None = None
+    num_nans: Download | None = None
+    logprobs: dict[int, TokenLogprobs] = field(factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+
+
+@define(kw_only=True, eq=False)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        rows: [n] int64, permanent rows that got a token; once for each token, a row's tokens in order.
+        token_ids: [n] int32.
+        draft_positions: [n] int64, which of its row's tokens in this step each is; None where nothing was drafted.
+        hidden_states: [distinct rows, hidden_size] of each row's last accepted position, where a drafter needs them.
+        logprobs: by row, an entry for each token, where asked for.
+        prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
+        num_nans: by row, only rows with NaN logits.
+    """
+
+    rows: Int
+    token_ids: npt.NDArray[np.int32]
+    draft_positions: Int | None = None
+    hidden_states: torch.Tensor | None = None
+    logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    num_nans: dict[int, int] = field(factory=dict)
+
+    def without(self, rows: Int) -> StepOutput:
+        """The same results without those of some rows."""
+        kept = ~np.isin(self.rows, rows)
+        if kept.all():
+            return self
+        gone = set(rows.tolist())
+        return evolve(
+            self,
+            rows=self.rows[kept],
+            token_ids=self.token_ids[kept],
+            draft_positions=None if self.draft_positions is None else self.draft_positions[kept],
+            logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
+            prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
+            num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
+        )
+
+    def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
+        """Distinct rows and a token of each: first the first tokens of all, then the second ones, and so on."""
+        if self.draft_positions is None:
+            yield self.rows, self.token_ids
+            return
+        for position in range(int(self.draft_positions.max(initial=0)) + 1):
+            own = self.draft_positions == position
+            yield self.rows[own], self.token_ids[own]
