@@ -163,14 +163,14 @@ def test_a_streamed_text_is_the_same(tiny: Tiny, engines: Engines) -> None:
 
 
 def test_auto_is_off_on_a_cpu_and_says_why_and_a_drafter_forbids_it(tiny: Tiny) -> None:
-    llm = LLM(tiny("llama"))
+    llm = LLM(tiny("llama"), device="cpu")
     assert not llm.engine.asynchronous
     assert "scheduler.async" in llm.plan.explain()
     (setting,) = [s for s in llm.plan.settings if s.key == "scheduler.async"]
     assert (setting.asked, setting.resolved) == ("auto", "false")
     assert "cores" in setting.origin
     with pytest.raises(NegotiationError, match=r"scheduler\.async = true .* drafter\.name = 'ngram'") as caught:
-        LLM(tiny("llama"), **{"scheduler.async": True, "drafter.name": "ngram"})
+        LLM(tiny("llama"), device="cpu", **{"scheduler.async": True, "drafter.name": "ngram"})
     assert "remove [drafter]" in str(caught.value)
 
 
