@@ -154,6 +154,17 @@ def test_a_row_may_be_taken_by_another_request_while_its_last_step_is_in_flight(
     assert second.output_token_ids == expected[1]
 
 
+def test_the_log_probabilities_of_a_prompt_that_is_given_up_in_mid_way_go_with_it(tiny: Tiny, engines: Engines) -> None:
+    llm = engines(tiny("llama"), **SMALL, **ON)
+    scored = add(llm, "one", PROMPTS[3], SamplingParams(prompt_logprobs=0, max_tokens=2))
+    other = add(llm, "two", PROMPTS[0])
+    llm.engine.step()  # its first chunk is in flight
+    llm.engine.abort("one")
+    run_all(llm)
+    assert scored.prompt_logprobs == [None] * len(PROMPTS[3])
+    assert other.output_token_ids == tokens_of(llm, PROMPTS[:1])[0]
+
+
 def test_a_streamed_text_is_the_same(tiny: Tiny, engines: Engines) -> None:
     llm, params = LLM(**{"scheduler.async": True, "max_model_len": 128}), SamplingParams(temperature=0, max_tokens=12)
     expected = LLM(max_model_len=128).generate("def main(", params)[0].outputs[0].text

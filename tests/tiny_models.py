@@ -172,14 +172,18 @@ def family(name: str) -> TinyFamily:
     return _FAMILIES[name]
 
 
-def build(name: str, path: Path, seed: int = 0, **settings: Any) -> Path:
-    """Write a random checkpoint of a family with a tokenizer into `path`; `settings` override the configuration."""
+def build(name: str, path: Path, seed: int = 0, architecture: str = "", **settings: Any) -> Path:
+    """Write a random checkpoint of a family with a tokenizer into `path`; `settings` override the configuration.
+
+    `architecture` names another transformers class than the family's causal language model.
+    """
     known = _FAMILIES[name]
     config = getattr(transformers, known.config)(**{**_SIZES, **known.settings, **settings})
     torch.manual_seed(seed)
-    model = getattr(transformers, known.architecture)(config)
+    model = getattr(transformers, architecture or known.architecture)(config)
     _widen(model)
-    model.generation_config.eos_token_id = config.eos_token_id
+    if model.can_generate():
+        model.generation_config.eos_token_id = config.eos_token_id
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
     build_tokenizer(path)

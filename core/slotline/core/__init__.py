@@ -4,14 +4,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slotline.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from slotline.core.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    Logprob,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
 from slotline.core.sampling_params import SamplingParams
+from slotline.registry.contracts import PoolingParams
 
 if TYPE_CHECKING:
     from slotline.core.engine import Engine
     from slotline.core.llm import LLM
 
-__all__ = ["LLM", "CompletionOutput", "Engine", "Logprob", "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Engine",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]
 
 _LAZY = {"LLM": "slotline.core.llm", "Engine": "slotline.core.engine"}
 

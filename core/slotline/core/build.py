@@ -19,13 +19,14 @@ from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.last_tokens import LastTokens
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
 from slotline.core.planning import Planned, make_plan
+from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.profiling import StepProfiler
 from slotline.core.rows import Rows
 from slotline.core.runner import Runner
 from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
-from slotline.core.staging import staging_for
+from slotline.core.staging import Staging, staging_for
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
@@ -39,7 +40,7 @@ from slotline.registry.contracts import (
     ModelContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.errors import CapacityError
+from slotline.registry.errors import CapacityError, ContractError
 from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
 
 logger = logging.getLogger("slotline")
@@ -93,6 +94,7 @@ class EngineBuilder:
             pipeline=pipeline,
             profiler=profiler,
             drafting=drafting,
+            pooling=runner.pooling,
             limits=self._limits(),
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
@@ -112,6 +114,7 @@ class EngineBuilder:
             facts=evolve(planned.facts, max_model_len=planned.max_model_len),
             device=planned.device,
             dtype=planned.plan.dtype,
+            task=planned.task,
             optimize=config.optimize,
             offload_bytes=int(config.offload_gib * 2**30),
             options=self._options(planned.family_descriptor),
@@ -201,7 +204,8 @@ class EngineBuilder:
         vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
         kernel_sizes = [group.kernel_block_size for group in self.planned.plan.cache_groups]
         tables = tables_for(groups, kernel_sizes, staging, device)
-        last_tokens = LastTokens(vocab_size, rows.max_requests, device) if self.planned.asynchronous else None
+        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
+        last_tokens = LastTokens(vocab_size, rows.max_requests, device) if stands_in else None
         most_drafts = drafting.num_tokens if drafting else 0
         gatherer = InputGatherer(rows, groups, kernel_sizes, staging, tables, budget, most_drafts, last_tokens)
         runner = Runner(
@@ -213,10 +217,25 @@ class EngineBuilder:
             profiler,
             drafting,
             last_tokens,
+            self._pooling(model, rows, staging),
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
         )
         return gatherer, runner
+
+    def _pooling(self, model: Model, rows: Rows, staging: Staging) -> Pooling | None:
+        """What makes answers of hidden states, where the task is a pooling one."""
+        task, hidden_size = self.planned.task, self.planned.facts.hidden_size
+        if task == "generate":
+            return None
+        pooler = getattr(model, "pooler", None)
+        if pooler is None:
+            name = self.planned.family_descriptor.name
+            raise ContractError(
+                f"model family {name!r} offers the task {task!r}, and its model has no pooler",
+                fix="tell the author of the plugin",
+            )
+        return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
     def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec]) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
@@ -227,7 +246,8 @@ class EngineBuilder:
         def profile() -> float:
             lens = even_split(tokens, min(requests, tokens))
             runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
-            warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
+            if runner.pooling is None:
+                warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
@@ -318,6 +338,7 @@ class EngineBuilder:
             vocab_size=self.planned.facts.vocab_size,
             chunked_prefill=config.scheduler.chunked_prefill,
             priorities=config.scheduler.policy == "priority",
+            tasks=self.planned.facts.tasks,
         )
 
     def _tokenizer(self) -> Tokenizer | None:

@@ -113,7 +113,7 @@ class CacheManager:
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
         """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
-        if not self.prefix_caching or request.params.prompt_logprobs is not None:
+        if not self.prefix_caching or request.whole_prompt:
             return 0, [[] for _ in self.groups]
         limit = (len(token_ids) - 1) // self.hash_block_size
         hashes = self._hashes(request, token_ids, limit)[:limit]

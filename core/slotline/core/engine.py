@@ -21,7 +21,8 @@ from slotline.core.inputs import InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
 from slotline.core.memory import MemoryReport
-from slotline.core.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from slotline.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, TokenLogprobs
+from slotline.core.pooling import Pooling, params_by_task, pooling_output
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.request import Request, Status
@@ -29,8 +30,9 @@ from slotline.core.rows import Rows
 from slotline.core.runner import Runner
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.scheduler import Schedule, Scheduler
-from slotline.core.step import Launched, Sampling, StepOutput
+from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.tokenizer import Tokenizer
+from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import CapacityError, RequestError
 
 if TYPE_CHECKING:
@@ -57,7 +59,7 @@ class StepResult:
 
 @define(kw_only=True)
 class EngineLimits:
-    """Bounds that requests are checked against at admission."""
+    """Bounds that requests are checked against at admission; `tasks` are all that the model serves."""
 
     max_model_len: int
     max_batched_tokens: int
@@ -65,6 +67,7 @@ class EngineLimits:
     vocab_size: int
     chunked_prefill: bool
     priorities: bool
+    tasks: tuple[str, ...] = ("generate",)
 
 
 @define(kw_only=True, eq=False)
@@ -80,7 +83,7 @@ class InFlight:
 
     schedule: Schedule
     generations: Int
-    sampling: Sampling
+    sampling: Sampling | Answers
 
 
 class Engine:
@@ -102,6 +105,7 @@ class Engine:
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
         drafting: Drafting | None = None,
+        pooling: Pooling | None = None,
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
@@ -119,6 +123,7 @@ class Engine:
         self.pipeline = pipeline
         self.profiler = profiler
         self.drafting = drafting
+        self.pooling = pooling
         self.limits = limits
         self.tokenizer = tokenizer
         self.memory = memory
@@ -141,7 +146,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         prompt: str | None = None,
         priority: int = 0,
@@ -152,15 +157,19 @@ class Engine:
         """Check a request and queue it.
 
         Args:
+            params: of the engine's task.
             stream: whether its text is read while it runs.
 
         Raises:
             RequestError: naming what is wrong; nothing is queued then, and the engine goes on.
         """
+        sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
         request = Request(
             request_id=request_id,
             prompt_token_ids=_token_ids(prompt_token_ids),
-            params=params,
+            params=sampling,
+            pooling_params=pooling,
+            pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
             prompt=prompt,
             priority=priority,
             cache_salt=cache_salt,
@@ -168,7 +177,7 @@ class Engine:
             arrival=self._arrivals,
         )
         self.validate(request)
-        if params.stop or (stream and params.detokenize):
+        if sampling.stop or (stream and sampling.detokenize):
             request.detokenizer = self._detokenizer(request)
         self._arrivals += 1
         self.requests[request_id] = request
@@ -191,10 +200,12 @@ class Engine:
             )
         if length == 0:
             raise RequestError("the prompt is empty", fix="give at least one token")
-        if length >= limits.max_model_len:
+        outputs, beside = (1, " beside one output token") if request.pooling_params is None else (0, "")
+        longest = limits.max_model_len - outputs
+        if length > longest:
             raise RequestError(
-                f"the prompt has {length} tokens; at most {limits.max_model_len - 1} fit beside one output token "
-                f"into max_model_len={limits.max_model_len}",
+                f"the prompt has {length} tokens; at most {longest} fit{beside} into "
+                f"max_model_len={limits.max_model_len}",
                 fix="shorten the prompt or raise scheduler.max_model_len",
             )
         wrong = [t for t in request.prompt_token_ids if not 0 <= t < limits.vocab_size]
@@ -279,6 +290,10 @@ class Engine:
             metrics=first.metrics,
         )
 
+    def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
+        """The public form of a pooling request."""
+        return pooling_output(request)
+
     def _admit(self, schedule: Schedule) -> tuple[Schedule, list[Request]]:
         """Prepare the requests that join in this step.
 
@@ -316,7 +331,7 @@ class Engine:
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         return launched
 
-    def _sample(self, launched: Launched, generations: Int) -> Sampling:
+    def _sample(self, launched: Launched, generations: Int) -> Sampling | Answers:
         """Start sampling behind a forward pass; the tokens before are known by now."""
         sampling = self.runner.sample(launched)
         if (last_tokens := self.runner.last_tokens) is not None:
@@ -348,7 +363,7 @@ class Engine:
             computed = rows.num_computed_tokens[schedule.rows]
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
         self._record(output)
-        ended: dict[int, tuple[str, str | int | None]] = {}
+        ended = self._answer(output)
         given = []
         for which, tokens in output.rounds():
             if ended:
@@ -362,6 +377,12 @@ class Engine:
         self._finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
         result = given[0] if len(given) == 1 else tuple(map(np.concatenate, zip(*given, strict=True)))
         return StepResult(rows=result[0], token_ids=result[1], finished=finished)
+
+    def _answer(self, output: StepOutput) -> dict[int, tuple[str, str | int | None]]:
+        """Give pooling requests their answers; they end with them."""
+        for row, vector in output.pooled.items():
+            self.rows.request(row).pooled = vector.copy()
+        return dict.fromkeys(output.pooled, ("stop", None))
 
     def _draft(self, drafting: Drafting, output: StepOutput) -> None:
         """Ask for the drafts that the next step verifies."""

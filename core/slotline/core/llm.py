@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import evolve
 
 from slotline.core.build import build_engine
 from slotline.core.engine import Engine
-from slotline.core.outputs import RequestOutput
+from slotline.core.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
 from slotline.core.progress import progress_bar
+from slotline.core.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.request import Request
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig, load_config
+from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import ConfigError, RequestError
 from slotline.registry.negotiation import Plan
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
 _SHORT = {
     "backend": "attention.backend",
     "block_size": "cache.block_size",
@@ -119,7 +125,61 @@ class LLM:
         Raises:
             RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
         """
-        groups = self._add_all(_as_prompts(prompts), sampling_params)
+        given = as_prompts(prompts)
+        groups = self._add_all(given, as_params(sampling_params, len(given), SamplingParams()))
+        self._run(groups, progress)
+        return [self.engine.output(group) for group in groups]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the hidden states of each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: one for all, or one for each.
+            pooling_task: the task of parameters that name none; one of both must name it.
+            progress: as for `generate`.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
+                call runs then.
+        """
+        given = as_prompts(prompts)
+        params = as_params(pooling_params, len(given), PoolingParams())
+        groups = self._add_all(given, [of_task(one, pooling_task) for one in params])
+        self._run(groups, progress)
+        return [self.engine.pooling_output(request) for (request,) in groups]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
+        outputs = self.encode(prompts, pooling_params, pooling_task="embed", progress=progress)
+        return cast(list[EmbeddingRequestOutput], outputs)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
+        outputs = self.encode(prompts, pooling_params, pooling_task="classify", progress=progress)
+        return cast(list[ClassificationRequestOutput], outputs)
+
+    def _run(self, groups: list[list[Request]], progress: bool | None) -> None:
+        """Step until the requests have ended; abort them if that is interrupted."""
         wanted = {request.request_id for group in groups for request in group}
         shown = self.loaded.config.observability.progress if progress is None else progress
         with progress_bar(len(wanted), enabled=shown, forced=progress is True) as bar:
@@ -132,7 +192,6 @@ class LLM:
                 for request_id in wanted:
                     self.engine.abort(request_id)
                 raise
-        return [self.engine.output(group) for group in groups]
 
     def chat(
         self,
@@ -152,7 +211,8 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
-        (group,) = self._add_all([prompt], sampling_params, stream=True)  # at once, so that a mistake shows here
+        params = as_params(sampling_params, 1, SamplingParams())
+        (group,) = self._add_all([prompt], params, stream=True)  # at once, so that a mistake shows here
         return self._stream(group)
 
     def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
@@ -171,12 +231,11 @@ class LLM:
     def _add_all(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        params: Sequence[SamplingParams | PoolingParams],
         *,
         stream: bool = False,
     ) -> list[list[Request]]:
         """Queue every prompt, or none if one is wrong."""
-        params = _as_params(sampling_params, len(prompts))
         groups: list[list[Request]] = []
         try:
             for prompt, one in zip(prompts, params, strict=True):
@@ -190,10 +249,15 @@ class LLM:
             raise
         return groups
 
-    def _add(self, prompt: Prompt, params: SamplingParams, group: list[Request], *, stream: bool) -> None:
-        """Queue one prompt, `params.n` times with seeds of their own."""
+    def _add(
+        self, prompt: Prompt, params: SamplingParams | PoolingParams, group: list[Request], *, stream: bool
+    ) -> None:
+        """Queue one prompt; sampling ones `params.n` times, with seeds of their own."""
         fields = self._fields(prompt)
         request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
+        if isinstance(params, PoolingParams):
+            group.append(self.engine.add(request_id, params=params, **fields))
+            return
         for index in range(params.n):
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
             one = evolve(params, n=1, seed=seed) if params.n > 1 else params
@@ -223,29 +287,3 @@ class LLM:
         if not text:
             raise RequestError("the prompt is empty", fix="give at least one character")
         return self.tokenizer.encode(text)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt as a list of one; a list of integers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    try:
-        listed: list[Any] = list(prompts)
-    except TypeError as error:
-        raise RequestError(f"prompts={prompts!r:.60} cannot be read", fix="give text, token ids, or a list") from error
-    if not listed:
-        raise RequestError("no prompt was given", fix="give at least one; an empty list of token ids is no prompt")
-    return [listed] if isinstance(listed[0], Integral) else listed
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
-    if len(params) != count:
-        raise RequestError(
-            f"{len(params)} sampling parameters for {count} prompts", fix="give one, or one for each prompt"
-        )
-    wrong = [one for one in params if not isinstance(one, SamplingParams)]
-    if wrong:
-        raise RequestError(f"sampling_params={wrong[0]!r:.60} is no SamplingParams", fix="give SamplingParams(...)")
-    return params

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from attrs import define, field
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Logprob(NamedTuple):
@@ -81,3 +84,78 @@ class RequestOutput:
     finished: bool
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics = field(factory=RequestMetrics)
+
+
+@define(kw_only=True, eq=False)
+class PoolingOutput:
+    """What a pooling request gives.
+
+    Attributes:
+        data: [size] float32 on the host.
+    """
+
+    data: torch.Tensor
+
+
+@define(kw_only=True, eq=False)
+class EmbeddingOutput(PoolingOutput):
+    """An embedding."""
+
+    @property
+    def embedding(self) -> list[float]:
+        """The numbers, as many as `PoolingParams.dimensions` asked for."""
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
+    @property
+    def hidden_size(self) -> int:
+        """How many there are."""
+        return len(self.data)
+
+
+@define(kw_only=True, eq=False)
+class ClassificationOutput(PoolingOutput):
+    """Scores of the classes: probabilities, unless `PoolingParams.use_activation` was False."""
+
+    @property
+    def probs(self) -> list[float]:
+        """One number for each class, in the order of config.json's `id2label`."""
+        numbers: list[float] = self.data.tolist()
+        return numbers
+
+    @property
+    def num_classes(self) -> int:
+        """How many classes there are."""
+        return len(self.data)
+
+
+Pooled_co = TypeVar("Pooled_co", bound=PoolingOutput, covariant=True)
+
+
+@define(kw_only=True)
+class PoolingRequestOutput(Generic[Pooled_co]):
+    """A pooling request and its answer.
+
+    Attributes:
+        request_id: as given or made up at admission.
+        prompt: the prompt's text, None if it came as token ids.
+        prompt_token_ids: the prompt's tokens.
+        outputs: the answer; None for a request that was aborted or failed.
+        finished: whether it has ended.
+        finish_reason: `stop`, `abort`, `error`, or None while running.
+        stop_reason: the error, if it failed.
+        metrics: times and counts.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: Pooled_co | None
+    finished: bool
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    metrics: RequestMetrics = field(factory=RequestMetrics)
+
+
+EmbeddingRequestOutput = PoolingRequestOutput[EmbeddingOutput]
+ClassificationRequestOutput = PoolingRequestOutput[ClassificationOutput]

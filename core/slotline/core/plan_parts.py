@@ -1,4 +1,4 @@
-"""Plugins beside attention and cache in a plan: whether the drafter and the logits processors can be used."""
+"""What a plan holds beside attention and cache: the task, and whether drafter and logits processors can be used."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Need, Reason, part_reasons
+from slotline.registry.negotiation import Need, Reason, Setting, part_reasons
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
@@ -18,6 +19,33 @@ _NOT_SUPPLIED = {
     "needs_grammar": "the state of a grammar",
 }
 """What a drafter may need and this version of the runner does not hand over."""
+
+
+def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> Setting:
+    """The task that the configuration names, or the one that the checkpoint was made for.
+
+    Raises:
+        NegotiationError: if the model does not serve it, or something else that is named cannot work with it.
+    """
+    config, served = loaded.config, [t for t in facts.tasks if family.capabilities.tasks.refusal(t) is None]
+    if config.task == "auto" and served:
+        task = served[0]
+    elif config.task in served:
+        task = config.task
+    else:
+        raise NegotiationError(
+            f"task = {config.task!r} ({loaded.origins['task'].where}): {facts.architecture} in {str(facts.path)!r} "
+            f"serves {', '.join(served) or 'no task'}",
+            fix=f"set task = {served[0]!r}, or take another model" if served else "take another model",
+        )
+    sampling = [f"drafter.name = {config.drafter.name!r}"] if config.drafter.name else []
+    sampling += [f"[logits_processors.{name}]" for name in config.logits_processors]
+    if sampling and task != "generate":
+        raise NegotiationError(
+            f"{', '.join(sampling)}: task {task!r} samples no tokens", fix='remove them, or set task = "generate"'
+        )
+    origin = loaded.origins["task"].where if config.task != "auto" else "auto: what the checkpoint was made for"
+    return Setting(key="task", asked=config.task, resolved=task, origin=origin, explicit=config.task != "auto")
 
 
 def choose_drafter(

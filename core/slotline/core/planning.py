@@ -11,7 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.core.device import describe_device, resolve_device
-from slotline.core.plan_parts import choose_drafter, refuse_processors
+from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -43,6 +43,7 @@ class Planned:
         loaded: the configuration.
         registry: the plugins.
         facts: what is known of the model.
+        task: what the engine runs, of `facts.tasks`.
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         drafter: descriptor of the drafter, or None.
@@ -55,6 +56,7 @@ class Planned:
     loaded: LoadedConfig
     registry: PluginRegistry
     facts: ModelFacts
+    task: str
     family_descriptor: Descriptor[Any]
     family: ModelFamily
     processors: tuple[Descriptor[Any], ...]
@@ -80,8 +82,10 @@ def make_plan(loaded: LoadedConfig) -> Planned:
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = _family_for(registry, path)
     facts = family.inspect(path)
+    setting = choose_task(loaded, facts, family_descriptor)
+    task = setting.resolved
     max_model_len = _max_model_len(loaded, facts)
-    processors = _processors(loaded, registry)
+    processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     asynchronous = _asynchronous(loaded, device, drafting=drafter is not None)
@@ -94,11 +98,11 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(asynchronous,),
+        settings=(setting, asynchronous),
     )
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     plan = negotiate(request, attention, specs)
-    refusal = family.capture_refusal(facts, device, plan.dtype) if plan.graphs.resolved != "none" else None
+    refusal = _capture_refusal(family, facts, device, plan, task) if plan.graphs.resolved != "none" else None
     if refusal is not None:
         request = evolve(request, graphs=_without_graphs(request.graphs, refusal))
         plan = negotiate(request, attention, specs)
@@ -108,6 +112,7 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         loaded=loaded,
         registry=registry,
         facts=facts,
+        task=task,
         family_descriptor=family_descriptor,
         family=family,
         processors=processors,
@@ -147,18 +152,26 @@ def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setti
     )
 
 
+def _capture_refusal(family: ModelFamily, facts: ModelFacts, device: str, plan: Plan, task: str) -> str | None:
+    """Why nothing can be captured, in a sentence, or None."""
+    if task != "generate":
+        return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
+    refusal = family.capture_refusal(facts, device, plan.dtype)
+    return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
+
+
 def _without_graphs(asked: Asked[str], refusal: str) -> Asked[str]:
-    """No graphs, for the model's reason.
+    """No graphs, for the reason given.
 
     Raises:
         NegotiationError: if graphs were asked for by name.
     """
     if asked.explicit and asked.value != "auto":
         raise NegotiationError(
-            f"graphs.mode = {asked.value!r} ({asked.origin}): the model's forward cannot be captured: {refusal}",
+            f"graphs.mode = {asked.value!r} ({asked.origin}): {refusal}",
             fix='set graphs.mode to "auto" or "none"',
         )
-    return Asked("none", f"the model's forward cannot be captured: {refusal}")
+    return Asked("none", refusal)
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:

@@ -10,9 +10,12 @@ from attrs import define, field
 
 from slotline.core.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.sampling_params import SamplingParams
-from slotline.registry.contracts import BlockHash
+from slotline.registry.contracts import BlockHash, PoolingParams
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from slotline.core.detokenizer import Detokenizer
 
 
@@ -27,12 +30,14 @@ class Status(Enum):
 
 @define(kw_only=True, eq=False)
 class Request:
-    """One sequence to generate.
+    """One sequence to generate, or one prompt to pool.
 
     Attributes:
         request_id: unique among the unfinished.
         prompt_token_ids: at least one token.
         params: sampling parameters.
+        pooling_params: for a pooling request, which samples nothing: its parameters, as the model adjusted them.
+        pools_whole_prompt: whether its answer needs the hidden states of every position.
         prompt: text of the prompt, if it came as text.
         priority: lower runs first under the priority policy.
         cache_salt: requests share cached prefixes only with equal salts.
@@ -40,11 +45,14 @@ class Request:
         arrival: order of arrival at the engine.
         row: permanent row from admission until the request leaves, else -1.
         block_hashes: chained hashes of its full blocks so far.
+        pooled: [size] float32, the answer of a finished pooling request.
     """
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    pooling_params: PoolingParams | None = None
+    pools_whole_prompt: bool = False
     prompt: str | None = None
     priority: int = 0
     cache_salt: str = ""
@@ -54,6 +62,7 @@ class Request:
     row: int = -1
     status: Status = Status.WAITING
     block_hashes: list[BlockHash] = field(factory=list)
+    pooled: npt.NDArray[np.float32] | None = None
     output_token_ids: list[int] = field(factory=list)
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
@@ -67,6 +76,11 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Scheduling order: lower goes first."""
         return (self.priority, self.arrival)
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every position of the prompt must be computed, so that no cached prefix is taken."""
+        return self.params.prompt_logprobs is not None or self.pools_whole_prompt
 
     @property
     def finished(self) -> bool:

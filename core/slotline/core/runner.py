@@ -18,12 +18,13 @@ from slotline.core.inputs import StepInputs
 from slotline.core.last_tokens import LastTokens
 from slotline.core.logprobs import LogprobTable, gather_logprobs
 from slotline.core.outputs import TokenLogprobs
+from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.rows import Rows
 from slotline.core.sampler import SamplingBatch, sample
 from slotline.core.staging import Staging
-from slotline.core.step import Launched, Sampling, StepOutput
+from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.verification import reject, standing
 from slotline.registry.contracts import Model
 
@@ -36,6 +37,7 @@ class Runner:
 
     Attributes:
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
+        pooling: what is done with hidden states where nothing is sampled, else None.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Runner:
         profiler: StepProfiler,
         drafting: Drafting | None = None,
         last_tokens: LastTokens | None = None,
+        pooling: Pooling | None = None,
         *,
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
@@ -60,6 +63,7 @@ class Runner:
         self.profiler = profiler
         self.drafting = drafting
         self.last_tokens = last_tokens
+        self.pooling = pooling
         self.graphs: GraphRunner | None = None
         when, _, what = logprobs_mode.partition("_")
         self.raw_logprobs = when == "raw"
@@ -83,12 +87,15 @@ class Runner:
         return Launched(inputs=inputs, hidden=hidden, logits=logits, whole=whole)
 
     @torch.inference_mode()
-    def sample(self, launched: Launched) -> Sampling:
-        """Start what follows the forward pass: logits, processors, the draws, and their way to the host.
+    def sample(self, launched: Launched) -> Sampling | Answers:
+        """Start what follows the forward pass: logits, processors, the draws, and their way to the host; or pooling.
 
         All tokens before must be known: processors look at them.
         """
         inputs, scope = launched.inputs, self.profiler.scope
+        if self.pooling is not None:
+            with scope("pool"):
+                return self.pooling.run(inputs, launched.hidden)
         with scope("logits"):
             states, logits = self._wanted(launched)
         batch = SamplingBatch.gather(self.rows, inputs.logits_rows, inputs.draft_positions)
@@ -114,8 +121,11 @@ class Runner:
                 sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
         return sampling
 
-    def finish(self, sampling: Sampling) -> StepOutput:
-        """Wait for a step's tokens, and see which of them stand."""
+    def finish(self, sampling: Sampling | Answers) -> StepOutput:
+        """Wait for a step's answers, or for its tokens, and see which of them stand."""
+        if isinstance(sampling, Answers):
+            with self.profiler.scope("wait"):
+                return sampling.wait()
         with self.profiler.scope("wait"):
             token_ids = sampling.tokens.wait()
         rows, positions = sampling.batch.rows, sampling.draft_positions
@@ -153,6 +163,8 @@ class Runner:
         self, inputs: StepInputs, attend: Attend, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`."""
+        if self.pooling is not None:
+            return self.forward(inputs, attend, self.pooling.wanted(inputs)), None
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
         return self.forward(inputs, attend, None if whole else inputs.logits_indices), None

@@ -59,6 +59,24 @@ class Sampling:
 
 
 @define(kw_only=True, eq=False)
+class Answers:
+    """Answers of pooling requests whose prompts a step completes, on their way to the host.
+
+    Attributes:
+        rows: [n] int64, permanent rows.
+        vectors: [n, size] float32; None where no prompt is complete.
+    """
+
+    rows: Int
+    vectors: Download | None
+
+    def wait(self) -> StepOutput:
+        """The step's output, once they have arrived."""
+        found = () if self.vectors is None else self.vectors.wait()
+        return StepOutput(pooled=dict(zip(self.rows.tolist(), found, strict=True)))
+
+
+@define(kw_only=True, eq=False)
 class StepOutput:
     """What a step gave.
 
@@ -70,21 +88,23 @@ class StepOutput:
         logprobs: by row, an entry for each token, where asked for.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
+        pooled: by row, the answers [size] float32 of pooling requests, which get no token.
     """
 
-    rows: Int
-    token_ids: npt.NDArray[np.int32]
+    rows: Int = field(factory=lambda: np.zeros(0, np.int64))
+    token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
     draft_positions: Int | None = None
     hidden_states: torch.Tensor | None = None
     logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     num_nans: dict[int, int] = field(factory=dict)
+    pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
 
     def without(self, rows: Int) -> StepOutput:
         """The same results without those of some rows."""
-        kept = ~np.isin(self.rows, rows)
-        if kept.all():
+        if len(rows) == 0:
             return self
+        kept = ~np.isin(self.rows, rows)
         gone = set(rows.tolist())
         return evolve(
             self,
@@ -94,6 +114,7 @@ class StepOutput:
             logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
             prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
+            pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
         )
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:

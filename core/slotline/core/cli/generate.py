@@ -12,8 +12,9 @@ from slotline.core.cli.command import Command, add_config_options, add_json_opti
 from slotline.core.cli.table import plain_table
 
 if TYPE_CHECKING:
-    from slotline.core.llm import LLM, Prompt
+    from slotline.core.llm import LLM
     from slotline.core.outputs import RequestOutput
+    from slotline.core.prompts import Prompt
     from slotline.core.sampling_params import SamplingParams
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import transformers
 from attrs import frozen
 
-from slotline.plugins.model_families.decoder import ARCHITECTURES
+from slotline.plugins.model_families import sentence_transformers
+from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, SERVED
 from slotline.registry.errors import ModelError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -59,6 +60,15 @@ class Checkpoint:
     def max_model_len(self) -> int:
         """The longest sequence that the positions allow, rope scaling included."""
         return _scaled_length(self.config)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """What it can do; first what it was made for."""
+        if self.architecture in CLASSIFIERS:
+            return ("classify",)
+        if self.architecture not in ARCHITECTURES:
+            return ("embed",)
+        return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
 
 def read(path: Path) -> Checkpoint:
@@ -135,12 +145,12 @@ def _served_architecture(path: Path, raw: Mapping[str, Any]) -> str:
             fix="use a decoder-only checkpoint",
         )
     for architecture in named:
-        if architecture in ARCHITECTURES:
+        if architecture in SERVED:
             return str(architecture)
     asked = named[0] if named else f"(none named; model_type {raw.get('model_type')!r})"
-    closest = difflib.get_close_matches(str(asked), ARCHITECTURES, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(str(asked), SERVED, n=1, cutoff=0.0)
     raise ModelError(
-        f"architecture {asked!r} of {path} is not served; served are {', '.join(ARCHITECTURES)}",
+        f"architecture {asked!r} of {path} is not served; served are {', '.join(SERVED)}",
         fix=f"the closest served architecture is {closest[0]}; use such a checkpoint or a plugin that serves this one",
     )
 

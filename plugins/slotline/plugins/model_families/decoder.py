@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from attrs import frozen
 
 from slotline.registry.capability import Set
@@ -25,6 +27,41 @@ ARCHITECTURES: tuple[str, ...] = (
 )
 """Every one is compared with transformers' own logits by the tests."""
 
+EMBEDDERS: tuple[str, ...] = (
+    "Gemma2Model",
+    "Gemma3TextModel",
+    "GptOssModel",
+    "GraniteModel",
+    "LlamaModel",
+    "MistralModel",
+    "MixtralModel",
+    "Olmo2Model",
+    "Phi3Model",
+    "Qwen2Model",
+    "Qwen3Model",
+    "Qwen3MoeModel",
+    "Starcoder2Model",
+)
+"""The same decoders without an output projection."""
+
+CLASSIFIERS: tuple[str, ...] = (
+    "Gemma2ForSequenceClassification",
+    "Gemma3TextForSequenceClassification",
+    "GptOssForSequenceClassification",
+    "LlamaForSequenceClassification",
+    "MistralForSequenceClassification",
+    "MixtralForSequenceClassification",
+    "Olmo2ForSequenceClassification",
+    "Phi3ForSequenceClassification",
+    "Qwen2ForSequenceClassification",
+    "Qwen3ForSequenceClassification",
+    "Qwen3MoeForSequenceClassification",
+    "Starcoder2ForSequenceClassification",
+)
+"""The same decoders with a `score` head."""
+
+SERVED: tuple[str, ...] = (*ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
+
 
 @frozen(kw_only=True)
 class DecoderOptions:
@@ -33,16 +70,18 @@ class DecoderOptions:
     Attributes:
         lean: run the decoder layers in a loop of ours where that gives the same logits (checked at load); false
             always calls transformers' own forward.
+        pooling: which hidden states make an embedding; ``auto`` is the checkpoint's pooling, else ``last``.
     """
 
     lean: bool = True
+    pooling: Literal["auto", "last", "cls", "mean"] = "auto"
 
 
 descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_decoder",
     capabilities=ModelFamilyCapabilities(
-        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",))
+        architectures=Set(SERVED), devices=Set(("cpu", "cuda")), tasks=Set(("generate", "embed", "classify"))
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -99,6 +99,7 @@ def inspect(path: Path) -> ModelFacts:
         layers=_watch(model, found.max_model_len),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=found.eos_token_ids,
+        tasks=found.tasks,
     )
 
 

@@ -51,6 +51,9 @@ def load_transformers_model(context: ModelContext) -> Any:
         raise ModelError(
             f"the weights of {path} cannot be read: {error}", fix="download the checkpoint again"
         ) from error
+    if context.task != "generate" and hasattr(model, "lm_head"):
+        del model.lm_head  # nobody reads logits, and its weight may be large
+        report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
     return model.eval().requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""From hidden states to logits, with what some families do to them."""
+"""From hidden states to logits, with what some families do to them; or, where there are none, to what stands in."""
 
 from __future__ import annotations
 
@@ -30,3 +30,26 @@ class LogitsHead:
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
         return logits
+
+    def of_transformers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The logits [n, vocab_size] float32 that the whole transformers model gives for tokens [n]."""
+        outputs = self._model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        logits: torch.Tensor = outputs.logits[0]
+        return logits.float()
+
+
+class NoHead:
+    """Hidden states as they are, for tasks that have no logits."""
+
+    def __init__(self, hf_model: Any) -> None:
+        self._base = hf_model.base_model
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The hidden states [n, hidden_size] in float32."""
+        return hidden_states.float()
+
+    def of_transformers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The last hidden states [n, hidden_size] float32 that transformers' base model gives for tokens [n]."""
+        outputs = self._base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
+        hidden_states: torch.Tensor = outputs.last_hidden_state[0]
+        return hidden_states.float()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from slotline.plugins.model_families.binding import AttendHolder, no_attend
-from slotline.plugins.model_families.logits import LogitsHead
+from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.errors import ModelError
 
@@ -88,7 +88,7 @@ def _last_layer(layer: Any, hidden_states: torch.Tensor, embedding: Any, wanted:
 
 
 def choose_loop(
-    hf_model: Any, holder: AttendHolder, head: LogitsHead, device: torch.device, *, lean: bool
+    hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, device: torch.device, *, lean: bool
 ) -> tuple[Loop, tuple[str, ...]]:
     """The fastest loop that gives the model's own logits, and a note on it.
 
@@ -119,27 +119,21 @@ def choose_loop(
 
 
 class _Probe:
-    """A few tokens and the logits that the whole transformers model gives for them, under a plain causal attention."""
+    """A few tokens and what the whole transformers model gives for them, under a plain causal attention."""
 
-    def __init__(self, hf_model: Any, holder: AttendHolder, head: LogitsHead, device: torch.device) -> None:
+    def __init__(self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, device: torch.device) -> None:
         self._holder, self._head = holder, head
         vocab_size = int(hf_model.config.vocab_size)
         self.tolerance = TOLERANCES.get(hf_model.dtype, 5e-2)
         self._positions = torch.arange(PROBE_TOKENS, device=device)  # [PROBE_TOKENS]
         self._input_ids = (self._positions * 7 + 1) % vocab_size  # [PROBE_TOKENS]
-        self._expected = self._run(lambda: self._logits_of_transformers(hf_model))  # [PROBE_TOKENS, vocab_size]
+        # [PROBE_TOKENS, vocab_size], or [PROBE_TOKENS, hidden_size] where there is no head
+        self._expected = self._run(lambda: head.of_transformers(self._input_ids, self._positions))
 
     def difference(self, loop: Loop) -> float:
         """Largest difference of a loop's logits, relative to the largest expected one."""
         found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
-
-    def _logits_of_transformers(self, hf_model: Any) -> torch.Tensor:
-        outputs = hf_model(
-            input_ids=self._input_ids.unsqueeze(0), position_ids=self._positions.unsqueeze(0), use_cache=False
-        )
-        logits: torch.Tensor = outputs.logits[0]
-        return logits.float()
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._holder.attend = _plain_attend

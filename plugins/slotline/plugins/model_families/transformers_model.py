@@ -12,8 +12,9 @@ from attrs import evolve
 
 from slotline.plugins.model_families import binding, inspection, loading, offload, rope
 from slotline.plugins.model_families.decoder import DecoderOptions
-from slotline.plugins.model_families.logits import LogitsHead
+from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop
+from slotline.plugins.model_families.pooling import make_pooler
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.errors import ModelError
 
@@ -50,6 +51,7 @@ class DecoderModel:
     Attributes:
         facts: what `inspect` found.
         hf_model: the transformers model itself, for plugins that replace its modules.
+        pooler: what makes answers of hidden states; None where tokens are generated.
         notes: what was done while loading, in words.
         load_seconds: wall time of loading, probes included.
         weight_bytes: bytes of all parameters and buffers, those in host memory included.
@@ -61,12 +63,13 @@ class DecoderModel:
         self._context = context
         self.hf_model, self._holder, notes = _build(context)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
-        self._head = LogitsHead(self.hf_model)
+        self.pooler, pooling_notes = make_pooler(context, self.hf_model)
+        self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
         self._loop, loop_notes = choose_loop(
             self.hf_model, self._holder, self._head, torch.device(context.device), lean=options.lean
         )
-        self.notes: tuple[str, ...] = notes + loop_notes
+        self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
 

@@ -163,6 +163,10 @@ class Config:
     model: str = field(
         default="", metadata=_doc("a local Hugging Face folder; empty for the small model that ships", path=True)
     )
+    task: Literal["auto", "generate", "embed", "classify"] = field(
+        default="auto",
+        metadata=_doc("what requests get: text, an embedding or class scores; 'auto' is the model's own"),
+    )
     tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own", path=True))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata=_doc("dtype of weights and activations")

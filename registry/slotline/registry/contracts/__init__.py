@@ -24,6 +24,7 @@ from slotline.registry.contracts.model_family import (
     ModelFamily,
     ModelFamilyCapabilities,
 )
+from slotline.registry.contracts.pooling import POOLING_TASKS, Pooler, PoolingMethod, PoolingParams
 from slotline.registry.contracts.state import (
     StateBackend,
     StateBatch,
@@ -34,6 +35,7 @@ from slotline.registry.contracts.state import (
 )
 
 __all__ = [
+    "POOLING_TASKS",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionCapabilities",
@@ -61,6 +63,9 @@ __all__ = [
     "ModelFacts",
     "ModelFamily",
     "ModelFamilyCapabilities",
+    "Pooler",
+    "PoolingMethod",
+    "PoolingParams",
     "StateBackend",
     "StateBatch",
     "StateCapabilities",

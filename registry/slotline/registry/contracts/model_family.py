@@ -10,6 +10,7 @@ from attrs import frozen
 
 from slotline.registry.capability import Set
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.pooling import Pooler
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +25,7 @@ class ModelFamilyCapabilities:
     Attributes:
         architectures: values of `architectures` in config.json that it loads.
         devices: device types.
-        tasks: of ``generate`` and the pooling tasks.
+        tasks: of ``generate``, ``embed`` and ``classify``.
     """
 
     architectures: Set[str]
@@ -45,6 +46,7 @@ class ModelFacts:
         layers: the attention layers in call order.
         num_parameters: from the model's definition.
         eos_token_ids: from generation_config.json, else config.json.
+        tasks: what this checkpoint can do, the one it was made for first.
     """
 
     architecture: str
@@ -56,16 +58,18 @@ class ModelFacts:
     layers: tuple[AttentionLayer, ...]
     num_parameters: int
     eos_token_ids: tuple[int, ...] = ()
+    tasks: tuple[str, ...] = ("generate",)
 
 
 @frozen(kw_only=True)
 class ModelContext:
-    """What `load` gets: where, in which dtype, and whether the optimising passes may run."""
+    """What `load` gets: where, in which dtype, for which task, and whether the optimising passes may run."""
 
     contract: int
     facts: ModelFacts
     device: str
     dtype: str
+    task: str = "generate"
     optimize: bool = True
     offload_bytes: int = 0
     options: Any = None
@@ -77,10 +81,12 @@ class Model(Protocol):
     Attributes:
         facts: what `inspect` found.
         notes: what was done to the model while loading, in words.
+        pooler: read only for a pooling task, and there it must be one.
     """
 
     facts: ModelFacts
     notes: tuple[str, ...]
+    pooler: Pooler | None
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
@@ -102,7 +108,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]. Called for the task ``generate`` alone."""
         ...
 
     def reload_weights(self, path: Path | None = None) -> None:

@@ -1,0 +1,168 @@
+"""Poolers: what makes embeddings and class scores of a decoder's hidden states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from slotline.plugins.model_families import sentence_transformers
+from slotline.plugins.model_families.decoder import DecoderOptions
+from slotline.plugins.model_families.sentence_transformers import Recipe
+from slotline.registry.contracts import ModelContext, Pooler, PoolingMethod, PoolingParams
+from slotline.registry.errors import ModelError, RequestError
+
+
+@frozen(eq=False)
+class EmbeddingPooler:
+    """Embeddings: pooled states, cut to the dimensions asked for and divided by their length.
+
+    Cutting before normalising follows Matryoshka Representation Learning (Kusupati et al., 2022, section 3).
+
+    Attributes:
+        recipe: the checkpoint's, or the default.
+        hidden_size: numbers in a whole embedding.
+        dimensions: lengths that the model was trained to be cut to; None if it was not.
+    """
+
+    recipe: Recipe
+    hidden_size: int
+    dimensions: Sequence[int] | None = None
+
+    @property
+    def method(self) -> PoolingMethod:
+        """Which hidden states count."""
+        return self.recipe.method
+
+    def adjust(self, params: PoolingParams) -> PoolingParams:
+        """See `slotline.registry.contracts.pooling.Pooler.adjust`."""
+        wanted = params.dimensions
+        if wanted not in (None, self.hidden_size) and (self.dimensions is None or wanted not in self.dimensions):
+            raise RequestError(f"dimensions={wanted} is not served by this model", fix=self._allowed())
+        normalize = self.recipe.normalize if params.normalize is None else params.normalize
+        return evolve(params, dimensions=wanted or self.hidden_size, normalize=normalize)
+
+    def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
+        """Embeddings [n, hidden_size] float32; numbers past a request's dimensions are 0."""
+        sizes = [one.dimensions or self.hidden_size for one in params]
+        if min(sizes, default=self.hidden_size) < self.hidden_size:
+            ends = _upload(sizes, states.device)  # [n] int64
+            kept = torch.arange(self.hidden_size, device=states.device) < ends[:, None]  # [n, hidden_size] bool
+            states = states * kept
+        flags = [bool(one.normalize) for one in params]
+        if not any(flags):
+            return states
+        lengths = states.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # [n, 1]
+        if not all(flags):
+            chosen = _upload(flags, states.device)  # [n] bool
+            lengths = torch.where(chosen[:, None], lengths, 1.0)
+        normalized: torch.Tensor = states / lengths
+        return normalized
+
+    def _allowed(self) -> str:
+        if self.dimensions is None:
+            return (
+                f"leave dimensions out: the model's embeddings have {self.hidden_size} numbers, and its config.json "
+                "names neither is_matryoshka nor matryoshka_dimensions"
+            )
+        if isinstance(self.dimensions, range):
+            return f"use 1 to {self.hidden_size}"
+        return f"use one of {', '.join(map(str, self.dimensions))}"
+
+
+@frozen(eq=False)
+class ClassPooler:
+    """Class scores: the checkpoint's `score` head over the last token's state, as transformers does.
+
+    Attributes:
+        hf_model: holds the head; looked up in each call, since weights may be reloaded and modules replaced.
+        activation: from logits [n, num_labels] to scores.
+        method: last.
+    """
+
+    hf_model: Any
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    method: PoolingMethod = "last"
+
+    def adjust(self, params: PoolingParams) -> PoolingParams:
+        """See `slotline.registry.contracts.pooling.Pooler.adjust`."""
+        return params if params.use_activation is not None else evolve(params, use_activation=True)
+
+    def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
+        """Class scores [n, num_labels] float32."""
+        logits: torch.Tensor = self.hf_model.score(states.to(self.hf_model.dtype)).float()  # [n, num_labels]
+        flags = [bool(one.use_activation) for one in params]
+        if not any(flags):
+            return logits
+        if all(flags):
+            return self.activation(logits)
+        chosen = _upload(flags, logits.device)  # [n] bool
+        return torch.where(chosen[:, None], self.activation(logits), logits)
+
+
+def _upload(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """The values on the device; through pinned memory, since a copy from any other may wait for the device."""
+    return torch.tensor(values, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def make_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler | None, tuple[str, ...]]:
+    """The pooler of a loaded model's task, and a note on it; None where tokens are generated.
+
+    Raises:
+        ModelError: if the checkpoint or the options ask for a pooling that the task has not.
+    """
+    options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
+    if context.task != "embed" and options.pooling != "auto":
+        raise ModelError(
+            f"pooling = {options.pooling!r} is for task 'embed', and the task is {context.task!r}",
+            fix="remove pooling from [model_family.transformers_decoder], or set task = 'embed'",
+        )
+    if context.task == "embed":
+        return _embedding_pooler(context, hf_model.config, options)
+    if context.task == "classify":
+        name, activation = _activation(hf_model.config)
+        note = f"classify: {hf_model.config.num_labels} classes from the last token, {name}"
+        return ClassPooler(hf_model, activation), (note,)
+    return None, ()
+
+
+def _embedding_pooler(
+    context: ModelContext, config: Any, options: DecoderOptions
+) -> tuple[EmbeddingPooler, tuple[str, ...]]:
+    recipe = _recipe(context, options)
+    note = f"embed: {recipe.method} pooling{', normalized' if recipe.normalize else ''}, from {recipe.origin}"
+    if recipe.method != "last":
+        note += "; every prompt is computed as a whole, so no cached prefix is reused"
+    hidden_size = context.facts.hidden_size
+    return EmbeddingPooler(recipe, hidden_size, _dimensions(config, hidden_size)), (note,)
+
+
+def _recipe(context: ModelContext, options: DecoderOptions) -> Recipe:
+    """The checkpoint's pooling, with the options' in its place if they name one; else the last token, normalised.
+
+    The default is vLLM's for a decoder that was not made for embeddings.
+    """
+    named: PoolingMethod | None = None if options.pooling == "auto" else options.pooling
+    if sentence_transformers.present(context.facts.path):
+        return sentence_transformers.read(context.facts.path, context.facts.hidden_size, named)
+    origin = "the default" if named is None else "the option `pooling`"
+    return Recipe(method=named or "last", normalize=True, origin=origin)
+
+
+def _dimensions(config: Any, hidden_size: int) -> Sequence[int] | None:
+    """The lengths that a Matryoshka model names in config.json."""
+    listed = getattr(config, "matryoshka_dimensions", None)
+    if listed:
+        return tuple(listed)
+    return range(1, hidden_size + 1) if getattr(config, "is_matryoshka", False) else None
+
+
+def _activation(config: Any) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """As in transformers' text classification pipeline."""
+    if config.problem_type == "regression":
+        return "no activation", lambda logits: logits
+    if config.problem_type == "multi_label_classification" or config.num_labels == 1:
+        return "sigmoid", torch.sigmoid
+    return "softmax", lambda logits: logits.softmax(dim=-1)

@@ -1,0 +1,107 @@
+"""What a pooling request asks for, and what turns hidden states into its answer. Torch-free at import.
+
+Part of the model-family contract: a model that serves a pooling task brings a `Pooler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from attrs import field, frozen
+
+from slotline.registry.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+POOLING_TASKS = ("embed", "classify")
+"""The tasks that give one vector for a prompt instead of tokens."""
+
+PoolingMethod = Literal["last", "cls", "mean"]
+"""Which hidden states of a prompt count: its last token's, its first token's, or the mean over all its tokens."""
+
+_ONLY_FOR = {"dimensions": "embed", "normalize": "embed", "use_activation": "classify"}
+
+
+def _task(_instance: Any, _attribute: Any, value: Any) -> None:
+    if value is not None and (not isinstance(value, str) or value == "generate"):
+        raise RequestError(
+            f"task={value!r} is no pooling task",
+            fix=f"use one of {', '.join(POOLING_TASKS)}; for generation, SamplingParams",
+        )
+
+
+def _flag(_instance: Any, attribute: Any, value: Any) -> None:
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(
+            f"{attribute.name}={value!r} is not allowed",
+            fix=f"{attribute.name} must be True or False, or None for the model's own choice",
+        )
+
+
+def _dimensions(_instance: Any, _attribute: Any, value: Any) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise RequestError(
+            f"dimensions={value!r} is not allowed", fix="dimensions must be an integer >= 1, or None for all"
+        )
+
+
+@frozen(kw_only=True)
+class PoolingParams:
+    """How to pool one request's hidden states. None leaves a parameter to the model.
+
+    Attributes:
+        task: ``embed`` or ``classify``; `LLM.embed` and `LLM.classify` fill it in, elsewhere it must be given.
+        dimensions: length of the embedding; fewer than all only where the model was trained for it (Matryoshka).
+        normalize: whether the embedding is divided by its length.
+        use_activation: whether class scores go through the model's softmax or sigmoid.
+
+    Raises:
+        RequestError: naming the parameter, its value and what is allowed.
+    """
+
+    task: str | None = field(default=None, validator=_task)
+    dimensions: int | None = field(default=None, validator=_dimensions)
+    normalize: bool | None = field(default=None, validator=_flag)
+    use_activation: bool | None = field(default=None, validator=_flag)
+
+    def __attrs_post_init__(self) -> None:
+        for name, task in _ONLY_FOR.items():
+            if self.task not in (None, task) and getattr(self, name) is not None:
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} has no meaning for task {self.task!r}",
+                    fix=f"leave {name} out; it belongs to task {task!r}",
+                )
+
+
+class Pooler(Protocol):
+    """Adjusts pooling parameters and makes answers of pooled hidden states.
+
+    The core gathers the states, over the chunks of a prompt too; the pooler says by `method` which ones count.
+    """
+
+    @property
+    def method(self) -> PoolingMethod:
+        """Which hidden states count: ``last``, ``cls`` or ``mean``."""
+        ...
+
+    def adjust(self, params: PoolingParams) -> PoolingParams:
+        """The parameters with the model's choice where they leave it open. Called once, at admission.
+
+        Raises:
+            slotline.registry.errors.RequestError: if the model cannot do what they ask.
+        """
+        ...
+
+    def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
+        """The answers of requests whose prompts are computed.
+
+        Args:
+            states: [n, hidden_size] float32, each prompt's hidden states pooled by `method`.
+            params: n parameters as `adjust` returned them.
+
+        Returns:
+            [n, size] float32. Of an embedding the first `dimensions` numbers count, the rest is not read.
+        """
+        ...
