@@ -96,7 +96,7 @@ def test_embeddings_equal_transformers_states_in_chunked_shared_batches(
     llm = engines(path, backend=backend, optimize=optimize, block_size=block_size, **settings)
     with recorded(llm) as steps:
         assert assert_embeddings(llm, path, PROMPTS, method) == [0] * len(PROMPTS)
-    assert max(int(step.num_scheduled.max()) for step in steps) < 40  # the longest prompt came in chunks
+    assert max(int(step.num_scheduled.max(initial=0)) for step in steps) < 40  # the longest prompt came in chunks
     assert max(len(step.rows) for step in steps) > 1
     assert llm.engine.asynchronous is overlap
     hits = assert_embeddings(llm, path, PROMPTS, method)
@@ -480,7 +480,8 @@ def test_reloaded_weights_change_embeddings_and_class_scores(
 ) -> None:
     scored = {"architecture": "LlamaForSequenceClassification", "num_labels": 3}
     first, second = tiny("llama", **scored), tiny("llama", seed=1, **scored)
-    llm = LLM(engines(first, optimize=optimize).loaded.path("model"), task="classify", dtype="float32", memory="4MiB")
+    small: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 8, "memory": "4MiB", "observability.progress": False}
+    llm = LLM(first, dtype="float32", optimize=optimize, **small)
     (before,) = llm.classify([PROMPTS[1]])
     llm.update_config(model=str(second))
     llm.reload_weights()
@@ -489,6 +490,20 @@ def test_reloaded_weights_change_embeddings_and_class_scores(
     assert after.outputs is not None
     assert_equal(before.outputs.data, logits_of(first, PROMPTS[1]).softmax(-1))
     assert_equal(after.outputs.data, logits_of(second, PROMPTS[1]).softmax(-1))
+
+
+def test_nans_in_an_answer_are_counted_for_their_request_alone(tiny: Tiny, engines: Engines) -> None:
+    llm = engines(tiny("llama"), task="embed", max_num_seqs=4, **{POOLING: "mean", "observability.count_nans": True})
+    embeddings = llm.engine.runner.model.hf_model.base_model.embed_tokens.weight  # type: ignore[attr-defined]
+    saved = embeddings[7].clone()
+    embeddings[7] = float("nan")
+    try:
+        outputs = llm.embed([[7, 8], [8, 9], [9, 8, 7]])
+    finally:
+        embeddings[7] = saved
+    assert [output.metrics.num_nans for output in outputs] == [HIDDEN, 0, HIDDEN]
+    again = llm.embed([[8, 9]] * 4)  # the rows of those that had NaNs are used again
+    assert [output.metrics.num_nans for output in again] == [0] * 4
 
 
 def test_a_step_of_pooling_copies_to_the_host_once_however_many_requests_end(tiny: Tiny, engines: Engines) -> None:

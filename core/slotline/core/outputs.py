@@ -53,7 +53,7 @@ class RequestMetrics:
         time_to_first_token, time_in_all: None until known.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
         num_preemptions: how often the request lost its blocks and was computed again.
-        num_nans: NaN logits seen, where `observability.count_nans` is on.
+        num_nans: NaN logits seen, or NaNs in a pooling request's answer, where `observability.count_nans` is on.
     """
 
     time_to_first_token: float | None = None

@@ -16,7 +16,7 @@ from slotline.core.sampling_params import SamplingParams
 from slotline.core.staging import Staging
 from slotline.core.step import Answers
 from slotline.registry.contracts import Pooler, PoolingParams
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import ContractError, RequestError
 
 if TYPE_CHECKING:
     from slotline.core.request import Request
@@ -35,11 +35,18 @@ class Pooling:
         pooler: the model's.
         hidden_size: of the model.
         device: torch device string; what is kept between the chunks of a prompt lies there.
+
+    Raises:
+        ContractError: if the pooler asks for a method that there is not.
     """
 
     def __init__(
         self, task: str, pooler: Pooler, rows: Rows, staging: Staging, *, hidden_size: int, device: str
     ) -> None:
+        if pooler.method not in _GATHERERS:
+            raise ContractError(
+                f"a pooler asks for the pooling {pooler.method!r}", fix=f"use one of {', '.join(_GATHERERS)}"
+            )
         self.task = task
         self._pooler = pooler
         self._rows = rows

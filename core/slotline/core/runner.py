@@ -125,7 +125,7 @@ class Runner:
         """Wait for a step's answers, or for its tokens, and see which of them stand."""
         if isinstance(sampling, Answers):
             with self.profiler.scope("wait"):
-                return sampling.wait()
+                return sampling.wait(count_nans=self.count_nans)
         with self.profiler.scope("wait"):
             token_ids = sampling.tokens.wait()
         rows, positions = sampling.batch.rows, sampling.draft_positions

@@ -70,10 +70,15 @@ class Answers:
     rows: Int
     vectors: Download | None
 
-    def wait(self) -> StepOutput:
+    def wait(self, *, count_nans: bool) -> StepOutput:
         """The step's output, once they have arrived."""
-        found = () if self.vectors is None else self.vectors.wait()
-        return StepOutput(pooled=dict(zip(self.rows.tolist(), found, strict=True)))
+        if self.vectors is None:
+            return StepOutput()
+        output = StepOutput(pooled=dict(zip(self.rows.tolist(), self.vectors.wait(), strict=True)))
+        if count_nans:
+            counts = {row: int(np.isnan(vector).sum()) for row, vector in output.pooled.items()}
+            output.num_nans = {row: count for row, count in counts.items() if count}
+        return output
 
 
 @define(kw_only=True, eq=False)

@@ -148,7 +148,9 @@ class ObservabilityConfig:
     """What is measured and logged."""
 
     profile: bool = field(default=False, metadata=_doc("time the parts of each step"))
-    count_nans: bool = field(default=False, metadata=_doc("count NaN logits of each request"))
+    count_nans: bool = field(
+        default=False, metadata=_doc("count NaN logits of each request, or NaNs in its embedding or class scores")
+    )
     check_integrity: bool = field(default=False, metadata=_doc("check rows, blocks and references after each step"))
     progress: bool = field(default=True, metadata=_doc("show a progress bar on long work"))
 
