@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_models
+import tiny_vision
 import torch
 
 from slotline.core import LLM
@@ -61,6 +62,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         if key not in made:
             made[key] = tiny_models.build(family, root / f"{family}-{len(made)}", **settings)
         return made[key]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_vision_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Builds the tiny checkpoint of a model with a vision encoder, once each."""
+    root, made = tmp_path_factory.mktemp("vision"), dict[str, Path]()
+
+    def get(name: str = "llava") -> Path:
+        if name not in made:
+            made[name] = tiny_vision.build(name, root / name)
+        return made[name]
 
     return get
 
@@ -121,4 +135,7 @@ def everything_returned(llm: LLM) -> None:
     assert engine.rows.num_free == engine.rows.max_requests
     pool = engine.scheduler.cache.pool
     assert pool.num_free == pool.num_blocks - 1
+    if engine.encoding is not None:
+        engine.encoding.reset()
+        assert engine.encoding.cache.num_used == 0
     assert not np.any([slot.active for slot in engine.pipeline.slots])

@@ -9,7 +9,9 @@ from attrs import define, field
 
 from slotline.core.block_pool import BlockPool
 from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.encoder_cache import EncoderCache
 from slotline.core.integrity import check_integrity
+from slotline.core.multimodal import Feature
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.core.sampling_params import SamplingParams
@@ -64,6 +66,7 @@ class Bench:
     block_size: int = 4
     chunked_prefill: bool = True
     prefix_caching: bool = True
+    encoder_cache: EncoderCache | None = None
     rows: Rows = field(init=False)
     cache: CacheManager = field(init=False)
     scheduler: Scheduler = field(init=False)
@@ -79,13 +82,26 @@ class Bench:
             prefix_caching=self.prefix_caching,
         )
         self.scheduler = Scheduler(
-            self.rows, self.cache, max_batched_tokens=self.max_batched_tokens, chunked_prefill=self.chunked_prefill
+            self.rows,
+            self.cache,
+            max_batched_tokens=self.max_batched_tokens,
+            chunked_prefill=self.chunked_prefill,
+            encoder_cache=self.encoder_cache,
         )
 
-    def add(self, name: str, prompt: list[int] | int, *, priority: int = 0, **params: object) -> Request:
+    def add(
+        self,
+        name: str,
+        prompt: list[int] | int,
+        *,
+        priority: int = 0,
+        features: tuple[Feature, ...] = (),
+        **params: object,
+    ) -> Request:
         """Queue a request; a number stands for so many tokens of its own."""
         tokens = [1000 * (self.arrivals + 1) + i for i in range(prompt)] if isinstance(prompt, int) else prompt
         made = request(name, tokens, self.arrivals, priority, **params)
+        made.features = features
         self.arrivals += 1
         self.scheduler.add(made)
         return made

@@ -64,3 +64,24 @@ def test_bfloat16_generates_on_the_gpu(tmp_path: Path) -> None:
     text = llm.generate("def main(", SamplingParams(temperature=0, max_tokens=24))[0].outputs[0].text
     assert llm.plan.dtype == "bfloat16"
     assert ")" in text
+
+
+@pytest.mark.behaviour(85, 86)
+def test_images_on_the_gpu_give_the_cpus_text_and_decode_steps_keep_their_graphs(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    import tiny_vision
+
+    path = tiny_vision.build("llava", tmp_path)
+    prompts = [("def <image> main(", [0]), ("class Row <image><image> pass", [1, 0]), ("import os", [])]
+    asked = [
+        {"prompt": text, "multi_modal_data": {"image": [tiny_vision.image(seed) for seed in seeds]}}
+        for text, seeds in prompts
+    ]
+    gpu = engine(path, "cuda")
+    assert gpu.engine.graphs is not None
+    original, replays = gpu.engine.graphs.replay, []
+    gpu.engine.graphs.replay = lambda inputs: (replays.append(inputs.embeds), original(inputs))[1]  # type: ignore
+    found = [output.outputs[0].token_ids for output in gpu.generate(asked, GREEDY)]
+    assert found == [tiny_vision.greedy_reference(path, text, seeds, 24) for text, seeds in prompts]
+    assert len(replays) >= 23
+    assert not any(replays)

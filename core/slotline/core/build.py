@@ -13,6 +13,7 @@ from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.drafting import Drafting
+from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
@@ -82,24 +83,26 @@ class EngineBuilder:
         attention = self._attention_groups()
         drafting = self._drafting(rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
-        memory = self._size(runner, gatherer, specs)
+        encoding = self._encoding(model)
+        memory = self._size(runner, gatherer, specs, encoding)
         runner.router = self._router(attention, specs, memory.num_blocks)
         cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
         engine = Engine(
             plan=planned.plan,
             rows=rows,
-            scheduler=self._scheduler(rows, cache),
+            scheduler=self._scheduler(rows, cache, encoding),
             gatherer=gatherer,
             runner=runner,
             pipeline=pipeline,
             profiler=profiler,
             drafting=drafting,
             pooling=runner.pooling,
+            encoding=encoding,
             limits=self._limits(),
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
             memory=memory,
-            notes=model.notes,
+            notes=model.notes + ((encoding.note,) if encoding else ()),
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
         )
@@ -237,17 +240,35 @@ class EngineBuilder:
             )
         return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
-    def _size(self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec]) -> MemoryReport:
+    def _encoding(self, model: Model) -> Encoding | None:
+        """What inputs besides text need, where the model takes any."""
+        if not self.planned.facts.modalities:
+            return None
+        config = self.planned.loaded.config
+        return build_encoding(
+            model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
+            self.planned.facts,
+            config.multimodal,
+            device=self.planned.device,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=config.scheduler.chunked_prefill,
+        )
+
+    def _size(
+        self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], encoding: Encoding | None
+    ) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
         budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
         most = min(budget, requests * self.planned.max_model_len)  # a step holds no more, however large its budget
         tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
+            held = encoding.profile() if encoding is not None and device.startswith("cuda") else None
             lens = even_split(tokens, min(requests, tokens))
             runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
             if runner.pooling is None:
                 warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
+            del held
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
@@ -271,7 +292,7 @@ class EngineBuilder:
             )
         return report
 
-    def _scheduler(self, rows: Rows, cache: CacheManager) -> Scheduler:
+    def _scheduler(self, rows: Rows, cache: CacheManager, encoding: Encoding | None) -> Scheduler:
         config = self.planned.loaded.config
         return Scheduler(
             rows,
@@ -279,6 +300,7 @@ class EngineBuilder:
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=config.scheduler.chunked_prefill,
             default_seed=config.sampling.seed,
+            encoder_cache=encoding.cache if encoding else None,
         )
 
     def _pipeline(self, rows: Rows) -> ProcessorPipeline:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotline.core.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.multimodal import hash_extra
 from slotline.core.request import Request
 from slotline.core.rows import NO_LIMIT, Rows
 from slotline.registry.contracts import BlockHash, KVSpec
@@ -188,7 +189,8 @@ class CacheManager:
         chain, size = request.block_hashes, self.hash_block_size
         parent = chain[-1] if chain else hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
         for start in range(len(chain) * size, count * size, size):
-            parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes()).digest()
+            extra = hash_extra(request.features, start, start + size) if request.features else b""
+            parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes() + extra).digest()
             chain.append(parent)
         return chain
 

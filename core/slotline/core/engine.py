@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Sequence
 from pathlib import Path
 from time import monotonic
@@ -16,15 +15,18 @@ from attrs import define, field
 
 from slotline.core.detokenizer import Detokenizer
 from slotline.core.drafting import Drafting
+from slotline.core.encoding import Encoding
 from slotline.core.graphs import GraphRunner
 from slotline.core.inputs import InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
 from slotline.core.memory import MemoryReport
+from slotline.core.multimodal import Feature
 from slotline.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, TokenLogprobs
 from slotline.core.pooling import Pooling, params_by_task, pooling_output
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
+from slotline.core.prompts import as_token_ids
 from slotline.core.request import Request, Status
 from slotline.core.rows import Rows
 from slotline.core.runner import Runner
@@ -106,6 +108,7 @@ class Engine:
         profiler: StepProfiler,
         drafting: Drafting | None = None,
         pooling: Pooling | None = None,
+        encoding: Encoding | None = None,
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
@@ -124,6 +127,7 @@ class Engine:
         self.profiler = profiler
         self.drafting = drafting
         self.pooling = pooling
+        self.encoding = encoding
         self.limits = limits
         self.tokenizer = tokenizer
         self.memory = memory
@@ -149,6 +153,7 @@ class Engine:
         params: SamplingParams | PoolingParams,
         *,
         prompt: str | None = None,
+        features: tuple[Feature, ...] = (),
         priority: int = 0,
         cache_salt: str = "",
         index: int = 0,
@@ -158,6 +163,7 @@ class Engine:
 
         Args:
             params: of the engine's task.
+            features: inputs besides text, as `Encoding.reader` reads them; the prompt holds their placeholders.
             stream: whether its text is read while it runs.
 
         Raises:
@@ -166,11 +172,12 @@ class Engine:
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=_token_ids(prompt_token_ids),
+            prompt_token_ids=as_token_ids(prompt_token_ids),
             params=sampling,
             pooling_params=pooling,
             pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
             prompt=prompt,
+            features=features,
             priority=priority,
             cache_salt=cache_salt,
             index=index,
@@ -234,6 +241,10 @@ class Engine:
                 f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
             )
         self._validate_capacity(request)
+        if self.encoding is not None:
+            self.encoding.validate(request)
+        elif request.features:
+            raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
         self.pipeline.validate(request)
 
     def abort(self, request_id: str) -> Request | None:
@@ -257,6 +268,8 @@ class Engine:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
         self.scheduler.cache.pool.reset()
+        if self.encoding is not None:
+            self.encoding.reset()
 
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
@@ -275,6 +288,8 @@ class Engine:
         result.finished += refused
         if self.check:
             check_integrity(self.scheduler)
+            if self.encoding is not None:
+                self.encoding.check()
         return result
 
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -295,20 +310,33 @@ class Engine:
         return pooling_output(request)
 
     def _admit(self, schedule: Schedule) -> tuple[Schedule, list[Request]]:
-        """Prepare the requests that join in this step.
+        """Prepare the requests that join in this step, and encode its items.
 
-        One that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
+        A request that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
         """
-        refused, rows = [], []
+        refused: list[tuple[Request, Exception]] = []
         for request in schedule.admitted:
             try:
                 self._prepare(request)
             except Exception as error:  # a plugin's code may raise anything; the others go on
                 logger.exception("request %r could not be admitted", request.request_id)
-                rows.append(request.row)
-                self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
-                refused.append(request)
-        return schedule.without(rows), refused
+                refused.append((request, error))
+        schedule = self._without(schedule, refused)
+        if self.encoding is not None:
+            with self.profiler.scope("encode"):
+                failed = self.encoding.run(schedule)
+            without = {row: failed[f.mm_hash] for row, f in schedule.features if f.mm_hash in failed}
+            lost = [(self.rows.request(row), error) for row, error in without.items()]
+            schedule, refused = self._without(schedule, lost), refused + lost
+            self.encoding.cache.forget(failed)
+        return schedule, [request for request, _ in refused]
+
+    def _without(self, schedule: Schedule, refused: Sequence[tuple[Request, Exception]]) -> Schedule:
+        """The step without requests that end with an error."""
+        rows = [request.row for request, _ in refused]
+        for request, error in refused:
+            self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+        return schedule.without(rows)
 
     def _prepare(self, request: Request) -> None:
         """What a request needs when it joins for the first time; after preemption it has it."""
@@ -327,6 +355,7 @@ class Engine:
         with self.profiler.scope("gather"):
             shape = self.graphs.shapes.shape_for(schedule) if self.graphs else None
             inputs = self.gatherer.gather(schedule, shape)
+            inputs.embeds = self.encoding.embeds(schedule) if self.encoding else None
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         return launched
@@ -513,13 +542,3 @@ class Engine:
                 f"the pool has {usable}",
                 fix="lower max_tokens, shorten the prompt, or raise cache.memory",
             ) from CapacityError(f"{needed} blocks needed, {usable} in all")
-
-
-def _token_ids(values: Sequence[int]) -> list[int]:
-    """The values as plain integers, numpy's included."""
-    try:
-        return [operator.index(value) for value in values]
-    except TypeError as error:
-        raise RequestError(
-            f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
-        ) from error

@@ -101,7 +101,9 @@ class GraphShapes:
         return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len)))
 
     def shape_for(self, schedule: Schedule) -> GraphShape | None:
-        """The captured shape that a step is padded to; None if it runs eagerly."""
+        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text."""
+        if schedule.features:
+            return None
         tokens, requests = schedule.num_tokens, len(schedule.rows)
         length = tokens // requests
         if length not in self._sizes or (schedule.num_scheduled != length).any():

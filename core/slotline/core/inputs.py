@@ -15,6 +15,7 @@ from attrs import define, frozen
 
 from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
+from slotline.core.encoding import Embeds
 from slotline.core.last_tokens import LastTokens
 from slotline.core.rows import Rows
 from slotline.core.scheduler import Schedule
@@ -43,6 +44,7 @@ class StepInputs:
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device, what stands for the tokens that are about to be sampled where the
             next step is prepared before they are known; else None.
+        embeds: embeddings of inputs besides text among the tokens; never with a shape.
     """
 
     rows: Int
@@ -57,6 +59,7 @@ class StepInputs:
     batches: tuple[AttentionBatch, ...]
     shape: GraphShape | None
     stand_ins: torch.Tensor | None = None
+    embeds: Embeds | None = None
 
 
 @frozen

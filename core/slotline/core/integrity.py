@@ -1,4 +1,7 @@
-"""The integrity checker: rows, blocks and references must agree. Tests run it after every step; the engine can too."""
+"""The integrity checker: rows, blocks, encoder outputs and references must agree.
+
+Tests run it after every step; the engine can too.
+"""
 
 from __future__ import annotations
 
@@ -38,3 +41,7 @@ def check_integrity(scheduler: Scheduler) -> None:
                 f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
             )
     scheduler.cache.check(rows)
+    if scheduler.encoder_cache is not None:
+        scheduler.encoder_cache.check()
+        for request in scheduler.running:
+            scheduler.encoder_cache.check_request(request, int(rows.num_computed_tokens[request.row]))

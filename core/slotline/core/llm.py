@@ -11,6 +11,7 @@ from attrs import evolve
 
 from slotline.core.build import build_engine
 from slotline.core.engine import Engine
+from slotline.core.multimodal import items_of, refuse_items
 from slotline.core.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -19,7 +20,7 @@ from slotline.core.outputs import (
     RequestOutput,
 )
 from slotline.core.progress import progress_bar
-from slotline.core.prompts import Prompt, as_params, as_prompts, of_task
+from slotline.core.prompts import PROMPT_KEYS, Prompt, as_params, as_prompts, as_token_ids, of_task
 from slotline.core.request import Request
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.tokenizer import Tokenizer
@@ -118,7 +119,8 @@ class LLM:
 
         Args:
             prompts: one or many; each a text, token ids, or a mapping with `prompt` or `prompt_token_ids` and
-                optionally `priority`, `cache_salt`, `request_id`.
+                optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
+                modality such as ``image`` to an item or to a list, one for each of its placeholders in the prompt.
             sampling_params: one for all, or one for each.
             progress: show a progress bar; by default as `observability.progress` says, on a terminal.
 
@@ -201,12 +203,22 @@ class LLM:
         progress: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Generate the assistant's turn of one conversation or of many."""
+        """Generate the assistant's turn of one conversation or of many.
+
+        A message's content may be a list of parts, such as ``{"type": "text", "text": "..."}`` and
+        ``{"type": "image", "image": image}``, as in transformers.
+        """
         first = messages[0] if messages else None
         if first is None:
             raise RequestError("the conversation has no messages", fix="give at least one message")
         conversations: Iterable[Any] = [messages] if isinstance(first, Mapping) else messages
-        prompts = [{"prompt_token_ids": self.tokenizer.chat_prompt(c, **template_options)} for c in conversations]
+        prompts = [
+            {
+                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, **template_options),
+                "multi_modal_data": items_of(conversation),
+            }
+            for conversation in conversations
+        ]
         return self.generate(prompts, sampling_params, progress=progress)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -271,15 +283,27 @@ class LLM:
         if not isinstance(prompt, Mapping):
             return {"prompt_token_ids": prompt}
         fields = dict(prompt)
-        unknown = set(fields) - {"prompt", "prompt_token_ids", "priority", "cache_salt", "request_id"}
+        unknown = set(fields) - PROMPT_KEYS
         if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
             raise RequestError(
                 f"a prompt with the keys {list(fields)} cannot be read",
-                fix="give 'prompt' or 'prompt_token_ids', and optionally 'priority', 'cache_salt', 'request_id'",
+                fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
+                "'request_id'",
             )
         if "prompt_token_ids" not in fields:
             fields["prompt_token_ids"] = self._encode(fields["prompt"])
-        return fields
+        data = fields.pop("multi_modal_data", None)
+        return fields | self._read_items(fields["prompt_token_ids"], data) if data else fields
+
+    def _read_items(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompt with its items in the place of their placeholders."""
+        if not isinstance(data, Mapping):
+            raise RequestError(f"multi_modal_data={data!r:.60} is no mapping", fix="give {'image': ...}")
+        if self.engine.encoding is None:
+            refuse_items(data)
+            return {}
+        expanded, features = self.engine.encoding.reader.read(as_token_ids(token_ids), data)
+        return {"prompt_token_ids": expanded, "features": features}
 
     def _encode(self, text: str) -> list[int]:
         if not isinstance(text, str):

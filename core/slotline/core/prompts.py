@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from slotline.registry.errors import RequestError
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "priority", "cache_salt", "request_id"})
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -54,3 +56,13 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
             f"{len(listed)} {what} parameters for {count} prompts", fix="give one, or one for each prompt"
         )
     return listed
+
+
+def as_token_ids(values: Sequence[int]) -> list[int]:
+    """The values as plain integers, numpy's included."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(
+            f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
+        ) from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
+from slotline.core.multimodal import Feature
 from slotline.core.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.sampling_params import SamplingParams
 from slotline.registry.contracts import BlockHash, PoolingParams
@@ -44,6 +45,7 @@ class Request:
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
         row: permanent row from admission until the request leaves, else -1.
+        features: inputs besides text, in the prompt's order.
         block_hashes: chained hashes of its full blocks so far.
         pooled: [size] float32, the answer of a finished pooling request.
     """
@@ -61,6 +63,7 @@ class Request:
     arrival_time: float = field(factory=monotonic)
     row: int = -1
     status: Status = Status.WAITING
+    features: tuple[Feature, ...] = ()
     block_hashes: list[BlockHash] = field(factory=list)
     pooled: npt.NDArray[np.float32] | None = None
     output_token_ids: list[int] = field(factory=list)

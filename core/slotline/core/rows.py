@@ -31,6 +31,7 @@ class Rows:
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
+        next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
         length_limit: number of tokens at which the request stops for length.
         min_length: number of tokens below which no stop token counts.
         temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
@@ -50,6 +51,7 @@ class Rows:
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
+        self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)
         self.length_limit = np.zeros(max_requests, np.int64)
         self.min_length = np.zeros(max_requests, np.int64)
         self.temperature = np.zeros(max_requests, np.float32)
@@ -125,6 +127,12 @@ class Rows:
         self.num_tokens[rows] = known + 1
         self.num_pending[rows] = 0
 
+    def find_next_feature(self, row: int) -> None:
+        """Look for the row's `next_feature` again, after its computed tokens changed."""
+        computed = self.num_computed_tokens[row]
+        left = (feature.start for feature in self.request(row).features if feature.end > computed)
+        self.next_feature[row] = next(left, NO_LIMIT)
+
     def output_token_ids(self, row: int) -> list[int]:
         """The tokens sampled so far."""
         end = self.num_tokens[row] - self.num_pending[row]
@@ -143,6 +151,7 @@ class Rows:
         self.token_ids[row, :num_prompt] = request.prompt_token_ids
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.find_next_feature(row)
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A pooling request has no token to come, so its prompt may be as long as the model allows.
         self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT

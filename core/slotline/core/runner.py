@@ -26,7 +26,7 @@ from slotline.core.sampler import SamplingBatch, sample
 from slotline.core.staging import Staging
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.verification import reject, standing
-from slotline.registry.contracts import Model
+from slotline.registry.contracts import Model, MultimodalModel
 
 Int = npt.NDArray[np.int64]
 _PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
@@ -153,7 +153,11 @@ class Runner:
         """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
-        return self.model.forward(self.token_ids(inputs), inputs.positions, attend, wanted)
+        token_ids = self.token_ids(inputs)
+        if inputs.embeds is None:
+            return self.model.forward(token_ids, inputs.positions, attend, wanted)
+        model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
+        return model.forward(token_ids, inputs.positions, attend, wanted, inputs.embeds.merged(model, token_ids))
 
     def token_ids(self, inputs: StepInputs) -> torch.Tensor:
         """The step's tokens [num_padded_tokens] int64, those of a step in flight included."""

@@ -16,6 +16,8 @@ import numpy.typing as npt
 from attrs import evolve, field, frozen
 
 from slotline.core.cache_manager import CacheManager
+from slotline.core.encoder_cache import EncoderCache
+from slotline.core.multimodal import Feature
 from slotline.core.request import Request, Status
 from slotline.core.rows import Rows
 
@@ -33,6 +35,9 @@ class Schedule:
         num_tokens: sum of `num_scheduled`, drafts included.
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
+        encode: items to encode before the step's forward.
+        dropped: hashes of items whose embeddings are let go before that.
+        features: items with embeddings among the step's tokens, each with its row.
     """
 
     rows: Int
@@ -42,6 +47,9 @@ class Schedule:
     num_decodes: int
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = field(default=())
+    encode: tuple[Feature, ...] = ()
+    dropped: tuple[str, ...] = ()
+    features: tuple[tuple[int, Feature], ...] = ()
 
     def without(self, rows: Sequence[int] | Int) -> Schedule:
         """The same step without some of its rows."""
@@ -56,6 +64,7 @@ class Schedule:
             num_computed=self.num_computed[kept],
             num_tokens=int(counts.sum()),
             num_decodes=int((counts == 1).sum()),
+            features=tuple((row, feature) for row, feature in self.features if row not in rows),
         )
 
 
@@ -70,12 +79,14 @@ class Scheduler:
         max_batched_tokens: int,
         chunked_prefill: bool = True,
         default_seed: int = 0,
+        encoder_cache: EncoderCache | None = None,
     ) -> None:
         self.rows = rows
         self.cache = cache
         self.max_batched_tokens = max_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.default_seed = default_seed
+        self.encoder_cache = encoder_cache
         self.running: list[Request] = []
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._running_rows: Int = np.zeros(0, np.int64)
@@ -97,7 +108,8 @@ class Scheduler:
             admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)])
             counts = np.concatenate([counts, np.array(more, np.int64)])
-        return self._in_batch_order(rows, counts, admitted, preempted)
+        schedule = self._in_batch_order(rows, counts, admitted, preempted)
+        return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
 
     def remove(self, request: Request) -> None:
         """Take a request out, wherever it stands, and give back its row and blocks."""
@@ -139,12 +151,13 @@ class Scheduler:
                     break
         if preempted or undrafted:
             rows = self._running_rows
-            counts = self._counts(rows)
+            counts = self._counts(rows, counts[: len(rows)])
         scheduled = counts > 0
         return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
 
-    def _counts(self, rows: Int) -> Int:
-        """Tokens of each running row in this step: what is left to compute, cut where the budget ends."""
+    def _counts(self, rows: Int, most: Int | None = None) -> Int:
+        """Tokens of each running row in this step: what is left to compute, `most` at most, cut where the budget ends
+        and before items that cannot be encoded in this step."""
         known = self.rows.num_tokens[rows]
         left = known - self.rows.num_computed_tokens[rows]
         left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
@@ -154,16 +167,43 @@ class Scheduler:
                 self.rows.num_drafts[rows] = 0  # every decode goes before any guess
             else:
                 left = left + drafts
+        if most is not None:
+            left = np.minimum(left, most)  # the rows' blocks hold no more
+        if self.encoder_cache is not None:
+            left = self._before_unencoded(self.encoder_cache, rows, left)
         if int(left.sum()) <= self.max_batched_tokens:
             return left
         before = np.cumsum(left) - left
         cut: Int = np.clip(self.max_batched_tokens - before, 0, left)
         return cut
 
+    def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
+        """`left`, cut in each row before the first item that cannot be encoded in this step."""
+        computed, left = self.rows.num_computed_tokens[rows], left.copy()
+        for position in np.flatnonzero(self.rows.next_feature[rows] < computed + left).tolist():
+            budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
+            count = min(int(left[position]), budget)
+            left[position] = encoder_cache.reach(self.running[position], int(computed[position]), count)
+            self.rows.find_next_feature(int(rows[position]))
+        return left
+
+    def _with_features(self, schedule: Schedule, encoder_cache: EncoderCache) -> Schedule:
+        """The step with what it encodes, and the items that its tokens touch."""
+        firsts, ends = schedule.num_computed, schedule.num_computed + schedule.num_scheduled
+        touching = np.flatnonzero(self.rows.next_feature[schedule.rows] < ends).tolist()
+        features = tuple(
+            (int(schedule.rows[i]), feature)
+            for i in touching
+            for feature in self.rows.request(int(schedule.rows[i])).features
+            if feature.start < ends[i] and feature.end > firsts[i]
+        )
+        encode, dropped = encoder_cache.take()
+        return evolve(schedule, encode=encode, dropped=dropped, features=features)
+
     def _preempt_last(self) -> Request:
         """Take the blocks of the running request that is last in order and queue it again."""
         victim = self.running.pop()
-        self.cache.release(victim.row)
+        self._release(victim)
         self.rows.give_up(victim.row)
         victim.status = Status.PREEMPTED
         victim.metrics.num_preemptions += 1
@@ -200,13 +240,21 @@ class Scheduler:
             if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
                 return 0
             count = budget
+        if request.features and self.encoder_cache is not None:
+            whole, count = count, self.encoder_cache.reach(request, hit, count)
+            if count == 0 or (count < whole and not self.chunked_prefill):
+                self.encoder_cache.release(request)
+                return 0
         fresh = request.row < 0
         row = self.rows.admit(request, self._seed(request)) if fresh else request.row
         if not self.cache.try_admit(row, prefix, hit + count):
             if fresh:
                 self.rows.release(request)
+            if self.encoder_cache is not None:
+                self.encoder_cache.release(request)
             return 0
         self.rows.num_computed_tokens[row] = hit
+        self.rows.find_next_feature(row)
         if request.status is Status.WAITING:
             request.metrics.num_cached_tokens = hit
         request.status = Status.RUNNING
@@ -244,6 +292,12 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         if request.row >= 0:
-            self.cache.release(request.row)
+            self._release(request)
             self.rows.release(request)
         request.status = Status.FINISHED
+
+    def _release(self, request: Request) -> None:
+        """Give back the request's blocks and encoder outputs."""
+        self.cache.release(request.row)
+        if self.encoder_cache is not None:
+            self.encoder_cache.release(request)

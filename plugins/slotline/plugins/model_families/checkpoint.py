@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,17 @@ class Checkpoint:
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
 
-def read(path: Path) -> Checkpoint:
+def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
     """Read a folder's configuration files.
+
+    Args:
+        served: architectures that the caller can load.
 
     Raises:
         ModelError: if the folder, its config.json or its weights are missing, or if its model is not served.
     """
     raw = _read_config_json(path)
-    architecture = _served_architecture(path, raw)
+    architecture = _served_architecture(path, raw, served)
     model_class = getattr(transformers, architecture, None)
     if model_class is None:
         raise ModelError(
@@ -137,7 +140,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _served_architecture(path: Path, raw: Mapping[str, Any]) -> str:
+def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
     named = raw.get("architectures") or []
     if raw.get("is_encoder_decoder"):
         raise ModelError(
@@ -145,12 +148,12 @@ def _served_architecture(path: Path, raw: Mapping[str, Any]) -> str:
             fix="use a decoder-only checkpoint",
         )
     for architecture in named:
-        if architecture in SERVED:
+        if architecture in served:
             return str(architecture)
     asked = named[0] if named else f"(none named; model_type {raw.get('model_type')!r})"
-    closest = difflib.get_close_matches(str(asked), SERVED, n=1, cutoff=0.0)
+    closest = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.0)
     raise ModelError(
-        f"architecture {asked!r} of {path} is not served; served are {', '.join(SERVED)}",
+        f"architecture {asked!r} of {path} is not served; served are {', '.join(served)}",
         fix=f"the closest served architecture is {closest[0]}; use such a checkpoint or a plugin that serves this one",
     )
 

@@ -88,10 +88,15 @@ def inspect(path: Path) -> ModelFacts:
     """
     found = checkpoint.read(path)
     checkpoint.require_weights(path)
+    return facts_of(found)
+
+
+def facts_of(found: Checkpoint) -> ModelFacts:
+    """The facts of a decoder's configuration."""
     model = _model_without_memory(found)
     return ModelFacts(
         architecture=found.architecture,
-        path=path,
+        path=found.path,
         vocab_size=int(found.config.vocab_size),
         hidden_size=int(found.config.hidden_size),
         max_model_len=found.max_model_len,

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
 from slotline.plugins.model_families import binding, checkpoint
+from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.errors import ModelError
 
@@ -27,14 +28,20 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def load_transformers_model(context: ModelContext) -> Any:
+def load_transformers_model(
+    context: ModelContext, found: Checkpoint | None = None, attention: str = binding.ATTENTION_NAME
+) -> Any:
     """The model in host memory: weights read, cast and checked, evaluation mode, no gradients.
+
+    Args:
+        found: the folder's checkpoint; read again as a decoder's if not given.
+        attention: the attention implementation of all parts of the model.
 
     Raises:
         ModelError: if weights are missing or do not fit the model.
     """
     path = context.facts.path
-    found = checkpoint.read(path)
+    found = found or checkpoint.read(path)
     checkpoint.require_weights(path)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     try:
@@ -43,7 +50,7 @@ def load_transformers_model(context: ModelContext) -> Any:
                 path,
                 config=found.config,
                 dtype=torch_dtype(context.dtype),
-                attn_implementation=binding.ATTENTION_NAME,
+                attn_implementation=attention,
                 local_files_only=True,
                 output_loading_info=True,
             )

@@ -17,7 +17,8 @@ from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.errors import ModelError
 
-Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+"""(input_ids, positions, wanted, inputs_embeds) to hidden states."""
 
 PROBE_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -31,11 +32,22 @@ class TransformersLoop:
         self._base = hf_model.base_model
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens."""
+        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
+
+        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
+        """
         outputs = self._base(
-            input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, return_dict=True
+            input_ids=input_ids.unsqueeze(0) if inputs_embeds is None else None,
+            inputs_embeds=None if inputs_embeds is None else inputs_embeds.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            return_dict=True,
         )
         hidden_states: torch.Tensor = outputs.last_hidden_state
         return hidden_states if wanted is None else hidden_states[:, wanted]
@@ -52,11 +64,20 @@ class LeanLoop:
         self._multiplier: float | None = getattr(hf_model.config, "embedding_multiplier", None)
 
     def __call__(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        wanted: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens."""
+        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
+
+        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
+        """
         base = self._base
-        hidden_states: torch.Tensor = base.embed_tokens(input_ids.unsqueeze(0))  # [1, num_tokens, hidden_size]
+        hidden_states: torch.Tensor = (  # [1, num_tokens, hidden_size]
+            base.embed_tokens(input_ids.unsqueeze(0)) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
+        )
         if self._multiplier is not None:
             hidden_states = hidden_states * self._multiplier
         *embeddings, last = self._position_embeddings(hidden_states, positions)
@@ -132,7 +153,7 @@ class _Probe:
 
     def difference(self, loop: Loop) -> float:
         """Largest difference of a loop's logits, relative to the largest expected one."""
-        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None)[0]))
+        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -61,7 +61,7 @@ class DecoderModel:
         started = time.perf_counter()
         self.facts = context.facts
         self._context = context
-        self.hf_model, self._holder, notes = _build(context)
+        self.hf_model, self._holder, notes = self._build(context)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
         self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
@@ -74,13 +74,18 @@ class DecoderModel:
         self.load_seconds = time.perf_counter() - started
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `slotline.registry.contracts.model_family.Model.forward`."""
+        """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
         holder = self._holder
         holder.attend = attend
         try:
-            return self._loop(input_ids, positions, wanted)[0]  # [n, hidden_size]
+            return self._loop(input_ids, positions, wanted, inputs_embeds)[0]  # [n, hidden_size]
         finally:
             holder.attend = binding.no_attend
 
@@ -116,29 +121,39 @@ class DecoderModel:
 
     def _read_again(self, context: ModelContext) -> Any:
         if context.optimize:
-            return _build(context)[0]
-        fresh = loading.load_transformers_model(context)
+            return self._build(context)[0]
+        fresh, encoder = self._load(context)
         rope.freeze(fresh, self.facts.max_model_len)
+        if encoder is not None:
+            fresh.encoder = encoder
         return fresh
+
+    def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
+        """The decoder in host memory, and what encodes its other inputs if it takes any."""
+        return loading.load_transformers_model(context), None
+
+    def _build(self, context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
+        """Read, bind, place and optimise; returns the model, its holder and notes.
+
+        Passes run on the device, where they are fast; but before placing where not all weights may go there. They
+        know decoders, so the encoder becomes a part of the model only after them.
+        """
+        hf_model, encoder = self._load(context)
+        holder = binding.bind(hf_model, context.facts.layers)
+        notes = rope.freeze(hf_model, context.facts.max_model_len)
+        device = torch.device(context.device)
+        if context.offload_bytes:
+            notes += _optimize(hf_model, context)
+            notes += offload.place(hf_model, device, context.offload_bytes)
+        else:
+            offload.place(hf_model, device, 0)
+            notes += _optimize(hf_model, context)
+        if encoder is not None:
+            hf_model.encoder = encoder.to(device)
+        return hf_model, holder, notes
 
     def _fits(self, name: str, new: dict[str, torch.Tensor]) -> bool:
         return name in new and name in self._tensors and new[name].shape == self._tensors[name].shape
-
-
-def _build(context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
-    """Read, bind, place and optimise; returns the model, its holder and notes.
-
-    Passes run on the device, where they are fast; but before placing where not all weights may go there.
-    """
-    hf_model = loading.load_transformers_model(context)
-    holder = binding.bind(hf_model, context.facts.layers)
-    notes = rope.freeze(hf_model, context.facts.max_model_len)
-    device = torch.device(context.device)
-    if context.offload_bytes:
-        notes += _optimize(hf_model, context)
-        return hf_model, holder, notes + offload.place(hf_model, device, context.offload_bytes)
-    offload.place(hf_model, device, 0)
-    return hf_model, holder, notes + _optimize(hf_model, context)
 
 
 def _optimize(hf_model: Any, context: ModelContext) -> tuple[str, ...]:

@@ -85,6 +85,22 @@ class SchedulerConfig:
 
 
 @frozen(kw_only=True)
+class MultimodalConfig:
+    """Images and other inputs besides text, where the model takes any; sizes count embeddings."""
+
+    cache_tokens: int | Literal["auto"] = field(
+        default="auto",
+        validator=positive_or_auto,
+        metadata=_doc("embeddings kept on the device; 'auto' is what a step may make, or one large item"),
+    )
+    max_tokens_per_step: int | Literal["auto"] = field(
+        default="auto",
+        validator=positive_or_auto,
+        metadata=_doc("embeddings made in one step; 'auto' is `scheduler.max_batched_tokens`, or one large item"),
+    )
+
+
+@frozen(kw_only=True)
 class SamplingConfig:
     """Sampling, where it is the engine's business and not a request's."""
 
@@ -191,6 +207,7 @@ class Config:
     cache: CacheConfig = field(factory=CacheConfig)
     graphs: GraphsConfig = field(factory=GraphsConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
+    multimodal: MultimodalConfig = field(factory=MultimodalConfig)
     sampling: SamplingConfig = field(factory=SamplingConfig)
     drafter: DrafterConfig = field(factory=DrafterConfig)
     lora: LoraConfig = field(factory=LoraConfig)

@@ -18,11 +18,14 @@ from slotline.registry.contracts.logits_processor import (
 )
 from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext
 from slotline.registry.contracts.model_family import (
+    Modality,
     Model,
     ModelContext,
     ModelFacts,
     ModelFamily,
     ModelFamilyCapabilities,
+    MultimodalModel,
+    ProcessedItem,
 )
 from slotline.registry.contracts.pooling import POOLING_TASKS, Pooler, PoolingMethod, PoolingParams
 from slotline.registry.contracts.state import (
@@ -58,14 +61,17 @@ __all__ = [
     "Lora",
     "LoraCapabilities",
     "LoraContext",
+    "Modality",
     "Model",
     "ModelContext",
     "ModelFacts",
     "ModelFamily",
     "ModelFamilyCapabilities",
+    "MultimodalModel",
     "Pooler",
     "PoolingMethod",
     "PoolingParams",
+    "ProcessedItem",
     "StateBackend",
     "StateBatch",
     "StateCapabilities",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -34,6 +34,37 @@ class ModelFamilyCapabilities:
 
 
 @frozen(kw_only=True)
+class Modality:
+    """A kind of input besides text that a model takes.
+
+    Attributes:
+        name: its key in a prompt's `multi_modal_data`, e.g. ``image``.
+        placeholder_token_id: the token that stands for one item in a prompt as the user writes it, and for one
+            embedding of an item in a prompt as the model reads it.
+    """
+
+    name: str
+    placeholder_token_id: int
+
+
+@frozen(kw_only=True, eq=False)
+class ProcessedItem:
+    """One image, sound or the like, ready to be encoded; made on the host when its request is added.
+
+    Attributes:
+        modality: name of its modality.
+        token_ids: what its placeholder in the prompt is replaced with. Those that equal the modality's
+            `placeholder_token_id` take the item's embeddings, in order; others (row breaks, say) are ordinary tokens.
+        inputs: what `MultimodalModel.encode` reads, by name: tensors of any shape and dtype in host memory. Items of
+            equal inputs have equal embeddings: the cache finds them by a hash of the bytes.
+    """
+
+    modality: str
+    token_ids: Sequence[int]
+    inputs: Mapping[str, torch.Tensor]
+
+
+@frozen(kw_only=True)
 class ModelFacts:
     """What can be known of a checkpoint before its weights are read.
 
@@ -47,6 +78,7 @@ class ModelFacts:
         num_parameters: from the model's definition.
         eos_token_ids: from generation_config.json, else config.json.
         tasks: what this checkpoint can do, the one it was made for first.
+        modalities: inputs besides text; where there are any, `load` returns a `MultimodalModel`.
     """
 
     architecture: str
@@ -59,6 +91,7 @@ class ModelFacts:
     num_parameters: int
     eos_token_ids: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ("generate",)
+    modalities: tuple[Modality, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -113,6 +146,54 @@ class Model(Protocol):
 
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place: from the checkpoint's folder, or from another of the same shapes."""
+        ...
+
+
+class MultimodalModel(Model, Protocol):
+    """A model that takes more than text: items are processed, encoded once, and put in the place of placeholders.
+
+    The core keeps the embeddings in its encoder cache and calls `encode` only for what is not there.
+    """
+
+    def process(self, modality: str, item: Any) -> ProcessedItem:
+        """Turn an item, as it stands in `multi_modal_data`, into the model's inputs; host work, once for each item.
+
+        Raises:
+            slotline.registry.errors.RequestError: if the item cannot be read.
+        """
+        ...
+
+    def example(self, modality: str) -> ProcessedItem:
+        """A made-up item, about as large as items come; the core measures memory with it."""
+        ...
+
+    def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
+        """Encode items of one modality together, on the device.
+
+        Args:
+            items: the `inputs` of each, in host memory.
+
+        Returns:
+            For each item [n, hidden_size] in the model's dtype, a row for each placeholder token of its `token_ids`.
+        """
+        ...
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64; the caller may write into them."""
+        ...
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
+
+        Steps without items give none, so that the embedding layer stays inside captured graphs.
+        """
         ...
 
 

@@ -144,7 +144,7 @@ def _dtype(asked: Asked[str], name: str, facts: ModelFacts, device: DeviceInfo) 
 
 
 def _facts(facts: ModelFacts, max_model_len: int) -> dict[str, Any]:
-    return {
+    found = {
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
         "layers": len(facts.layers),
@@ -152,3 +152,6 @@ def _facts(facts: ModelFacts, max_model_len: int) -> dict[str, Any]:
         "vocab_size": facts.vocab_size,
         "max_model_len": max_model_len,
     }
+    if facts.modalities:
+        found["modalities"] = ", ".join(modality.name for modality in facts.modalities)
+    return found

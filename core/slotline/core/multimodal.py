@@ -1,0 +1,228 @@
+"""Inputs besides text: from what a prompt names to spans of its tokens and a hash of each item."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from slotline.registry.contracts import Modality, ModelFacts, MultimodalModel, ProcessedItem
+from slotline.registry.errors import ModelError, RequestError
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(kw_only=True, eq=False)
+class Feature:
+    """An item of a prompt: where its embeddings go, and what they are made from.
+
+    Attributes:
+        modality: name of its modality.
+        mm_hash: of the item's inputs and the model; features of equal hash share their embeddings.
+        positions: [n] int64, ascending: the prompt's tokens that take the embeddings, in order.
+        inputs: what the model encodes.
+    """
+
+    modality: str
+    mm_hash: str
+    positions: Int
+    inputs: Mapping[str, torch.Tensor]
+
+    @property
+    def size(self) -> int:
+        """Embeddings."""
+        return len(self.positions)
+
+    @property
+    def start(self) -> int:
+        """The first token that takes an embedding."""
+        return int(self.positions[0])
+
+    @property
+    def end(self) -> int:
+        """The token behind the last one that takes an embedding."""
+        return int(self.positions[-1]) + 1
+
+
+def hash_extra(features: Sequence[Feature], start: int, end: int) -> bytes:
+    """What tells the tokens [start, end) apart from equal tokens of other items: the items there, and their places."""
+    return b"".join(
+        bytes.fromhex(feature.mm_hash) + (feature.start - start).to_bytes(8, "little", signed=True)
+        for feature in features
+        if feature.start < end and feature.end > start
+    )
+
+
+def num_embeddings(item: ProcessedItem, modality: Modality) -> int:
+    """How many of an item's tokens take embeddings."""
+    return sum(token == modality.placeholder_token_id for token in item.token_ids)
+
+
+class PromptReader:
+    """Reads a prompt's `multi_modal_data`.
+
+    Attributes:
+        placeholders: the placeholder token of each modality.
+    """
+
+    def __init__(self, model: MultimodalModel, facts: ModelFacts) -> None:
+        self._model = model
+        self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
+        self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
+
+    def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Feature, ...]]:
+        """The prompt as the model reads it, and its features in order.
+
+        Args:
+            token_ids: with one placeholder token for each item, or expanded already as the model's processor does it.
+            data: by modality, an item or a list of items in the prompt's order.
+
+        Raises:
+            RequestError: if a modality is not served, an item cannot be read, or items and placeholders differ.
+        """
+        unknown = sorted(map(str, data.keys() - self.placeholders.keys()))
+        if unknown:
+            raise RequestError(
+                f"multi_modal_data has {', '.join(unknown)}; this model takes {', '.join(self.placeholders)}",
+                fix="leave it out, or use a model that takes it",
+            )
+        tokens, features = list(token_ids), list[Feature]()
+        for modality, given in data.items():
+            items = [self._model.process(modality, item) for item in _as_items(given)]
+            tokens, features = self._place(modality, tokens, items, features)
+        features.sort(key=lambda feature: feature.start)
+        return tokens, tuple(features)
+
+    def validate(self, token_ids: Sequence[int], features: Sequence[Feature]) -> None:
+        """Refuse a prompt with placeholders that no item stands for.
+
+        Raises:
+            RequestError: with the counts.
+        """
+        for modality, placeholder in self.placeholders.items():
+            taken = sum(feature.size for feature in features if feature.modality == modality)
+            found = token_ids.count(placeholder)
+            if found != taken:
+                raise RequestError(
+                    f"the prompt has {found} {modality} placeholder tokens (token {placeholder}) and items for {taken}",
+                    fix=f"give multi_modal_data with one {modality} for each placeholder",
+                )
+
+    def _place(
+        self, modality: str, tokens: list[int], items: list[ProcessedItem], others: list[Feature]
+    ) -> tuple[list[int], list[Feature]]:
+        """Put items into the prompt; features of other modalities move along."""
+        placeholder = self.placeholders[modality]
+        found = [index for index, token in enumerate(tokens) if token == placeholder]
+        expanded = _expanded_starts(tokens, placeholder, items)
+        if expanded is None and len(found) != len(items):
+            raise RequestError(
+                f"the prompt has {len(found)} {modality} placeholder tokens (token {placeholder}) and multi_modal_data "
+                f"{len(items)} items",
+                fix=f"put one placeholder into the prompt for each {modality}",
+            )
+        moved = list(others)
+        if expanded is None:
+            tokens, expanded, moved = _expand(tokens, found, items, others)
+        return tokens, moved + [
+            self._feature(item, placeholder, start) for item, start in zip(items, expanded, strict=True)
+        ]
+
+    def _feature(self, item: ProcessedItem, placeholder: int, start: int) -> Feature:
+        positions = start + np.flatnonzero(np.asarray(item.token_ids) == placeholder)
+        if len(positions) == 0:
+            raise ModelError(
+                f"a processed item of modality {item.modality!r} has no placeholder token {placeholder}",
+                fix="tell the author of the model family",
+            )
+        return Feature(
+            modality=item.modality, mm_hash=self._hash(item), positions=positions.astype(np.int64), inputs=item.inputs
+        )
+
+    def _hash(self, item: ProcessedItem) -> str:
+        digest = hashlib.sha256(f"{self._model_name}\0{item.modality}\0{list(item.token_ids)}".encode())
+        for name, value in sorted(item.inputs.items()):
+            digest.update(f"\0{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+            digest.update(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+
+def refuse_items(data: Mapping[str, Any]) -> None:
+    """Refuse items for a model of text alone.
+
+    Raises:
+        RequestError: if there are any.
+    """
+    if any(_as_items(given) for given in data.values()):
+        raise RequestError(
+            f"multi_modal_data has {', '.join(map(str, data))}, and this model takes text alone",
+            fix="leave multi_modal_data out, or use a model that takes images",
+        )
+
+
+def items_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """The items among the parts of a conversation's messages, by modality: those of a part stand under its type."""
+    data: dict[str, list[Any]] = {}
+    for message in messages:
+        content = message.get("content")
+        parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+        for part in parts:
+            kind = str(part.get("type"))
+            if kind != "text" and kind in part:
+                data.setdefault(kind, []).append(part[kind])
+    return data
+
+
+def _as_items(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
+
+
+def _expand(
+    tokens: list[int], found: list[int], items: list[ProcessedItem], others: list[Feature]
+) -> tuple[list[int], list[int], list[Feature]]:
+    """Replace the placeholder at each of `found` by its item's tokens: the new tokens, starts, and moved features."""
+    longer: list[int] = []
+    starts, before = [], 0
+    moves = np.zeros(len(tokens), np.int64)  # of each old token
+    for index, item in zip(found, items, strict=True):
+        longer += tokens[before:index]
+        starts.append(len(longer))
+        longer += item.token_ids
+        before = index + 1
+        moves[before:] += len(item.token_ids) - 1
+    longer += tokens[before:]
+    return longer, starts, [_moved(feature, moves) for feature in others]
+
+
+def _moved(feature: Feature, moves: Int) -> Feature:
+    return Feature(
+        modality=feature.modality,
+        mm_hash=feature.mm_hash,
+        positions=feature.positions + moves[feature.positions],
+        inputs=feature.inputs,
+    )
+
+
+def _expanded_starts(tokens: list[int], placeholder: int, items: list[ProcessedItem]) -> list[int] | None:
+    """Where the items' tokens stand in a prompt that holds them already; None if it does not."""
+    starts = []
+    position = 0
+    for item in items:
+        wanted = list(item.token_ids)
+        lead = wanted.index(placeholder) if placeholder in wanted else 0
+        start = _next(tokens, placeholder, position) - lead
+        if start < position or tokens[start : start + len(wanted)] != wanted:
+            return None
+        starts.append(start)
+        position = start + len(wanted)
+    return starts if _next(tokens, placeholder, position) == len(tokens) else None
+
+
+def _next(tokens: list[int], token: int, position: int) -> int:
+    rest: Iterator[int] = (i for i in range(position, len(tokens)) if tokens[i] == token)
+    return next(rest, len(tokens))

@@ -1,0 +1,69 @@
+"""From an image to a model's inputs, by the checkpoint's own processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slotline.registry.contracts.model_family import Modality, ProcessedItem
+from slotline.registry.errors import ModelError, RequestError
+
+EXAMPLE_SIZE = 1024
+"""Width and height of the made-up image; processors resize or cut images, so few give more embeddings."""
+_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+
+
+class ImageProcessing:
+    """A checkpoint's processor, run on one image at a time.
+
+    transformers' processors expand the image token of a text into what stands for the image. Run on that token alone,
+    they give both the expansion and the tensors, whatever the model's rules are.
+
+    Raises:
+        ModelError: if the folder has no processor that can be loaded.
+    """
+
+    def __init__(self, path: Path, modality: Modality) -> None:
+        try:
+            from PIL import Image
+            from transformers import AutoProcessor
+
+            self._image: Any = Image
+            self._processor: Any = AutoProcessor.from_pretrained(str(path), local_files_only=True)
+            self._token = self._processor.image_token
+        except Exception as error:  # transformers raises many kinds, by file and version
+            raise ModelError(
+                f"no image processor in {str(path)!r}: {str(error).splitlines()[0] if str(error) else error!r}",
+                fix="put preprocessor_config.json (or processor_config.json) and the tokenizer's files there, and "
+                "install slotline[multimodal] for Pillow",
+            ) from error
+        self._modality = modality
+
+    def process(self, image: Any) -> ProcessedItem:
+        """The inputs and the expansion of an image: a PIL image or an array [height, width, 3] of 0 to 255.
+
+        Raises:
+            RequestError: if the processor cannot read it.
+        """
+        if isinstance(image, str | bytes):
+            raise RequestError(
+                f"image={image!r:.60} is no image", fix="open it first, with PIL.Image.open, and give the image"
+            )
+        try:
+            found = self._processor(text=self._token, images=[image], return_tensors="pt", add_special_tokens=False)
+        except Exception as error:  # a processor may raise anything on what is no image
+            raise RequestError(
+                f"image={image!r:.60} cannot be read by {type(self._processor).__name__}: {error}",
+                fix="give a PIL image, or an array [height, width, 3] of numbers from 0 to 255",
+            ) from error
+        return ProcessedItem(
+            modality=self._modality.name,
+            token_ids=found["input_ids"].reshape(-1).tolist(),
+            inputs={n: value for n, value in found.items() if n not in _TEXT and isinstance(value, torch.Tensor)},
+        )
+
+    def example(self) -> ProcessedItem:
+        """A grey square."""
+        return self.process(self._image.new("RGB", (EXAMPLE_SIZE, EXAMPLE_SIZE), (128, 128, 128)))

@@ -1,0 +1,25 @@
+"""Language models of transformers that see images through a vision encoder. This module does not import torch."""
+
+from __future__ import annotations
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts.model_family import ModelFamilyCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+ARCHITECTURES: tuple[str, ...] = ("LlavaForConditionalGeneration", "VipLlavaForConditionalGeneration")
+"""Every one is compared with transformers' own text by the tests. They have one shape: an encoder with a projector, and
+a decoder that reads its embeddings in the place of placeholder tokens, under plain causal attention."""
+
+DECODERS: tuple[str, ...] = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Decoders whose logits are the output projection's, without scaling or cap: the whole models apply neither."""
+
+descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
+    kind=Kind.MODEL_FAMILY,
+    name="transformers_vision",
+    capabilities=ModelFamilyCapabilities(
+        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",))
+    ),
+    factory="slotline.plugins.model_families.vision_model:TransformersVision",
+    options="slotline.plugins.model_families.decoder:DecoderOptions",
+    summary="checkpoints that take images and text, in Hugging Face format, through transformers' own modules",
+)

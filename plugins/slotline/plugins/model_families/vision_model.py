@@ -1,0 +1,124 @@
+"""The model family for images and text: a decoder as `transformers_model` runs it, and an encoder in front of it.
+
+The whole transformers model is read once and taken apart. Its language model becomes an ordinary causal model, so that
+inspection, attention slots, passes and graphs are a decoder's; encoder and projector stay as they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from slotline.plugins.model_families import binding, checkpoint, inspection, loading
+from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.image_processing import ImageProcessing
+from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
+from slotline.plugins.model_families.vision import ARCHITECTURES, DECODERS
+from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem
+from slotline.registry.errors import ModelError
+
+IMAGE = "image"
+
+
+class TransformersVision(TransformersDecoder):
+    """Serves every model of `vision.ARCHITECTURES`; it keeps no state, so one may load many models."""
+
+    def inspect(self, path: Path) -> ModelFacts:
+        """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
+        found = checkpoint.read(Path(path), ARCHITECTURES)
+        checkpoint.require_weights(found.path)
+        facts = inspection.facts_of(_decoder_of(found))
+        with torch.device("meta"):
+            encoder = found.model_class(found.config).model
+        del encoder.language_model
+        return evolve(
+            facts,
+            architecture=found.architecture,
+            dtype=found.dtype,
+            tasks=("generate",),
+            num_parameters=facts.num_parameters + sum(parameter.numel() for parameter in encoder.parameters()),
+            modalities=(Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id)),),
+        )
+
+    def load(self, context: ModelContext) -> VisionModel:
+        """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
+        return VisionModel(context)
+
+
+class VisionModel(DecoderModel):
+    """A loaded decoder with its vision encoder. Implements `MultimodalModel`."""
+
+    def __init__(self, context: ModelContext) -> None:
+        super().__init__(context)
+        (modality,) = context.facts.modalities
+        self._processing = ImageProcessing(context.facts.path, modality)
+        self._device = torch.device(context.device)
+        self._arguments = inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
+
+    def process(self, modality: str, item: Any) -> ProcessedItem:
+        """See `slotline.registry.contracts.model_family.MultimodalModel.process`."""
+        return self._processing.process(item)
+
+    def example(self, modality: str) -> ProcessedItem:
+        """See `slotline.registry.contracts.model_family.MultimodalModel.example`."""
+        return self._processing.example()
+
+    @torch.inference_mode()
+    def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        """Embeddings [n, hidden_size] of each image; neighbours of equal shapes go through the encoder together."""
+        outputs: list[torch.Tensor] = []
+        for _, alike in groupby(items, key=lambda item: {name: value.shape for name, value in item.items()}):
+            outputs += self._encode_alike(list(alike))
+        return outputs
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
+        embeddings: torch.Tensor = self.hf_model.base_model.embed_tokens(input_ids)
+        return embeddings
+
+    def _encode_alike(self, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
+        inputs = {}
+        for name in items[0].keys() & self._arguments:
+            value = torch.cat([item[name] for item in items])
+            inputs[name] = value.to(self._device, self.hf_model.dtype if value.is_floating_point() else None)
+        found = self.hf_model.encoder.get_image_features(**inputs, return_dict=True).pooler_output
+        rows = torch.cat(list(found)).flatten(0, -2)  # [all items' embeddings, hidden_size]
+        return list(rows.chunk(len(items)))  # of equal shapes, so of equal numbers of embeddings
+
+    def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
+        """The decoder as a causal model of its own, and the rest of the base model."""
+        found = checkpoint.read(context.facts.path, ARCHITECTURES)
+        whole = loading.load_transformers_model(context, found, attention="sdpa")
+        encoder, decoder = whole.model, _decoder_of(found)
+        with torch.device("meta"):
+            hf_model = decoder.model_class(decoder.config)
+        hf_model.model, hf_model.lm_head = encoder.language_model, whole.lm_head
+        hf_model.config = whole.config.text_config  # the very object that the attention modules read
+        del encoder.language_model
+        binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+        hf_model.config._attn_implementation = binding.ATTENTION_NAME
+        return hf_model.eval().requires_grad_(False), encoder
+
+
+def _decoder_of(found: Checkpoint) -> Checkpoint:
+    """The decoder's part of a checkpoint.
+
+    Raises:
+        ModelError: if this family does not run such a decoder.
+    """
+    text = found.config.text_config
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    name = "none" if model_class is None else model_class.__name__
+    if name not in DECODERS:
+        raise ModelError(
+            f"{found.architecture} in {found.path} has the decoder {name} ({text.model_type}), which is not served",
+            fix=f"use a checkpoint with one of {', '.join(DECODERS)}, or a model family plugin that serves this one",
+        )
+    return evolve(found, architecture=name, model_class=model_class, config=text)
