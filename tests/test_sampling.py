@@ -11,11 +11,13 @@ import pytest
 import tiny_models
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all
+from sampling_cases import allowed, batch, columns, drawn, masked
 
 from slotline.core import LLM, Logprob, SamplingParams
 from slotline.core import sampler as sampler_module
-from slotline.core.logprobs import gather_logprobs
-from slotline.core.sampler import SamplingBatch, draw, mask_unlikely, sample, scale, uniforms, warm_up
+from slotline.core.logprobs import LogprobTable, pack_logprobs
+from slotline.core.sampler import uniforms, warm_up
+from slotline.core.sampling.torch_sampling import draw, scale
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -25,31 +27,6 @@ Engines = Callable[..., LLM]
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=42, max_tokens=16, ignore_eos=True)
 
 
-def batch(n: int, **values: Any) -> SamplingBatch:
-    """n rows; each value stands for all rows or is given by row."""
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "positions": 0}
-    types = {"top_k": np.int64, "positions": np.int64, "seed": np.uint64}
-    arrays = {
-        name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), n).copy()
-        for name, value in {**defaults, **values}.items()
-    }
-    return SamplingBatch(rows=np.arange(n), **arrays)
-
-
-def allowed(probabilities: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Which tokens may be drawn, from the definitions: min-p, then top-k, then the smallest set that reaches top-p."""
-    keep = probabilities >= min_p * probabilities.max()
-    order = np.argsort(-probabilities, kind="stable")
-    order = order[keep[order]]
-    if top_k > 0:
-        order = order[:top_k]
-    weights = probabilities[order] / probabilities[order].sum()
-    before = np.cumsum(weights) - weights
-    result = np.zeros(len(probabilities), bool)
-    result[order[before < top_p]] = True
-    return result
-
-
 # ---- the distribution
 
 
@@ -57,7 +34,7 @@ def test_temperature_zero_takes_the_most_likely_token_beside_rows_that_sample() 
     logits = torch.randn(60, 50, generator=torch.Generator().manual_seed(0))
     temperature = np.tile([0, 1.5, 0, 0.1, 2, 0], 10)
     rows = batch(60, temperature=temperature, top_k=np.tile([0, 3, 9, 0, 0, 1], 10), seed=np.arange(60))
-    tokens, final = sample(logits.clone(), rows)
+    tokens, final = drawn(logits.clone(), rows)
     greedy = torch.from_numpy(temperature == 0)
     assert torch.equal(tokens[greedy], logits[greedy].argmax(dim=-1))
     assert torch.equal(final[greedy], logits[greedy])
@@ -67,14 +44,14 @@ def test_temperature_zero_takes_the_most_likely_token_beside_rows_that_sample() 
 def test_sampling_does_not_change_its_input() -> None:
     logits = torch.randn(3, 20)
     before = logits.clone()
-    sample(logits, batch(3, top_k=2, top_p=0.5, min_p=0.1))
+    drawn(logits, batch(3, top_k=2, top_p=0.5, min_p=0.1))
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-7, 1e-3])
 def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
     logits = torch.randn(4, 30, generator=torch.Generator().manual_seed(1)) * 30
-    tokens, final = sample(logits, batch(4, temperature=temperature, seed=np.arange(4)))
+    tokens, final = drawn(logits, batch(4, temperature=temperature, seed=np.arange(4)))
     assert torch.equal(tokens, logits.argmax(dim=-1))
     assert not final.isnan().any()
 
@@ -97,7 +74,7 @@ def test_a_tiny_temperature_is_as_good_as_greedy(temperature: float) -> None:
 def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(limits: dict[str, float]) -> None:
     logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(2)) * 2
     full = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
-    kept = mask_unlikely(logits, batch(20, **full)) > -torch.inf
+    kept = masked(logits, batch(20, **full)) > -torch.inf
     for row in range(20):
         want = allowed(logits[row].double().softmax(-1).numpy(), int(full["top_k"]), full["top_p"], full["min_p"])
         assert kept[row].tolist() == want.tolist()
@@ -106,18 +83,18 @@ def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(limits: dict[s
 def test_each_row_has_limits_of_its_own() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)).repeat(4, 1)
     limits = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.3)]
-    mixed = mask_unlikely(
+    mixed = masked(
         logits, batch(4, top_k=[3 * (i == 1) for i in range(4)], top_p=[1, 1, 0.5, 1], min_p=[0, 0, 0, 0.3])
     )
     for row, (top_k, top_p, min_p) in enumerate(limits):
-        alone = mask_unlikely(logits[:1], batch(1, top_k=top_k, top_p=top_p, min_p=min_p))
+        alone = masked(logits[:1], batch(1, top_k=top_k, top_p=top_p, min_p=min_p))
         assert torch.equal(mixed[row], alone[0])
 
 
 def test_a_row_without_top_p_loses_no_token_to_its_neighbours() -> None:
     """In float32 the running sum of a peaked distribution reaches 1 long before the last token."""
     peaked = torch.linspace(30, -30, 200)[None]
-    mixed = mask_unlikely(peaked.repeat(2, 1), batch(2, top_p=[1.0, 0.5]))
+    mixed = masked(peaked.repeat(2, 1), batch(2, top_p=[1.0, 0.5]))
     assert (mixed[0] > -torch.inf).all()
     assert (mixed[1] > -torch.inf).sum() < 10
 
@@ -125,8 +102,8 @@ def test_a_row_without_top_p_loses_no_token_to_its_neighbours() -> None:
 def test_equal_logits_stay_or_go_together_in_any_batch() -> None:
     tied = torch.zeros(1, 64)
     tied[0, 7] = 1.0
-    alone = mask_unlikely(tied, batch(1, top_k=3))
-    beside = mask_unlikely(torch.cat([tied, torch.randn(1, 64)]), batch(2, top_k=[3, 0], top_p=[1.0, 0.9]))
+    alone = masked(tied, batch(1, top_k=3))
+    beside = masked(torch.cat([tied, torch.randn(1, 64)]), batch(2, top_k=[3, 0], top_p=[1.0, 0.9]))
     assert torch.equal(alone[0], beside[0])
 
 
@@ -145,7 +122,7 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
         rows = batch(
             draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, **{varied: np.arange(draws)}
         )
-        tokens, _ = sample(logits.expand(draws, -1), rows)
+        tokens, _ = drawn(logits.expand(draws, -1), rows)
         seen = np.bincount(tokens.numpy(), minlength=vocab)
         possible = expected > 0
         assert not seen[~possible].any()
@@ -167,12 +144,12 @@ def test_uniform_numbers_are_uniform_and_independent_between_neighbouring_seeds_
 def test_no_probability_means_never_drawn_at_either_end() -> None:
     logits = torch.full((1, 5), -torch.inf)
     logits[0, 2] = 0.0
-    assert draw(logits.expand(500, -1), batch(500, seed=np.arange(500))).unique().tolist() == [2]
+    assert draw(logits.expand(500, -1), columns(batch(500, seed=np.arange(500)))).unique().tolist() == [2]
 
 
 def test_scaling_leaves_greedy_rows_alone() -> None:
     logits = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
-    assert scale(logits, batch(2, temperature=[0, 2])).tolist() == [[2.0, 4.0], [1.0, 2.0]]
+    assert scale(logits, columns(batch(2, temperature=[0, 2]))).tolist() == [[2.0, 4.0], [1.0, 2.0]]
 
 
 # ---- seeds
@@ -343,7 +320,7 @@ def test_a_token_far_from_the_top_keeps_its_rank(tiny: Tiny, engines: Engines) -
 
 def test_top_tokens_come_in_rank_order_after_the_chosen_one() -> None:
     scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
-    table = gather_logprobs(scores, torch.tensor([2]), 3, normalise=False)
+    table = LogprobTable.unpack(pack_logprobs(scores, torch.tensor([2]), 3, normalise=False).numpy())
     entry = table.entry(0, 3)
     assert list(entry) == [2, 1, 3]
     assert {token: value.rank for token, value in entry.items()} == {1: 1, 3: 2, 2: 3}

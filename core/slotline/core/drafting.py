@@ -138,6 +138,11 @@ class Drafting:
         places = np.minimum(self._rows.num_tokens[logits_rows] + draft_positions, self._rows.max_model_len - 1)
         return np.where(last, -1, self._rows.token_ids[logits_rows, places])
 
+    @property
+    def has_probabilities(self) -> bool:
+        """Whether the drafter gave the distributions that the last drafts were drawn from."""
+        return self._probabilities is not None
+
     def probabilities(self, logits_rows: Int, draft_positions: Int, index: Int) -> torch.Tensor | None:
         """The drafter's distributions [m, vocab_size] at the places `index` [m] of the logits rows, if it gave any."""
         if self._probabilities is None:

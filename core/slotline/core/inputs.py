@@ -17,7 +17,9 @@ from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
 from slotline.core.encoding import Embeds
 from slotline.core.last_tokens import LastTokens
+from slotline.core.logprobs import ScoredPlaces
 from slotline.core.rows import Rows
+from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.scheduler import Schedule
 from slotline.core.staging import Staging, reserved_bytes
 from slotline.registry.contracts import AttentionBatch
@@ -44,6 +46,9 @@ class StepInputs:
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device, what stands for the tokens that are about to be sampled where the
             next step is prepared before they are known; else None.
+        sampling: the sampling parameters of the logits' rows.
+        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device; None where all rows are greedy.
+        scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
     """
 
@@ -58,7 +63,10 @@ class StepInputs:
     draft_positions: Int | None
     batches: tuple[AttentionBatch, ...]
     shape: GraphShape | None
-    stand_ins: torch.Tensor | None = None
+    stand_ins: torch.Tensor | None
+    sampling: SamplingBatch
+    sampling_params: torch.Tensor | None
+    scored: ScoredPlaces | None
     embeds: Embeds | None = None
 
 
@@ -106,7 +114,8 @@ class InputGatherer:
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
         by_request = reserved_bytes((rows.max_requests + 1,), np.int64)
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
-        staging.reserve((2 + len(groups)) * by_token + 2 * by_request + 2 * by_logits + tables.num_bytes)
+        packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
+        staging.reserve((2 + len(groups)) * by_token + 2 * by_request + 3 * by_logits + packed + tables.num_bytes)
 
     def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
@@ -240,6 +249,9 @@ class InputGatherer:
         self.tables.stage(table_rows)
         logits_indices_device = upload(logits_indices)
         stand_ins = None if self.last_tokens is None else upload(self.last_tokens.stand_ins(logits_rows))
+        batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
+        params = None if batch.all_greedy else upload(batch.packed())
+        scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], upload)
         self.staging.flush()
         batches = tuple(
             AttentionBatch(
@@ -271,4 +283,7 @@ class InputGatherer:
             batches=batches,
             shape=shape,
             stand_ins=stand_ins,
+            sampling=batch,
+            sampling_params=params,
+            scored=scored,
         )

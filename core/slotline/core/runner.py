@@ -2,7 +2,7 @@
 
 A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
 starts what follows it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
-log-probabilities are asked for.
+log-probabilities of a prompt are asked for.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from slotline.core.drafting import Drafting
 from slotline.core.graphs import GraphRunner
 from slotline.core.inputs import StepInputs
 from slotline.core.last_tokens import LastTokens
-from slotline.core.logprobs import LogprobTable, gather_logprobs
+from slotline.core.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
 from slotline.core.outputs import TokenLogprobs
 from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.rows import Rows
-from slotline.core.sampler import SamplingBatch, sample
+from slotline.core.sampler import sample
+from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.staging import Staging
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.verification import reject, standing
@@ -98,11 +99,11 @@ class Runner:
                 return self.pooling.run(inputs, launched.hidden)
         with scope("logits"):
             states, logits = self._wanted(launched)
-        batch = SamplingBatch.gather(self.rows, inputs.logits_rows, inputs.draft_positions)
+        batch = inputs.sampling
         with scope("process"):
             processed = self.pipeline.apply(logits, batch.rows, inputs.draft_positions, all_greedy=batch.all_greedy)
         with scope("sample"):
-            tokens, final = sample(processed, batch)
+            tokens, final = sample(processed, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs))
             drafts, tokens = self._reject(tokens, final, batch, inputs.draft_positions)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
@@ -115,8 +116,8 @@ class Runner:
                 num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
             )
         with scope("output"):
-            if (self.rows.num_logprobs[batch.rows] >= 0).any():
-                sampling.logprobs = self._logprobs(logits if self.raw_logprobs else final, tokens, batch.rows)
+            if inputs.scored is not None:
+                sampling.logprobs = self._logprobs(logits if self.raw_logprobs or final is None else final, tokens, inputs.scored)
             if launched.whole:
                 sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
         return sampling
@@ -140,10 +141,11 @@ class Runner:
         if sampling.states is not None:
             last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
             output.hidden_states = sampling.states[torch.from_numpy(last).to(sampling.states.device)]
-        if sampling.logprobs:
+        if sampling.logprobs is not None:
+            entries = sampling.logprobs.wait()
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-                if place in sampling.logprobs:
-                    output.logprobs.setdefault(row, []).append(sampling.logprobs[place])
+                if place in entries:
+                    output.logprobs.setdefault(row, []).append(entries[place])
         if sampling.num_nans is not None:
             counts = sampling.num_nans.wait()[places]
             output.num_nans = {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
@@ -185,8 +187,14 @@ class Runner:
             return states, self.model.compute_logits(states)
         return states, logits[:count] if in_order else logits[inputs.logits_indices]
 
+    def _keeps_final(self, inputs: StepInputs) -> bool:
+        """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
+        if inputs.draft_positions is not None and self.drafting is not None and self.drafting.has_probabilities:
+            return True
+        return not self.raw_logprobs and inputs.scored is not None
+
     def _reject(
-        self, tokens: torch.Tensor, final: torch.Tensor, batch: SamplingBatch, draft_positions: Int | None
+        self, tokens: torch.Tensor, final: torch.Tensor | None, batch: SamplingBatch, draft_positions: Int | None
     ) -> tuple[Int | None, torch.Tensor]:
         """The drafts [n] that the logits rows judge, and the tokens after rejection sampling where it applies."""
         if draft_positions is None or self.drafting is None:
@@ -194,17 +202,14 @@ class Runner:
         drafts = self.drafting.drafts(batch.rows, draft_positions)
         index = np.flatnonzero((drafts >= 0) & (batch.temperature > 0))
         proposed = self.drafting.probabilities(batch.rows, draft_positions, index) if len(index) else None
-        if proposed is not None:
+        if proposed is not None and final is not None:
             tokens = reject(final, tokens, batch, drafts, proposed.to(final.device), index)
         return drafts, tokens
 
-    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, rows: Int) -> dict[int, TokenLogprobs]:
-        """Entries by logits row, where asked for."""
-        wanted = np.flatnonzero(self.rows.num_logprobs[rows] >= 0)
-        tops = self.rows.num_logprobs[rows[wanted]]
-        index = torch.from_numpy(wanted).to(scores.device)
-        table = self._table(scores[index], tokens[index], int(tops.max()))
-        return {place: table.entry(i, int(tops[i])) for i, place in enumerate(wanted.tolist())}
+    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
+        """Start scoring the sampled tokens of the places that ask for it."""
+        packed = self._scores(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
+        return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
         """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
@@ -227,9 +232,9 @@ class Runner:
         for states, tokens in zip(
             hidden.split(_PROMPT_LOGITS_AT_A_TIME), targets.split(_PROMPT_LOGITS_AT_A_TIME), strict=True
         ):
-            table = self._table(self.model.compute_logits(states), tokens, top)
+            table = LogprobTable.unpack(self._scores(self.model.compute_logits(states), tokens, top).cpu().numpy())
             entries += [table.entry(i, top) for i in range(len(tokens))]
         return entries
 
-    def _table(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> LogprobTable:
-        return gather_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
+    def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)

@@ -10,8 +10,9 @@ import torch
 from attrs import define, evolve, field
 
 from slotline.core.inputs import StepInputs
+from slotline.core.logprobs import PendingLogprobs
 from slotline.core.outputs import TokenLogprobs
-from slotline.core.sampler import SamplingBatch
+from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.staging import Download
 
 Int = npt.NDArray[np.int64]
@@ -44,7 +45,7 @@ class Sampling:
         tokens: [n] int64 on their way to the host.
         states: [n, hidden_size] on the device, where a drafter needs them.
         num_nans: [n] int64 on their way to the host, where they are counted.
-        logprobs: for each logits row its entry, where asked for.
+        logprobs: on their way to the host, where asked for.
         prompt_logprobs: as in `StepOutput`.
     """
 
@@ -54,7 +55,7 @@ class Sampling:
     tokens: Download
     states: torch.Tensor | None = None
     num_nans: Download | None = None
-    logprobs: dict[int, TokenLogprobs] = field(factory=dict)
+    logprobs: PendingLogprobs | None = None
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
 
 

@@ -60,6 +60,6 @@ def reject(
     accept = torch.from_numpy(chance).to(device) * offered < wanted
     rest = (target - proposed).clamp_min(0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
-    other = invert(rest, uniforms(batch.seed[index], batch.positions[index]))
+    other = invert(rest, torch.from_numpy(uniforms(batch.seed[index], batch.positions[index])).to(device))
     chosen = torch.where(accept, draft, other)
     return tokens.index_copy(0, place, chosen)

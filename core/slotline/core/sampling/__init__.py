@@ -1,0 +1,1 @@
+"""The sampler's parts: a step's parameters (`batch`), and the arithmetic in torch and in Triton."""

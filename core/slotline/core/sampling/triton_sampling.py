@@ -1,0 +1,78 @@
+"""Sampling on a GPU in two launches and one pass over the logits, without a sort and without waiting for the device.
+
+The first kernel reads every logit once and keeps, for each group of 32 neighbouring tokens, the largest one and the
+group's softmax mass. The second, one program for each row, looks again only at groups that can hold a kept token:
+
+* top-k: at least k logits reach the k-th largest group maximum, so no kept one lies in a group whose maximum is below
+  it. k groups hold them all, however large the vocabulary.
+* top-p: the groups with the 128 largest maxima, if their logits above the smallest of these hold the share; all groups
+  if not (a flat row).
+* min-p: the groups whose maximum reaches the floor.
+
+Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so equal logits
+stay or go together. The draw walks the groups' kept masses in token order, then the tokens of one group.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from slotline.core.sampling.triton_kernels import draw_rows, group_stats
+
+GROUP = 32
+MOST_GROUPS = 8192
+"""Groups of a row that one program holds; above 262,144 tokens the groups grow."""
+TILE = 128
+"""Groups that are read at a time."""
+LEAST_WIDTH = 512
+STATS_WARPS = 4
+ROW_WARPS = 16
+
+
+def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [n] int64 drawn from logits [n, vocab_size] float32, and the smallest scaled logits [n] that might be.
+
+    `params` [n, 8] int32 is `SamplingBatch.packed` on the same device.
+    """
+    n, vocab_size = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    group = max(GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MOST_GROUPS)))
+    num_groups = triton.cdiv(vocab_size, group)
+    num_tiles = triton.cdiv(num_groups, TILE)
+    width = max(LEAST_WIDTH, triton.next_power_of_2(num_groups))
+    maxima, sums = torch.empty(2, n, num_groups, dtype=torch.float32, device=logits.device).unbind()
+    chosen = torch.empty(n, num_groups, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
+    least = torch.empty(n, dtype=torch.float32, device=logits.device)
+    if n == 0:
+        return tokens, least
+    stats = (maxima, sums)
+    sizes = {"group": group, "tile": TILE}
+    group_stats[(n * num_tiles,)](
+        logits,
+        logits.stride(0),
+        params,
+        *stats,
+        vocab_size,
+        num_groups,
+        num_tiles,
+        **sizes,
+        num_warps=STATS_WARPS,
+    )
+    draw_rows[(n,)](
+        logits,
+        logits.stride(0),
+        params,
+        *stats,
+        chosen,
+        tokens,
+        least,
+        vocab_size,
+        num_groups,
+        **sizes,
+        width=width,
+        num_warps=max(4, min(ROW_WARPS, width // 256)),
+    )
+    return tokens, least

@@ -1,0 +1,59 @@
+"""What tests of the sampler share: batches, the sampler's functions on them, and the definitions in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.core.sampler import SamplingBatch, sample
+from slotline.core.sampling import torch_sampling
+from slotline.core.sampling.batch import PackedParameters
+
+
+def batch(n: int, **values: Any) -> SamplingBatch:
+    """n rows; each value stands for all rows or is given by row."""
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "positions": 0}
+    types = {"top_k": np.int64, "positions": np.int64, "seed": np.uint64}
+    arrays = {
+        name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), n).copy()
+        for name, value in {**defaults, **values}.items()
+    }
+    return SamplingBatch(rows=np.arange(n), **arrays)
+
+
+def params(rows: SamplingBatch, device: str = "cpu") -> torch.Tensor:
+    """The packed parameters on a device."""
+    return torch.from_numpy(rows.packed()).to(device)
+
+
+def columns(rows: SamplingBatch) -> PackedParameters:
+    return PackedParameters(params(rows))
+
+
+def drawn(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the logits that they were drawn from."""
+    sent = None if rows.all_greedy else params(rows, str(logits.device))
+    tokens, final = sample(logits, rows, sent, keep_final=True)
+    assert final is not None
+    return tokens, final
+
+
+def masked(logits: torch.Tensor, rows: SamplingBatch) -> torch.Tensor:
+    """What min-p, top-k and top-p leave of logits, in torch."""
+    return torch_sampling.mask_unlikely(logits, rows, columns(rows))
+
+
+def allowed(probabilities: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which tokens may be drawn, from the definitions: min-p, then top-k, then the smallest set that reaches top-p."""
+    keep = probabilities >= min_p * probabilities.max()
+    order = np.argsort(-probabilities, kind="stable")
+    order = order[keep[order]]
+    if top_k > 0:
+        order = order[:top_k]
+    weights = probabilities[order] / probabilities[order].sum()
+    before = np.cumsum(weights) - weights
+    result = np.zeros(len(probabilities), bool)
+    result[order[before < top_p]] = True
+    return result
