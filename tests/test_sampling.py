@@ -83,9 +83,7 @@ def test_the_tokens_that_may_be_drawn_are_those_of_the_definition(limits: dict[s
 def test_each_row_has_limits_of_its_own() -> None:
     logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)).repeat(4, 1)
     limits = [(0, 1.0, 0.0), (3, 1.0, 0.0), (0, 0.5, 0.0), (0, 1.0, 0.3)]
-    mixed = masked(
-        logits, batch(4, top_k=[3 * (i == 1) for i in range(4)], top_p=[1, 1, 0.5, 1], min_p=[0, 0, 0, 0.3])
-    )
+    mixed = masked(logits, batch(4, top_k=[3 * (i == 1) for i in range(4)], top_p=[1, 1, 0.5, 1], min_p=[0, 0, 0, 0.3]))
     for row, (top_k, top_p, min_p) in enumerate(limits):
         alone = masked(logits[:1], batch(1, top_k=top_k, top_p=top_p, min_p=min_p))
         assert torch.equal(mixed[row], alone[0])

@@ -73,7 +73,8 @@ def draw_rows(
     else:
         masses = tl.load(sums + groups, groups < num_groups, 0.0) * _weights(peaks, most)
         top_p = tl.load(params + 1).to(tl.float32, bitcast=True)
-        floor = most + tl.load(params + 2).to(tl.float32, bitcast=True)
+        log_min_p = tl.load(params + 2).to(tl.float32, bitcast=True)
+        floor = tl.where(log_min_p == -float("inf"), log_min_p, most + log_min_p)
         top_k = tl.load(params + 3)
         limited = (top_k > 0) & (top_k < vocab_size)
         bound = floor

@@ -1,0 +1,239 @@
+"""The sampler's Triton kernels against definitions in float64 and against torch: on the card where there is one, else
+in Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sampling_cases import allowed, batch, params
+
+from slotline.core.logprobs import pack_logprobs
+from slotline.core.sampler import SamplingBatch, declare, sample, send, uniforms
+from slotline.core.sampling.batch import PackedParameters
+from slotline.core.sampling.torch_sampling import sample_torch
+from slotline.core.staging import staging_for
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+from slotline.core.sampling import triton_sampling
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+on_the_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+MIXES = [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 6, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.3, 8, 0.9, 0.1)]
+
+
+def run(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernels' tokens and least logits, on the host."""
+    tokens, least = triton_sampling.sample_triton(logits.to(DEVICE), params(rows, DEVICE))
+    return tokens.cpu(), least.cpu()
+
+
+def random_logits(n: int, vocab_size: int, seed: int, spread: float = 3.0) -> torch.Tensor:
+    return torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def nucleus(scaled: np.ndarray, top_k: int, top_p: float, floor: float) -> float:
+    """The smallest logit that the limits keep, from the definitions."""
+    ordered = np.sort(scaled[scaled >= floor])[::-1]
+    ordered = ordered[: top_k or None]
+    weights = np.exp(ordered - ordered[0])
+    before = np.cumsum(weights) - weights
+    kept = (before < top_p * weights.sum()) if top_p < 1 else np.ones(len(ordered), bool)
+    kept[0] = True
+    return float(ordered[kept][-1])
+
+
+def right(logits: np.ndarray, rows: SamplingBatch, i: int, token: int, least: float) -> None:
+    """A row's token and least logit are the definitions', with room for the rounding of float32 sums."""
+    assert 0 <= token < logits.shape[-1]
+    row = np.where(np.isnan(logits[i]), -np.inf, logits[i])
+    if rows.temperature[i] == 0:
+        assert token == int(row.argmax())
+        return
+    scaled = row / np.maximum(rows.temperature[i], np.float32(1e-6))  # float32, as the definition says
+    floor = -np.inf if rows.min_p[i] == 0 else float(scaled.max() + np.log(rows.min_p[i]))
+    limits = int(rows.top_k[i]), floor
+    loose, tight = (nucleus(scaled, limits[0], float(rows.top_p[i]) * by, limits[1]) for by in (1 + 1e-5, 1 - 1e-5))
+    if rows.top_p[i] == 1:
+        loose = tight = nucleus(scaled, limits[0], 1.0, limits[1])
+    kept = scaled >= least
+    assert (scaled >= tight).sum() <= kept.sum() <= (scaled >= loose).sum()
+    weights = np.where(kept, np.exp(scaled.astype(np.float64) - scaled.max()), 0)
+    cumulative = np.cumsum(weights) / weights.sum()
+    number = float(uniforms(rows.seed[i : i + 1], rows.positions[i : i + 1])[0])
+    assert weights[token] > 0
+    assert cumulative[token] - weights[token] / weights.sum() - 1e-5 <= number <= cumulative[token] + 1e-5
+
+
+@st.composite
+def cases(draw: Any) -> tuple[torch.Tensor, SamplingBatch]:
+    """Logits with ties, masked tokens and flat or peaked rows, and a mix of parameters."""
+    n, seed = draw(st.integers(1, 4)), draw(st.integers(0, 2**31))
+    vocab_size = draw(st.sampled_from([1, 2, 31, 32, 33, 500, 4097, 9000]))
+    logits = random_logits(n, vocab_size, seed, draw(st.sampled_from([0.01, 1.0, 5.0])))
+    if draw(st.booleans()):
+        logits = logits.round()
+    if draw(st.booleans()):
+        logits[random_logits(n, vocab_size, seed + 1, 1.0) < draw(st.sampled_from([0.0, 2.5]))] = -torch.inf
+        logits[:, seed % vocab_size] = 0
+
+    def by_row(values: list[float]) -> list[float]:
+        return draw(st.lists(st.sampled_from(values), min_size=n, max_size=n))
+
+    rows = batch(
+        n,
+        temperature=by_row([0.0, 1e-7, 0.3, 1.0, 1.7, 50.0]),
+        top_k=by_row([0, 1, 2, 40, 129, 3000, 2**40]),
+        top_p=by_row([1.0, 0.95, 0.5, 1e-6]),
+        min_p=by_row([0.0, 0.0, 1e-3, 0.2, 1.0]),
+        seed=[seed + i for i in range(n)],
+        positions=np.arange(n) * 7,
+    )
+    return logits, rows
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_tokens_and_thresholds_are_those_of_the_definitions(case: tuple[torch.Tensor, SamplingBatch]) -> None:
+    logits, rows = case
+    tokens, least = run(logits, rows)
+    for i in range(len(tokens)):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases())
+def test_tokens_and_masked_logits_are_those_of_torch(case: tuple[torch.Tensor, SamplingBatch]) -> None:
+    """Random numbers and sums that lie so close together that rounding decides are rarer than these examples."""
+    logits, rows = case
+    if (rows.top_p < 1e-3).any() or (rows.temperature < 1e-3).any():
+        rows = batch(1, top_k=5)
+        logits = logits[:1]
+    tokens, least = run(logits, rows)
+    want, final = sample_torch(logits, rows, params(rows), keep_final=True)
+    assert final is not None
+    scaled = logits / PackedParameters(params(rows)).temperature[:, None]
+    assert torch.equal(scaled.masked_fill(scaled < least[:, None], -torch.inf), final)
+    assert torch.equal(tokens, want)
+
+
+@on_the_card  # the interpreter would take minutes; the same draws are tested against torch's
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.behaviour(103)
+def test_draws_follow_the_distribution(mix: tuple[float, int, float, float]) -> None:
+    temperature, top_k, top_p, min_p = mix
+    draws, vocab_size = 20_000, 12
+    logits = random_logits(1, vocab_size, 4, 1.5)
+    probabilities = (logits[0].double() / temperature).softmax(-1).numpy()
+    probabilities = np.where(allowed(probabilities, top_k, top_p, min_p), probabilities, 0)
+    expected = draws * probabilities / probabilities.sum()
+    rows = batch(draws, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=np.arange(draws))
+    seen = np.bincount(run(logits.expand(draws, -1).contiguous(), rows)[0].numpy(), minlength=vocab_size)
+    possible = expected > 0
+    assert not seen[~possible].any()
+    assert ((seen - expected)[possible] ** 2 / expected[possible]).sum() < 35  # the 99.98 % quantile for 11 degrees
+
+
+@pytest.mark.behaviour(34, 103)
+def test_a_row_gives_the_same_bits_alone_and_in_any_batch() -> None:
+    logits = torch.cat([random_logits(3, 6000, 5), random_logits(3, 6000, 6, 0.1)])
+    rows = batch(
+        6, temperature=[0.7, 1.0, 0.0, 1.2, 1.0, 0.9], top_k=[0, 40, 0, 0, 500, 0], top_p=[0.9, 0.9, 1, 0.8, 1, 1]
+    )
+    tokens, least = run(logits, rows)
+    for i in range(6):
+        one = batch(1, temperature=rows.temperature[i], top_k=rows.top_k[i], top_p=rows.top_p[i])
+        alone = run(logits[i : i + 1], one)
+        assert (int(alone[0]), float(alone[1])) == (int(tokens[i]), float(least[i]))
+
+
+def test_equal_logits_stay_or_go_together() -> None:
+    tied = torch.zeros(2, 5000)
+    tied[:, 77] = 1.0
+    _, least = run(tied, batch(2, top_k=[3, 0], top_p=[1.0, 0.5]))
+    assert least.tolist() == [0.0, 0.0]
+
+
+def test_the_first_of_the_largest_logits_is_taken_by_a_greedy_row() -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, [70, 71, 4000]] = 3.0
+    tokens, _ = run(logits, batch(2, temperature=[0, 1]))
+    assert int(tokens[0]) == 70
+
+
+def test_rows_of_nothing_but_nan_and_infinity_give_tokens_of_the_vocabulary() -> None:
+    logits = torch.zeros(6, 1000)
+    logits[0] = torch.nan
+    logits[1] = -torch.inf
+    logits[2] = torch.inf
+    logits[3, 5] = torch.nan
+    logits[4, 5] = torch.inf
+    for temperature in (0.0, 1.0):
+        for limits in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 9, "top_p": 0.9, "min_p": 0.1}):
+            rows = batch(6, temperature=[temperature] * 5 + [1.0], seed=np.arange(6), **limits)
+            tokens, _ = run(logits, rows)
+            assert ((tokens >= 0) & (tokens < 1000)).all()
+            assert int(tokens[4]) == 5
+    nan = run(logits, batch(6, temperature=[0.0] * 5 + [1.0]))[0]
+    assert int(nan[3]) == int(logits[3].argmax()) == 5
+
+
+def test_the_logits_kept_may_lie_in_one_group_or_in_all_of_them() -> None:
+    logits = random_logits(4, 9000, 8, 0.5)
+    logits[0, 320:400] += 30  # 80 neighbours, top-k within them
+    logits[1, ::100] += 30  # one in each group at most
+    rows = batch(4, top_k=[50, 60, 700, 0], top_p=[0.9, 1.0, 0.9, 0.97])
+    tokens, least = run(logits, rows)
+    for i in range(4):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+
+
+@pytest.mark.parametrize("vocab_size", [262_144, 300_001])
+def test_a_large_vocabulary_fills_the_groups(vocab_size: int) -> None:
+    logits = random_logits(4, vocab_size, 9, 2.0)
+    rows = batch(
+        4, temperature=[1, 0.8, 1, 0], top_k=[50, 0, 0, 0], top_p=[0.9, 0.3, 1, 1], min_p=[0, 0, 0.2, 0], seed=7
+    )
+    tokens, least = run(logits, rows)
+    for i in range(4):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+
+
+def test_logits_that_are_not_contiguous_and_no_rows_at_all() -> None:
+    logits = random_logits(3, 700, 10)
+    rows = batch(3, top_k=20, seed=np.arange(3))
+    want, _ = run(logits, rows)
+    wide = torch.zeros(3, 1400)
+    wide[:, ::2] = logits
+    assert torch.equal(run(wide[:, ::2], rows)[0], want)
+    assert run(logits[:0], batch(0))[0].shape == (0,)
+
+
+@on_the_card
+@pytest.mark.behaviour(30, 88)
+def test_a_sampling_step_never_waits_for_the_device() -> None:
+    n, staging = 16, staging_for("cuda")
+    declare(staging, n)
+    logits = random_logits(n, 5000, 11).cuda()
+    mixed = batch(n, temperature=[0.0, 0.7] * 8, top_k=[0, 40, 3, 0] * 4, top_p=[1, 0.9] * 8, min_p=[0.0, 0.1] * 8)
+    greedy = batch(n, temperature=0.0)
+
+    def step(rows: SamplingBatch) -> torch.Tensor:
+        tokens, final = sample(logits, rows, send(staging, rows), keep_final=True)
+        assert final is not None
+        pack_logprobs(final, tokens, 5, normalise=True)
+        return tokens
+
+    wanted = [step(rows) for rows in (mixed, greedy)]  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [step(rows) for rows in (mixed, greedy)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+    assert torch.equal(found[0].cpu(), sample(logits.cpu(), mixed, params(mixed))[0])
