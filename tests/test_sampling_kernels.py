@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sampling_cases import allowed, batch, params
 
 from slotline.core.logprobs import pack_logprobs
-from slotline.core.sampler import SamplingBatch, declare, sample, send, uniforms
-from slotline.core.sampling.batch import PackedParameters
+from slotline.core.sampler import SamplingBatch, sample, uniforms
+from slotline.core.sampling.batch import PACKED_WIDTH, PackedParameters
 from slotline.core.sampling.torch_sampling import sample_torch
-from slotline.core.staging import staging_for
+from slotline.core.staging import reserved_bytes, staging_for
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.core.sampling import triton_sampling
@@ -218,15 +218,19 @@ def test_logits_that_are_not_contiguous_and_no_rows_at_all() -> None:
 @pytest.mark.behaviour(30, 88)
 def test_a_sampling_step_never_waits_for_the_device() -> None:
     n, staging = 16, staging_for("cuda")
-    declare(staging, n)
+    staging.reserve(reserved_bytes((n, PACKED_WIDTH), np.int32))
     logits = random_logits(n, 5000, 11).cuda()
     mixed = batch(n, temperature=[0.0, 0.7] * 8, top_k=[0, 40, 3, 0] * 4, top_p=[1, 0.9] * 8, min_p=[0.0, 0.1] * 8)
     greedy = batch(n, temperature=0.0)
 
     def step(rows: SamplingBatch) -> torch.Tensor:
-        tokens, final = sample(logits, rows, send(staging, rows), keep_final=True)
+        staging.begin()
+        sent = None if rows.all_greedy else staging.upload(rows.packed())
+        staging.flush()
+        staging.mark()
+        tokens, final = sample(logits, rows, sent, keep_final=True)
         assert final is not None
-        pack_logprobs(final, tokens, 5, normalise=True)
+        staging.download(pack_logprobs(final, tokens, 5, normalise=True))
         return tokens
 
     wanted = [step(rows) for rows in (mixed, greedy)]  # compiles
