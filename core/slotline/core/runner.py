@@ -117,7 +117,9 @@ class Runner:
             )
         with scope("output"):
             if inputs.scored is not None:
-                sampling.logprobs = self._logprobs(logits if self.raw_logprobs or final is None else final, tokens, inputs.scored)
+                sampling.logprobs = self._logprobs(
+                    logits if self.raw_logprobs or final is None else final, tokens, inputs.scored
+                )
             if launched.whole:
                 sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
         return sampling
