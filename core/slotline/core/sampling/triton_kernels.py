@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-0x7F800001)
+LOWEST = tl.constexpr(-0x7F800000)
 """`_key` of minus infinity."""
 
 
@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-0x7F800001)
 def group_stats(
     logits,  # [n, vocab_size] float32
     stride,
-    params,  # [n, 8] int32
+    packed,  # [n, 8] int32
     maxima,  # [n, num_groups] float32, out: the largest scaled logit of each group
     sums,  # [n, num_groups] float32, out: the sum of exp(scaled logit - the group's maximum)
     vocab_size,
@@ -32,7 +32,7 @@ def group_stats(
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64)
     groups = (program % num_tiles) * tile + tl.arange(0, tile)
-    y = _scaled(logits + row * stride, params + row * 8, groups, num_groups, vocab_size, group)
+    y = _scaled(logits + row * stride, packed + row * 8, groups, num_groups, vocab_size, group)
     most = tl.max(y, 1)
     weights = _weights(y, most[:, None])
     held = groups < num_groups
@@ -44,7 +44,7 @@ def group_stats(
 def draw_rows(
     logits,  # [n, vocab_size] float32
     stride,
-    params,  # [n, 8] int32
+    packed,  # [n, 8] int32
     maxima,  # [n, num_groups] float32, from `group_stats`
     sums,  # [n, num_groups] float32; overwritten where a row looks at groups again
     chosen,  # [n, num_groups] int32, scratch: groups that a row looks at again
@@ -59,59 +59,59 @@ def draw_rows(
     """One program for a row: the threshold that its limits set, then the draw."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    params += row * 8
+    packed += row * 8
     maxima += row * num_groups
     sums += row * num_groups
     chosen += row * num_groups
     groups = tl.arange(0, width)
     peaks = tl.load(maxima + groups, groups < num_groups, -float("inf"))
     most = tl.max(peaks, 0)
-    if (tl.load(params + 4) != 0) | (most == -float("inf")):
+    if (tl.load(packed + 4) != 0) | (most == -float("inf")):
         place = tl.min(tl.where(peaks == most, groups, width), 0)
         inner = tl.arange(0, group)
-        y = tl.max(_scaled(logits, params, place + tl.zeros([1], tl.int32), num_groups, vocab_size, group), 0)
+        y = tl.max(_scaled(logits, packed, place + tl.zeros([1], tl.int32), num_groups, vocab_size, group), 0)
         tl.store(tokens + row, (place * group + tl.min(tl.where(y == most, inner, group), 0)).to(tl.int64))
         tl.store(least + row, -float("inf"))
     else:
         masses = tl.load(sums + groups, groups < num_groups, 0.0) * _weights(peaks, most)
-        top_p = tl.load(params + 1).to(tl.float32, bitcast=True)
-        log_min_p = tl.load(params + 2).to(tl.float32, bitcast=True)
+        top_p = tl.load(packed + 1).to(tl.float32, bitcast=True)
+        log_min_p = tl.load(packed + 2).to(tl.float32, bitcast=True)
         floor = tl.where(log_min_p == -float("inf"), log_min_p, most + log_min_p)
-        top_k = tl.load(params + 3)
+        top_k = tl.load(packed + 3)
         limited = (top_k > 0) & (top_k < vocab_size)
         bound = floor
         looked_at = 0
         if limited | (top_p < 1) | (floor > -float("inf")):
-            # a pivot that no kept logit lies below: as many groups as top-k have their largest at or above it
-            wanted = tl.where(limited, top_k, tl.where(floor > -float("inf"), width + 1, tile))
-            pivot = tl.maximum(_nth_peak(peaks, most, wanted), floor)
+            # a pivot that no kept logit lies below: at least k groups have a logit at or above it
+            wanted = tl.where(limited, top_k, tl.where(floor > -float("inf"), width + 1, tile // 2))
+            pivot = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
             looked_at = _choose(peaks, pivot, groups, chosen)
             whole = tl.sum(masses.to(tl.float64), 0)
             if (limited == 0) & (floor == -float("inf")):
-                held = _mass(logits, params, chosen, looked_at, vocab_size, most, pivot, True, group, tile)
+                held = _mass(logits, packed, chosen, looked_at, vocab_size, most, pivot, True, group, tile)
                 if held < top_p.to(tl.float64) * whole:  # a flat row: the pivot was too high
                     pivot = -float("inf")
                     looked_at = _choose(peaks, pivot, groups, chosen)
             bound = tl.maximum(pivot, floor)
             if limited:
-                bound = _kth_largest(logits, params, chosen, looked_at, vocab_size, most, bound, top_k, group, tile)
+                bound = _kth_largest(logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile)
             if top_p < 1:
                 if limited | (floor > -float("inf")):
-                    whole = _mass(logits, params, chosen, looked_at, vocab_size, most, bound, False, group, tile)
+                    whole = _mass(logits, packed, chosen, looked_at, vocab_size, most, bound, False, group, tile)
                     level = tl.exp(bound - most).to(tl.float64)
-                    above, equal = _count(logits, params, chosen, looked_at, vocab_size, bound, group, tile)
+                    above, equal = _count(logits, packed, chosen, looked_at, vocab_size, bound, group, tile)
                     if limited:
                         equal = tl.minimum(equal, top_k - above)  # top-k takes only so many of equal logits here
                     whole += equal.to(tl.float64) * tl.where(bound == most, 1.0, level)
                 share = top_p.to(tl.float64) * whole
-                bound = _nucleus(logits, params, chosen, looked_at, vocab_size, most, bound, share, group, tile)
-            _kept_masses(logits, params, chosen, sums, looked_at, vocab_size, most, bound, group, tile)
+                bound = _nucleus(logits, packed, chosen, looked_at, vocab_size, most, bound, share, group, tile)
+            _kept_masses(logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group, tile)
             tl.debug_barrier()
             masses = tl.load(sums + groups, groups < looked_at, 0.0)
         tl.store(least + row, bound)
         # the group, then the token in it, at which the running sum passes the drawn share of the whole
         mass = masses.to(tl.float64)
-        number = tl.load((params + 6).to(tl.pointer_type(tl.float64)))
+        number = tl.load((packed + 6).to(tl.pointer_type(tl.float64)))
         target = number * tl.sum(mass, 0)
         place = tl.min(tl.where((tl.cumsum(mass, 0) > target) & (mass > 0), groups, width), 0)
         place = tl.where(place < width, place, tl.max(tl.where(mass > 0, groups, 0), 0))
@@ -119,7 +119,7 @@ def draw_rows(
         if looked_at > 0:
             place = tl.load(chosen + place)
         inner = tl.arange(0, group)
-        y = tl.max(_scaled(logits, params, place + tl.zeros([1], tl.int32), num_groups, vocab_size, group), 0)
+        y = tl.max(_scaled(logits, packed, place + tl.zeros([1], tl.int32), num_groups, vocab_size, group), 0)
         weight = tl.where(y >= bound, _weights(y, most), 0.0).to(tl.float64)
         earlier = inner[None, :] <= inner[:, None]
         running = before + tl.sum(tl.where(earlier, weight[None, :], 0.0), 1)
@@ -129,13 +129,13 @@ def draw_rows(
 
 
 @triton.jit
-def _scaled(logits, params, groups, num_groups, vocab_size, group: tl.constexpr):
+def _scaled(logits, packed, groups, num_groups, vocab_size, group: tl.constexpr):
     """A row's logits of some groups over the temperature, [len(groups), group]; minus infinity outside."""
     ids = groups[:, None] * group + tl.arange(0, group)[None, :]
     x = tl.load(logits + ids, (groups < num_groups)[:, None] & (ids < vocab_size), -float("inf"))
     # in a greedy row NaN is the largest, as in torch's argmax; elsewhere it is never drawn
-    x = tl.where(x == x, x, tl.where(tl.load(params + 4) != 0, float("inf"), -float("inf")))
-    temperature = tl.load(params).to(tl.float32, bitcast=True)
+    x = tl.where(x == x, x, tl.where(tl.load(packed + 4) != 0, float("inf"), -float("inf")))
+    temperature = tl.load(packed).to(tl.float32, bitcast=True)
     if temperature != 1.0:
         x = tl.math.div_rn(x, temperature)
     return x
@@ -148,23 +148,23 @@ def _weights(y, most):
 
 
 @triton.jit
-def _tile(logits, params, chosen, start, looked_at, vocab_size, group: tl.constexpr, tile: tl.constexpr):
+def _tile(logits, packed, chosen, start, looked_at, vocab_size, group: tl.constexpr, tile: tl.constexpr):
     """The scaled logits of the chosen groups from `start` on, [tile, group]."""
     places = start + tl.arange(0, tile)
     groups = tl.load(chosen + places, places < looked_at, 2**26)  # the default lies outside any vocabulary
-    return _scaled(logits, params, groups, 2**26, vocab_size, group)
+    return _scaled(logits, packed, groups, 2**26, vocab_size, group)
 
 
 @triton.jit
 def _key(y):
-    """float32 as int32 in the same order."""
+    """float32 as int32 in the same order, both zeros as one; neighbours as neighbours."""
     bits = y.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
 def _unkey(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(key < 0, (-key) | -0x80000000, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -174,8 +174,11 @@ def _middle(low, high):
 
 
 @triton.jit
-def _nth_peak(peaks, most, n):
-    """The n-th largest of the groups' maxima; minus infinity where fewer are above that."""
+def _pivot(peaks, most, n, enough):
+    """A number that at least n of the groups' maxima lie above or on, and at most `enough`, if it can be found soon.
+
+    The n-th largest in any case where many are equal; minus infinity where fewer than n are above that.
+    """
     high = _key(most)
     low = _key(tl.min(tl.where(peaks == -float("inf"), most, peaks), 0))
     if tl.sum((peaks > -float("inf")).to(tl.int32), 0) < n:
@@ -183,10 +186,9 @@ def _nth_peak(peaks, most, n):
         high = LOWEST
     while low < high:
         middle = _middle(low, high)
-        if tl.sum((peaks > _unkey(middle)).to(tl.int32), 0) < n:
-            high = middle
-        else:
-            low = middle + 1
+        above = tl.sum((peaks > _unkey(middle)).to(tl.int32), 0)
+        low = tl.where(above < n, low, middle + 1)
+        high = tl.where(above < n, middle, tl.where(above <= enough, low, high))
     return _unkey(low)
 
 
@@ -201,12 +203,12 @@ def _choose(peaks, pivot, groups, chosen):
 
 
 @triton.jit
-def _count(logits, params, chosen, looked_at, vocab_size, bound, group: tl.constexpr, tile: tl.constexpr):
+def _count(logits, packed, chosen, looked_at, vocab_size, bound, group: tl.constexpr, tile: tl.constexpr):
     """How many logits lie above the bound, and how many on it."""
     above = 0
     equal = 0
     for start in range(0, looked_at, tile):
-        y = _tile(logits, params, chosen, start, looked_at, vocab_size, group, tile)
+        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
         above += tl.sum(tl.sum((y > bound).to(tl.int32), 1), 0)
         equal += tl.sum(tl.sum((y == bound).to(tl.int32), 1), 0)
     return above, equal
@@ -215,7 +217,7 @@ def _count(logits, params, chosen, looked_at, vocab_size, bound, group: tl.const
 @triton.jit
 def _mass(
     logits,
-    params,
+    packed,
     chosen,
     looked_at,
     vocab_size,
@@ -228,53 +230,71 @@ def _mass(
     """The weight of the logits above the bound, `inclusive` or not."""
     mass = tl.sum(tl.zeros([tile], tl.float64), 0)
     for start in range(0, looked_at, tile):
-        y = _tile(logits, params, chosen, start, looked_at, vocab_size, group, tile)
+        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
         kept = (y >= bound) if inclusive else (y > bound)
         mass += tl.sum(tl.sum(tl.where(kept, _weights(y, most), 0.0), 1).to(tl.float64), 0)
     return mass
 
 
 @triton.jit
+def _least_above(logits, packed, chosen, looked_at, vocab_size, bound, group: tl.constexpr, tile: tl.constexpr):
+    """The smallest logit above the bound."""
+    least = float("inf")
+    for start in range(0, looked_at, tile):
+        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
+        least = tl.minimum(least, tl.min(tl.min(tl.where(y > bound, y, float("inf")), 1), 0))
+    return least
+
+
+@triton.jit
 def _kth_largest(
-    logits, params, chosen, looked_at, vocab_size, most, bound, k, group: tl.constexpr, tile: tl.constexpr
+    logits, packed, chosen, looked_at, vocab_size, most, bound, k, group: tl.constexpr, tile: tl.constexpr
 ):
     """The k-th largest logit; `bound` if fewer than k lie at or above it."""
     low = _key(bound)
     high = _key(most)
     while low < high:
         middle = _middle(low, high)
-        above, _ = _count(logits, params, chosen, looked_at, vocab_size, _unkey(middle), group, tile)
-        if above < k:
-            high = middle
-        else:
-            low = middle + 1
+        above, _ = _count(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile)
+        low = tl.where(above < k, low, middle + 1)
+        high = tl.where(above < k, middle, high)
+        if above == k:  # the k-th is the least of those, mostly found long before the bounds meet
+            low = _key(_least_above(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile))
+            high = low
     return _unkey(low)
 
 
 @triton.jit
 def _nucleus(
-    logits, params, chosen, looked_at, vocab_size, most, bound, share, group: tl.constexpr, tile: tl.constexpr
+    logits, packed, chosen, looked_at, vocab_size, most, bound, share, group: tl.constexpr, tile: tl.constexpr
 ):
     """The smallest logit, `bound` at least, above which there is less weight than the share."""
     low = _key(bound)
     high = _key(most)
-    while low < high:
+    above_low = looked_at * group  # at most so many logits lie at or above `low`; exactly so many above `high`
+    above_high = 0
+    while (low < high) & (above_low > above_high):
         middle = _middle(low, high)
-        held = _mass(logits, params, chosen, looked_at, vocab_size, most, _unkey(middle), False, group, tile)
-        if held < share:
-            high = middle
-        else:
-            low = middle + 1
+        held = _mass(logits, packed, chosen, looked_at, vocab_size, most, _unkey(middle), False, group, tile)
+        above, _ = _count(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile)
+        low = tl.where(held < share, low, middle + 1)
+        above_low = tl.where(held < share, above_low, above)
+        high = tl.where(held < share, middle, high)
+        above_high = tl.where(held < share, above, above_high)
+        if above_low == above_high + 1:  # one logit is left, mostly long before the bounds meet
+            below = _unkey(tl.maximum(low - 1, LOWEST))
+            low = _key(_least_above(logits, packed, chosen, looked_at, vocab_size, below, group, tile))
+            high = low
     return _unkey(low)
 
 
 @triton.jit
 def _kept_masses(
-    logits, params, chosen, sums, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr
+    logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr
 ):
     """The weight that each chosen group keeps, to `sums`, by place in the list."""
     for start in range(0, looked_at, tile):
-        y = _tile(logits, params, chosen, start, looked_at, vocab_size, group, tile)
+        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
         places = start + tl.arange(0, tile)
         kept = tl.sum(tl.where(y >= bound, _weights(y, most), 0.0), 1)
         tl.store(sums + places, kept, places < looked_at)
