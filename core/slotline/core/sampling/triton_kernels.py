@@ -84,25 +84,22 @@ def draw_rows(
         if limited | (top_p < 1) | (floor > -float("inf")):
             # a pivot that no kept logit lies below: at least k groups have a logit at or above it
             wanted = tl.where(limited, top_k, tl.where(floor > -float("inf"), width + 1, tile // 2))
-            pivot = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
-            looked_at = _choose(peaks, pivot, groups, chosen)
-            whole = tl.sum(masses.to(tl.float64), 0)
-            if (limited == 0) & (floor == -float("inf")):
-                held = _mass(logits, packed, chosen, looked_at, vocab_size, most, pivot, True, group, tile)
-                if held < top_p.to(tl.float64) * whole:  # a flat row: the pivot was too high
-                    pivot = -float("inf")
-                    looked_at = _choose(peaks, pivot, groups, chosen)
-            bound = tl.maximum(pivot, floor)
+            bound = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
+            looked_at = _choose(peaks, bound, groups, chosen)
+            below = _unkey(tl.maximum(_key(bound) - 1, LOWEST))
+            whole, count, _ = _look(logits, packed, chosen, looked_at, vocab_size, most, below, group, tile)
             if limited:
-                bound = _kth_largest(logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile)
+                if count > top_k:
+                    bound, whole = _kth_largest(
+                        logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile
+                    )
+            elif floor == -float("inf"):
+                all_mass = tl.sum(masses.to(tl.float64), 0)
+                if whole < top_p.to(tl.float64) * all_mass:  # a flat row: the pivot was too high
+                    bound = -float("inf")
+                    looked_at = _choose(peaks, bound, groups, chosen)
+                whole = all_mass
             if top_p < 1:
-                if limited | (floor > -float("inf")):
-                    whole = _mass(logits, packed, chosen, looked_at, vocab_size, most, bound, False, group, tile)
-                    level = tl.exp(bound - most).to(tl.float64)
-                    above, equal = _count(logits, packed, chosen, looked_at, vocab_size, bound, group, tile)
-                    if limited:
-                        equal = tl.minimum(equal, top_k - above)  # top-k takes only so many of equal logits here
-                    whole += equal.to(tl.float64) * tl.where(bound == most, 1.0, level)
                 share = top_p.to(tl.float64) * whole
                 bound = _nucleus(logits, packed, chosen, looked_at, vocab_size, most, bound, share, group, tile)
             _kept_masses(logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group, tile)
@@ -203,65 +200,42 @@ def _choose(peaks, pivot, groups, chosen):
 
 
 @triton.jit
-def _count(logits, packed, chosen, looked_at, vocab_size, bound, group: tl.constexpr, tile: tl.constexpr):
-    """How many logits lie above the bound, and how many on it."""
-    above = 0
-    equal = 0
-    for start in range(0, looked_at, tile):
-        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
-        above += tl.sum(tl.sum((y > bound).to(tl.int32), 1), 0)
-        equal += tl.sum(tl.sum((y == bound).to(tl.int32), 1), 0)
-    return above, equal
-
-
-@triton.jit
-def _mass(
-    logits,
-    packed,
-    chosen,
-    looked_at,
-    vocab_size,
-    most,
-    bound,
-    inclusive: tl.constexpr,
-    group: tl.constexpr,
-    tile: tl.constexpr,
-):
-    """The weight of the logits above the bound, `inclusive` or not."""
+def _look(logits, packed, chosen, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr):
+    """The weight of the chosen groups' logits above the bound, how many they are, and the smallest of them."""
     mass = tl.sum(tl.zeros([tile], tl.float64), 0)
-    for start in range(0, looked_at, tile):
-        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
-        kept = (y >= bound) if inclusive else (y > bound)
-        mass += tl.sum(tl.sum(tl.where(kept, _weights(y, most), 0.0), 1).to(tl.float64), 0)
-    return mass
-
-
-@triton.jit
-def _least_above(logits, packed, chosen, looked_at, vocab_size, bound, group: tl.constexpr, tile: tl.constexpr):
-    """The smallest logit above the bound."""
+    count = 0
     least = float("inf")
     for start in range(0, looked_at, tile):
         y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
-        least = tl.minimum(least, tl.min(tl.min(tl.where(y > bound, y, float("inf")), 1), 0))
-    return least
+        above = y > bound
+        mass += tl.sum(tl.sum(tl.where(above, _weights(y, most), 0.0), 1).to(tl.float64), 0)
+        count += tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+        least = tl.minimum(least, tl.min(tl.min(tl.where(above, y, float("inf")), 1), 0))
+    return mass, count, least
 
 
 @triton.jit
 def _kth_largest(
     logits, packed, chosen, looked_at, vocab_size, most, bound, k, group: tl.constexpr, tile: tl.constexpr
 ):
-    """The k-th largest logit; `bound` if fewer than k lie at or above it."""
+    """The k-th largest logit, of more than k at or above the bound, and the weight of k logits down to it."""
     low = _key(bound)
     high = _key(most)
+    mass_above = tl.sum(tl.zeros([tile], tl.float64), 0)  # of the logits above `high`, and how many they are
+    above = 0
     while low < high:
         middle = _middle(low, high)
-        above, _ = _count(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile)
-        low = tl.where(above < k, low, middle + 1)
-        high = tl.where(above < k, middle, high)
-        if above == k:  # the k-th is the least of those, mostly found long before the bounds meet
-            low = _key(_least_above(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile))
+        mass, count, least = _look(logits, packed, chosen, looked_at, vocab_size, most, _unkey(middle), group, tile)
+        fewer = count <= k
+        low = tl.where(fewer, low, middle + 1)
+        high = tl.where(fewer, middle, high)
+        mass_above = tl.where(fewer, mass, mass_above)
+        above = tl.where(fewer, count, above)
+        if count == k:  # the k-th is the least of those, mostly found long before the bounds meet
+            low = _key(least)
             high = low
-    return _unkey(low)
+    # where equal logits stand at the k-th place, top-k counts only so many of them
+    return _unkey(low), mass_above + (k - above).to(tl.float64) * _weights(_unkey(low), most).to(tl.float64)
 
 
 @triton.jit
@@ -271,21 +245,20 @@ def _nucleus(
     """The smallest logit, `bound` at least, above which there is less weight than the share."""
     low = _key(bound)
     high = _key(most)
-    above_low = looked_at * group  # at most so many logits lie at or above `low`; exactly so many above `high`
+    from_low = looked_at * group  # at most so many logits lie at or above `low`, exactly so many above `high`
     above_high = 0
-    while (low < high) & (above_low > above_high):
+    least = bound  # the smallest of those at or above `low`, once that was raised
+    while (low < high) & (from_low > above_high + 1):
         middle = _middle(low, high)
-        held = _mass(logits, packed, chosen, looked_at, vocab_size, most, _unkey(middle), False, group, tile)
-        above, _ = _count(logits, packed, chosen, looked_at, vocab_size, _unkey(middle), group, tile)
-        low = tl.where(held < share, low, middle + 1)
-        above_low = tl.where(held < share, above_low, above)
-        high = tl.where(held < share, middle, high)
-        above_high = tl.where(held < share, above, above_high)
-        if above_low == above_high + 1:  # one logit is left, mostly long before the bounds meet
-            below = _unkey(tl.maximum(low - 1, LOWEST))
-            low = _key(_least_above(logits, packed, chosen, looked_at, vocab_size, below, group, tile))
-            high = low
-    return _unkey(low)
+        mass, count, next_one = _look(logits, packed, chosen, looked_at, vocab_size, most, _unkey(middle), group, tile)
+        enough = mass < share
+        low = tl.where(enough, low, middle + 1)
+        from_low = tl.where(enough, from_low, count)
+        least = tl.where(enough, least, next_one)
+        high = tl.where(enough, middle, high)
+        above_high = tl.where(enough, count, above_high)
+    # where one logit is left, mostly long before the bounds meet, it is the least
+    return tl.where(from_low == above_high + 1, least, _unkey(low))
 
 
 @triton.jit
