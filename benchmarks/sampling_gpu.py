@@ -24,9 +24,9 @@ from slotline.core.sampler import SamplingBatch, sample
 from slotline.core.sampling.torch_sampling import sample_torch
 
 CASES: dict[str, dict[str, float]] = {
+    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
     "greedy": {"temperature": 0.0},
     "temperature": {},
-    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
     "top-p 0.9": {"top_p": 0.9},
     "min-p 0.05": {"min_p": 0.05},
 }
@@ -111,7 +111,9 @@ def main() -> None:
                     {"rows": n, "logits": kind, "case": case, "ours": ours, "torch": theirs, "flashinfer": other}
                 )
                 ratio = f"{ours / other:15.2f}" if other else ""
-                print(f"{n:4} rows, {kind:6}  {case:20}{ours:9.1f}{theirs or 0:9.1f}{other or 0:12.1f}{ratio}")
+                print(
+                    f"{n:4} rows, {kind:6}  {case:20}{ours:9.1f}{theirs or 0:9.1f}{other or 0:12.1f}{ratio}", flush=True
+                )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(figures, file, indent=1)

@@ -9,8 +9,8 @@ group's softmax mass. The second, one program for each row, looks again only at 
   if not (a flat row).
 * min-p: the groups whose maximum reaches the floor.
 
-Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so equal logits
-stay or go together. The draw walks the groups' kept masses in token order, then the tokens of one group.
+Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so that equal
+logits stay or go together. The draw walks the groups' kept masses in token order, then the tokens of one group.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ TILE = 128
 LEAST_WIDTH = 512
 STATS_WARPS = 4
 ROW_WARPS = 16
+"""At most; 8 for 4,096 groups, so that two rows fit on a multiprocessor by their registers. Not tuned on a card yet."""
 
 
 def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -73,6 +74,6 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
         num_groups,
         **sizes,
         width=width,
-        num_warps=max(4, min(ROW_WARPS, width // 256)),
+        num_warps=max(STATS_WARPS, min(ROW_WARPS, width // 512)),
     )
     return tokens, least
