@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from engine_driver import random_prompts
 
 from slotline.core import LLM, SamplingParams
-from slotline.registry.errors import NegotiationError
+from slotline.registry.errors import ModelError, NegotiationError
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -38,12 +39,12 @@ def tokens(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "mistral", "phi3"])
-@pytest.mark.behaviour(21, 23, 27, 87)
+@pytest.mark.behaviour(21, 23, 27, 87, 149)
 def test_every_graph_mode_and_backend_gives_the_same_text(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)
     expected = tokens(LLM(model=str(path), device="cpu", dtype="float32", backend="torch", max_model_len=96))
-    for backend in ("torch", "triton"):
-        for mode in MODES:
+    for backend, modes in (("torch", MODES), ("triton", (*MODES, "full"))):
+        for mode in modes:
             llm = engine(path, backend=backend, **{"graphs.mode": mode})
             assert tokens(llm) == expected, (backend, mode)
             assert tokens(llm) == expected, (backend, mode, "again, over cached prefixes")
@@ -71,6 +72,40 @@ def test_a_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layers(tmp_
     assert tokens(llm) == expected
     whole = engine(path, backend="triton")
     assert {len(c.parts) for s, c in whole.engine.graphs._captured.items() if s.query_len == 1} == {1}
+
+
+@pytest.mark.behaviour(149)
+def test_full_graphs_hold_the_attention_of_mixed_batches(tmp_path: Path) -> None:
+    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
+    captured = llm.engine.graphs._captured
+    assert {len(c.parts) for shape, c in captured.items() if shape.query_len == 0} == {1}
+    assert llm.plan.graphs.resolved == "full"
+    path = tiny_models.build("gemma3", tmp_path / "two", 0)
+    expected = tokens(engine(path, **{"graphs.mode": "none"}))
+    backends = {"full": "triton", "sliding": "torch"}
+    assert tokens(engine(path, **{"attention.backend": backends, "graphs.mode": "full"})) == expected
+
+
+@pytest.mark.behaviour(143, 144)
+def test_capturing_reports_what_it_took_and_leaves_garbage_collection_on(tmp_path: Path) -> None:
+    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton", **{"graphs.mode": "full"})
+    report = llm.engine.graphs.report
+    assert report.shapes == report.graphs == len(llm.engine.graphs.shapes.largest_first)
+    assert report.seconds > 0
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.behaviour(145)
+def test_a_stray_capture_is_an_error(tmp_path: Path) -> None:
+    llm = engine(tiny_models.build("llama", tmp_path, 0), backend="triton")
+    with pytest.raises(ModelError, match="captured already"):
+        llm.engine.graphs.capture()
+    inputs = llm.engine.gatherer.dummy([1])
+    torch.cuda.synchronize()
+    with pytest.raises(ModelError, match="while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        llm.engine.runner.run(inputs)
+    assert tokens(llm) == tokens(llm)
 
 
 def test_steps_are_replayed_and_padded(tmp_path: Path) -> None:

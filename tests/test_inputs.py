@@ -170,6 +170,40 @@ def test_whole_requests_are_padded_with_requests_that_have_no_keys() -> None:
     assert (padded.logits_rows.tolist(), padded.logits_indices.tolist()) == ([0, 1, 2], [0, 1, 2])
 
 
+@pytest.mark.behaviour(56, 87, 149)
+def test_a_mixed_batch_with_captured_attention_is_padded_with_requests_without_query_tokens() -> None:
+    bench = Bench(max_batched_tokens=8)
+    bench.add("a", 3, max_tokens=9)
+    bench.step()
+    bench.add("b", 4, max_tokens=9)
+    gatherer, schedule = gatherer_of(bench), bench.scheduler.schedule()
+    shapes = GraphShapes(
+        {"decode": "full", "mixed": "full"}, (1, 8), query_len=1, max_requests=4, max_tokens=8, mixed_attention=True
+    )
+    shape = shapes.shape_for(schedule)
+    assert shape == GraphShape(8, 0, 4)
+    plain, padded = gatherer.gather(schedule), gatherer.gather(schedule, shape)
+    batch = batch_of(padded)
+    assert (padded.num_tokens, padded.num_padded_tokens, batch.num_requests, batch.num_tokens) == (5, 8, 4, 5)
+    assert batch.query_start_loc.tolist() == batch.query_start_loc_cpu.tolist() == [0, 1, 5, 5, 5]
+    assert batch.seq_lens.tolist() == [*batch_of(plain).seq_lens.tolist(), 0, 0]
+    assert batch.slot_mapping.tolist() == [*batch_of(plain).slot_mapping.tolist(), *[PAD_SLOT] * 3]
+    assert (batch.block_table.shape[0], batch.num_decodes, batch.max_query_len) == (4, 1, 4)
+    assert not batch.block_table[2:].any()
+    assert padded.logits_indices.tolist() == plain.logits_indices.tolist()
+
+
+@pytest.mark.behaviour(149)
+def test_the_made_up_batch_of_a_captured_mixed_shape_has_requests_without_query_tokens() -> None:
+    gatherer = gatherer_of(Bench())
+    inputs = gatherer.dummy([6], seq_len=16, shape=GraphShape(6, 0, 3))
+    batch = batch_of(inputs)
+    assert batch.query_start_loc.tolist() == [0, 6, 6, 6]
+    assert (batch.num_requests, batch.num_tokens, batch.num_decodes, batch.max_seq_len) == (3, 6, 0, 16)
+    assert batch.slot_mapping.tolist() == [PAD_SLOT] * 6
+    assert batch.block_table.shape[0] == 3
+
+
 @pytest.mark.behaviour(46)
 def test_the_number_of_single_token_requests_at_the_front_is_told() -> None:
     bench = Bench(max_batched_tokens=8)

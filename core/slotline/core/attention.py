@@ -9,6 +9,7 @@ import torch
 from attrs import define
 
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
+from slotline.registry.errors import ModelError
 
 Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -43,6 +44,7 @@ class AttentionRouter:
             for position, group in enumerate(groups)
             for layer in group.layers
         }
+        self._may_be_captured = any(cache.key.is_cuda for cache in caches.values())
 
     def caches(self) -> list[KVCache]:
         """The caches of all layers, in the layers' order."""
@@ -53,7 +55,15 @@ class AttentionRouter:
 
         Args:
             batches: one per cache group.
+
+        Raises:
+            ModelError: if a graph is being captured: host work would be missing from each of its replays.
         """
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                "a step was called while a CUDA graph is captured",
+                fix="capture nothing around the engine: it captures its own graphs when it is built",
+            )
         self._plans = [group.backend.plan(batches[group.cache_group]) for group in self.groups]
         return self.attend
 
@@ -70,8 +80,15 @@ class AttentionRouter:
         self._serve(layer, query, key, value, sinks, out)
         return out
 
-    def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Attend:
-        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""
+    def breaking(
+        self, names: Container[str], cut: Callable[[Callable[[], None]], None], *, zeroed: bool = False
+    ) -> Attend:
+        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later.
+
+        Args:
+            zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
+                captured backend writes nothing there.
+        """
         broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
 
         def attend(
@@ -81,10 +98,12 @@ class AttentionRouter:
             value: torch.Tensor,
             sinks: torch.Tensor | None = None,
         ) -> torch.Tensor:
-            if layer.index not in broken:
-                return self.attend(layer, query, key, value, sinks)
-            out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-            cut(lambda: self._serve(layer, query, key, value, sinks, out))
+            make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
+            out = make((query.shape[0], layer.num_heads, layer.head_size_v))
+            if layer.index in broken:
+                cut(lambda: self._serve(layer, query, key, value, sinks, out))
+            else:
+                self._serve(layer, query, key, value, sinks, out)
             return out
 
         return attend

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
@@ -57,24 +57,37 @@ def build_engine(loaded: LoadedConfig) -> Engine:
     Raises:
         SlotlineError: of the kind that fits.
     """
-    planned = make_plan(loaded)
+    startup = StepProfiler(enabled=True)
+    with startup.scope("plan"):
+        planned = make_plan(loaded)
     for warning in planned.registry.warnings:
         logger.warning(warning)
-    engine = EngineBuilder(planned).build()
+    engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
+    logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
     return engine
 
 
 @define(eq=False)
 class EngineBuilder:
-    """Builds the parts of an engine in order; each method makes one part."""
+    """Builds the parts of an engine in order; each method makes one part.
+
+    Attributes:
+        planned: what to build.
+        startup: times the phases.
+    """
 
     planned: Planned
+    startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
 
-    def build(self) -> Engine:
-        """All parts, and the engine around them."""
+    def build(self, model: Model | None = None) -> Engine:
+        """All parts, and the engine around them.
+
+        Args:
+            model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
+        """
         planned, config = self.planned, self.planned.loaded.config
-        model = self._model()
+        model = model or self.load_model()
         specs = self._specs()
         rows = Rows(config.scheduler.max_requests, planned.max_model_len)
         groups = self._cache_groups(specs)
@@ -84,7 +97,8 @@ class EngineBuilder:
         drafting = self._drafting(rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
         encoding = self._encoding(model)
-        memory = self._size(runner, gatherer, specs, encoding)
+        with self.startup.scope("profile"):
+            memory = self._size(runner, gatherer, specs, encoding)
         runner.router = self._router(attention, specs, memory.num_blocks)
         cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
         engine = Engine(
@@ -105,12 +119,16 @@ class EngineBuilder:
             notes=model.notes + ((encoding.note,) if encoding else ()),
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
+            startup=self.startup.seconds,
         )
-        self._warm_up(engine)
-        engine.graphs = runner.graphs = self._graphs(engine)
+        with self.startup.scope("warm_up"):
+            self._warm_up(engine)
+        with self.startup.scope("capture"):
+            engine.graphs = runner.graphs = self._graphs(engine)
         return engine
 
-    def _model(self) -> Model:
+    def load_model(self) -> Model:
+        """The weights, on the device."""
         planned, config = self.planned, self.planned.loaded.config
         context = ModelContext(
             contract=bind_contract(planned.family_descriptor),
@@ -122,7 +140,8 @@ class EngineBuilder:
             offload_bytes=int(config.offload_gib * 2**30),
             options=self._options(planned.family_descriptor),
         )
-        return planned.family.load(context)
+        with self.startup.scope("weights"):
+            return planned.family.load(context)
 
     def _specs(self) -> list[KVSpec]:
         specs = []
@@ -388,6 +407,7 @@ class EngineBuilder:
             query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
             max_requests=config.scheduler.max_requests,
             max_tokens=config.scheduler.max_batched_tokens,
+            mixed_attention=any(group.captured("mixed") for group in plan.groups),
         )
         runner = engine.runner
         graphs = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, runner.last_tokens)

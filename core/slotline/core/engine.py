@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -94,6 +94,8 @@ class Engine:
     Under asynchronous scheduling a step is scheduled, gathered and launched while the one before still runs; only then
     are the earlier one's results handed out. The tokens of a step in flight are counted in the rows and known on the
     device alone. A request that turns out to have ended took part in one step too many, whose result is dropped.
+
+    `startup` holds the seconds of each phase of building: plan, weights, profile, warm_up, capture.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Engine:
         graphs: GraphRunner | None = None,
         asynchronous: bool = False,
         check: bool = False,
+        startup: Mapping[str, float] | None = None,
     ) -> None:
         self.plan = plan
         self.rows = rows
@@ -135,6 +138,7 @@ class Engine:
         self.graphs = graphs
         self.asynchronous = asynchronous
         self.check = check
+        self.startup = startup or {}
         self._in_flight: InFlight | None = None
         self.requests: dict[str, Request] = {}
         self._arrivals = 0

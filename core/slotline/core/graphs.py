@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from time import perf_counter
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import asdict, define, frozen
 
 from slotline.core.attention import Attend, AttentionRouter
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
@@ -28,7 +30,7 @@ from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 from slotline.registry.negotiation import Plan, capture_sizes
 
 logger = logging.getLogger("slotline")
-WARM_UPS = 2
+WARM_UPS = 1
 """Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
 
 
@@ -49,6 +51,27 @@ class Captured:
     logits: torch.Tensor | None
 
 
+@frozen(kw_only=True)
+class CaptureReport:
+    """What capturing took.
+
+    Attributes:
+        shapes: captured shapes.
+        graphs: graphs that they consist of; more than shapes where attention breaks them.
+        memory: bytes of device memory.
+        seconds: wall-clock time.
+    """
+
+    shapes: int = 0
+    graphs: int = 0
+    memory: int = 0
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+
 @define(eq=False)
 class _Recorder:
     """Captures one forward in as many graphs as it is broken into."""
@@ -56,6 +79,7 @@ class _Recorder:
     pool: Any
     parts: list[Callable[[], None]]
     graph: torch.cuda.CUDAGraph | None = None
+    graphs: int = 0
 
     def begin(self) -> None:
         self.graph = torch.cuda.CUDAGraph()
@@ -66,6 +90,7 @@ class _Recorder:
         self.graph.capture_end()
         self.parts.append(self.graph.replay)
         self.graph = None
+        self.graphs += 1
 
     def cut(self, call: Callable[[], None]) -> None:
         """Keep an eager call between what was captured so far and what follows."""
@@ -82,12 +107,22 @@ class GraphShapes:
         sizes: token counts asked for.
         query_len: of a uniform batch under speculation, 1 + draft tokens.
         max_requests, max_tokens: bounds on every batch.
+        mixed_attention: whether a group's attention is inside the graphs of mixed batches, so that their requests
+            are padded too.
     """
 
     def __init__(
-        self, phases: Mapping[str, str], sizes: Sequence[int], *, query_len: int, max_requests: int, max_tokens: int
+        self,
+        phases: Mapping[str, str],
+        sizes: Sequence[int],
+        *,
+        query_len: int,
+        max_requests: int,
+        max_tokens: int,
+        mixed_attention: bool = False,
     ) -> None:
         self._sizes: dict[int, tuple[int, ...]] = {}
+        self._most_mixed = max_requests if mixed_attention else 0
         for phase, length in (("decode", 1), ("verify", query_len)):
             if phases.get(phase, "none") != "none":
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
@@ -97,7 +132,7 @@ class GraphShapes:
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:
         """Every shape in the order of capture."""
-        every = [GraphShape(size, length) for length, sizes in self._sizes.items() for size in sizes]
+        every = [self._shape(size, length) for length, sizes in self._sizes.items() for size in sizes]
         return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len)))
 
     def shape_for(self, schedule: Schedule) -> GraphShape | None:
@@ -109,7 +144,10 @@ class GraphShapes:
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
         sizes = self._sizes.get(length, ())
-        return GraphShape(padded_size(tokens, sizes), length) if sizes and tokens <= sizes[-1] else None
+        return self._shape(padded_size(tokens, sizes), length) if sizes and tokens <= sizes[-1] else None
+
+    def _shape(self, num_tokens: int, query_len: int) -> GraphShape:
+        return GraphShape(num_tokens, query_len, 0 if query_len else min(num_tokens, self._most_mixed))
 
 
 class GraphRunner:
@@ -117,7 +155,7 @@ class GraphRunner:
 
     Attributes:
         shapes: what is captured.
-        memory: bytes of device memory that the captures took.
+        report: what capturing took.
     """
 
     def __init__(
@@ -130,7 +168,7 @@ class GraphRunner:
         last_tokens: LastTokens | None = None,
     ) -> None:
         self.shapes = shapes
-        self.memory = 0
+        self.report = CaptureReport()
         self._model = model
         self._router = router
         self._gatherer = gatherer
@@ -138,22 +176,30 @@ class GraphRunner:
         self._last_tokens = last_tokens
         self._captured: dict[GraphShape, Captured] = {}
 
+    @property
+    def memory(self) -> int:
+        """Bytes of device memory that the captures took."""
+        return self.report.memory
+
     @torch.inference_mode()
     def capture(self, *, progress: bool = False) -> None:
-        """Capture every shape.
+        """Capture every shape, once, before the first request.
 
         Raises:
             CapacityError: if the device runs out of memory; names what to lower.
+            ModelError: if a forward cannot be captured, or if the graphs are there already.
         """
-        gc.collect()
+        if self._captured:
+            raise ModelError("the graphs are captured already", fix="capture once, when the engine is built")
         torch.cuda.synchronize()
-        before = torch.cuda.mem_get_info()[0]
+        start, before, count = perf_counter(), torch.cuda.mem_get_info()[0], 0
         pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         try:
-            with torch.cuda.stream(stream):
+            with _no_collection(), torch.cuda.stream(stream):
                 for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
-                    self._captured[shape] = self._capture(shape, pool)
+                    self._captured[shape], graphs = self._capture(shape, pool)
+                    count += graphs
         except torch.OutOfMemoryError as error:
             raise CapacityError(
                 f"capturing graphs of {shape.num_tokens} tokens does not fit into memory",
@@ -166,8 +212,10 @@ class GraphRunner:
             ) from error
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        self.memory = before - torch.cuda.mem_get_info()[0]
-        logger.info("captured %d graphs in %.2f GiB", len(self._captured), self.memory / 2**30)
+        memory, seconds = before - torch.cuda.mem_get_info()[0], perf_counter() - start
+        self.report = CaptureReport(shapes=len(self._captured), graphs=count, memory=memory, seconds=seconds)
+        message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
+        logger.info(message, len(self._captured), count, memory / 2**30, seconds)
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: hidden states of all tokens, and their logits if captured.
@@ -182,21 +230,32 @@ class GraphRunner:
             part()
         return captured.hidden_states, captured.logits
 
-    def _capture(self, shape: GraphShape, pool: Any) -> Captured:
-        rows = self._gatherer.rows
-        requests = min(shape.num_tokens // (shape.query_len or 1), rows.max_requests)
+    def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
+        """One shape, and the number of its graphs."""
+        rows, broken = self._gatherer.rows, self._broken(shape)
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        inputs = self._gatherer.dummy(even_split(shape.num_tokens, requests), seq_len=rows.max_model_len, shape=shape)
+        inputs = self._gatherer.dummy(self._query_lens(shape), seq_len=rows.max_model_len, shape=shape)
         attend = self._router.plan(inputs.batches)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend)
         torch.cuda.synchronize()
         recorder = _Recorder(pool, [])
-        breaking = self._router.breaking(self._broken(shape), recorder.cut)
+        breaking = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
         recorder.begin()
         hidden, logits = self._forward(inputs, breaking)
         recorder.end()
-        return Captured(tuple(recorder.parts), self._addresses(inputs), hidden, logits)
+        return Captured(tuple(recorder.parts), self._addresses(inputs), hidden, logits), recorder.graphs
+
+    def _query_lens(self, shape: GraphShape) -> list[int]:
+        """Query tokens of the made-up requests.
+
+        Of a mixed batch whose attention is captured: as few and long requests as can be, beside requests without
+        query tokens, since a launch for these serves any other division of as many tokens.
+        """
+        rows = self._gatherer.rows
+        if shape.num_requests:
+            return even_split(shape.num_tokens, -(-shape.num_tokens // rows.max_model_len))
+        return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
 
     def _forward(self, inputs: StepInputs, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert inputs.shape is not None
@@ -205,9 +264,9 @@ class GraphRunner:
         return hidden, self._model.compute_logits(hidden) if inputs.shape.query_len else None
 
     def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:
-        """Where the tokens lie, and for whole requests what attention reads; of a mixed batch it is not captured."""
+        """Where the tokens lie, and what attention reads where it is captured: not in every mixed batch."""
         read = [inputs.input_ids, inputs.positions]
-        if inputs.shape is not None and inputs.shape.query_len:
+        if inputs.shape is not None and inputs.shape.padded_requests:
             for batch in inputs.batches:
                 read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
         return tuple(tensor.data_ptr() for tensor in read)
@@ -216,3 +275,18 @@ class GraphRunner:
         """The groups that break the graph of a shape."""
         phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
         return frozenset(group.name for group in self._plan.groups if not group.captured(phase))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """No garbage collection: it might free a tensor of the device, or a graph, in the middle of a capture."""
+    gc.collect()
+    gc.freeze()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+        gc.unfreeze()

@@ -77,10 +77,18 @@ class GraphShape:
     Attributes:
         num_tokens: tokens, padding included.
         query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
+        num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
+            where attention runs between the graphs and takes any number.
     """
 
     num_tokens: int
     query_len: int
+    num_requests: int = 0
+
+    @property
+    def padded_requests(self) -> int:
+        """Requests that a batch of this shape is padded to; 0 for any number."""
+        return self.num_tokens // self.query_len if self.query_len else self.num_requests
 
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:
@@ -120,7 +128,8 @@ class InputGatherer:
     def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
 
-        A padded request has as many query tokens as the others, a sequence length of 0, and slots -1.
+        A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, and
+        slots -1.
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
@@ -171,6 +180,7 @@ class InputGatherer:
         num_tokens = int(counts.sum())
         seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
         rows = np.zeros(len(counts), np.int64)
+        mixed = shape is not None and shape.num_requests > 0
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
         return self._assemble(
             rows=rows,
@@ -184,7 +194,7 @@ class InputGatherer:
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
             draft_positions=None,
-            num_decodes=int((counts == 1).sum()) if (np.diff(counts) >= 0).all() else 0,
+            num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             shape=shape,
         )
 
@@ -233,13 +243,14 @@ class InputGatherer:
         if (padding := num_padded_tokens - num_tokens) > 0:
             input_ids, positions = np.pad(input_ids, (0, padding)), np.pad(positions, (0, padding))
             slots = [np.pad(s, (0, padding), constant_values=PAD_SLOT) for s in slots]
-        missing = shape.num_tokens // shape.query_len - len(rows) if shape and shape.query_len else 0
-        if missing:
-            more = self._arange[1 : missing + 1] * longest
+        missing = max(0, shape.padded_requests - len(rows)) if shape else 0
+        if missing and shape:
+            more = self._arange[1 : missing + 1] * shape.query_len
             starts, seq_lens = np.concatenate([starts, starts[-1] + more]), np.pad(seq_lens, (0, missing))
             table_rows = np.pad(table_rows, (0, missing), constant_values=self.rows.max_requests)
-            batch_tokens = num_padded_tokens
-            num_decodes = len(seq_lens) if longest == 1 else 0
+            if shape.query_len:
+                batch_tokens = num_padded_tokens
+                num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
         upload = self.staging.upload
         self.staging.begin()

@@ -265,11 +265,6 @@ def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     """Refuse what has a contract or a key but no step in this version that honours it, instead of ignoring it."""
     config = loaded.config
-    if config.graphs.mode == "full":
-        raise NegotiationError(
-            "graphs.mode = 'full': this version captures mixed batches in pieces, between the layers' attention",
-            fix='set graphs.mode = "full_and_piecewise"',
-        )
     if name := config.lora.name:
         registry.load(Kind.LORA, name, required=True)
         raise NegotiationError(

@@ -1,0 +1,135 @@
+"""From process start to the first token, phase by phase, with kernels compiled before and not.
+
+    python benchmarks/startup.py --model benchmarks/models/llama-100m [--runs 1] [--set graphs.mode=none] [--json]
+
+Random weights are written to a temporary folder first, so that reading them is part of what is timed; they were just
+written, so they come from the page cache. Each run is a process of its own. The first has an empty folder for
+compiled kernels (Triton's, Inductor's and numba's caches), the others find what it left there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+SHARD_BYTES = 4 * 2**30
+
+
+def write_random(source: Path, target: Path) -> Path:
+    """A checkpoint of `source`'s configuration with random weights, made on the device where there is one."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(str(source))
+    config.save_pretrained(target)
+    (target / "config.json").write_text((source / "config.json").read_text())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(config, "dtype", None) or torch.float32
+    tied = model._tied_weights_keys if config.tie_word_embeddings else ()
+    shard: dict[str, Any] = {}
+    index: dict[str, str] = {}
+    size = count = 0
+
+    def flush() -> None:
+        nonlocal shard, size, count
+        count += 1
+        name = f"model-{count:05d}.safetensors"
+        save_file(shard, target / name, metadata={"format": "pt"})
+        index.update(dict.fromkeys(shard, name))
+        shard, size = {}, 0
+
+    for name, tensor in model.state_dict().items():
+        if name in (tied or ()):
+            continue
+        value = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(0.0, 0.02)
+        shard[name] = (value.abs() + 0.5 if "norm" in name else value).cpu()
+        size += shard[name].nbytes
+        if size > SHARD_BYTES:
+            flush()
+    if shard:
+        flush()
+    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return target
+
+
+def child(model: str, settings: list[str]) -> None:
+    """One start, timed from the moment at which the parent called for the process."""
+    begun = float(os.environ["STARTED_AT"])
+    from slotline.core import LLM, SamplingParams
+
+    imported = time.time()
+    llm = LLM(model=model, overrides=settings)
+    built = time.time()
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1, temperature=0, detokenize=False), progress=False)
+    done = time.time()
+    startup = dict(llm.engine.startup)
+    graphs = llm.engine.graphs.report.to_json() if llm.engine.graphs else None
+    phases = {"process and imports": imported - begun, **startup}
+    phases["other"] = built - imported - sum(startup.values())
+    phases["first token"] = done - built
+    print(json.dumps({"total": done - begun, "phases": phases, "graphs": graphs, "plan": llm.plan.summary()}))
+
+
+def start(model: Path, settings: list[str], caches: Path, profile: Path | None) -> dict[str, Any]:
+    """Run a child; its report."""
+    flags = ["-m", "cProfile", "-o", str(profile)] if profile else []
+    command = [sys.executable, *flags, __file__, "--child", "--model", str(model)]
+    environment = {**os.environ, **{name: str(caches) for name in CACHES}, "STARTED_AT": str(time.time())}
+    done = subprocess.run(
+        [*command, *(f"--set={item}" for item in settings)], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"a start failed with exit code {done.returncode}")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder with a config.json; or a checkpoint, with --keep")
+    parser.add_argument("--keep", action="store_true", help="use the folder's own weights")
+    parser.add_argument("--runs", type=int, default=1, help="starts with kernels cached")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=value")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--profile", metavar="FILE", help="profile one more cached start with cProfile into this file")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        child(options.model, options.set)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        model, caches = Path(options.model), root / "caches"
+        caches.mkdir()
+        before = time.time()
+        model = model if options.keep else write_random(model, root)
+        print(f"weights written in {time.time() - before:.1f} s", file=sys.stderr)
+        reports = [start(model, options.set, caches, None) for _ in range(1 + options.runs)]
+        if options.profile:
+            start(model, options.set, caches, Path(options.profile))
+    if options.json:
+        print(json.dumps(reports))
+        return
+    print(reports[-1]["plan"])
+    print(f"graphs: {reports[-1]['graphs']}")
+    names = list(dict.fromkeys(name for report in reports for name in report["phases"]))
+    heads = ["not cached", *(["cached"] * options.runs)]
+    print("  ".join(["phase".ljust(20), *(head.rjust(10) for head in heads)]))
+    for name in names:
+        print("  ".join([name.ljust(20), *(f"{report['phases'].get(name, 0.0):10.2f}" for report in reports)]))
+    print("  ".join(["total".ljust(20), *(f"{report['total']:10.2f}" for report in reports)]))
+
+
+if __name__ == "__main__":
+    main()
