@@ -14,7 +14,7 @@ from negotiation_cases import CPU, FULL, GPU, SLIDING, backend, explicit, layer,
 
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import CODES, Asked, Candidate, Plan, PlanRequest, negotiate
+from slotline.registry.negotiation import CODES, Asked, Candidate, Measured, MeasuredRun, Plan, PlanRequest, negotiate
 from slotline.registry.negotiation.needs import Problem
 from slotline.registry.negotiation.search import Search, captures, common_multiples, must_capture
 
@@ -66,6 +66,29 @@ def candidates(draw: st.DrawFn, name: str) -> Candidate:
 
 
 @st.composite
+def runs(draw: st.DrawFn) -> MeasuredRun:
+    name, modes = draw(st.sampled_from(NAMES)), ("none", "full_and_piecewise")
+    return MeasuredRun(
+        backends={"full": name, "sliding": name},
+        versions={name: draw(st.sampled_from(("1.0", "1.0", "0.9")))},
+        block_size=draw(st.sampled_from((16, 256))),
+        graphs=draw(st.sampled_from(modes)),
+        aim=draw(st.sampled_from(modes)),
+        seconds=draw(st.sampled_from(({}, {"decode 1": 1e-3}, {"decode 1": 2e-3}))),
+    )
+
+
+measurements = st.builds(
+    Measured,
+    date=st.just("2026-11-21"),
+    dtype=st.just("float32"),
+    kv_dtype=st.just("float32"),
+    aim=st.sampled_from(("none", "full_and_piecewise")),
+    runs=st.lists(runs(), max_size=4).map(tuple),
+)
+
+
+@st.composite
 def requests(draw: st.DrawFn) -> PlanRequest:
     size = draw(st.sampled_from((64, 64, 80)))
     kinds = draw(st.lists(st.sampled_from((layer, sliding)), min_size=1, max_size=3))
@@ -93,6 +116,7 @@ def requests(draw: st.DrawFn) -> PlanRequest:
         "query_len": Asked(draw(st.sampled_from((1, 1, 5)))),
         "max_query_len": Asked(draw(st.sampled_from((1, 64)))),
         "prefix_caching": draw(st.sampled_from((Asked(True), explicit(True)))),
+        "measured": draw(st.none() | measurements),
     }
     return request(*layers, **changes)
 
@@ -250,11 +274,11 @@ def test_the_search_agrees_with_trying_every_combination(
     tried = list(every_combination(search))
     assert (found is None) == (not tried)
     if found is not None:
-        assert found.cost[1:3] == min(tried)
+        assert found.cost[1:4] == min(tried)
 
 
 def every_combination(search: Search) -> Any:
-    """(preference, graph loss) of every feasible combination, one by one and without the search's shortcuts."""
+    """(preference, measured cost, graph loss) of every feasible combination, without the search's shortcuts."""
     problem = search.problem
     asked = problem.request
     table = search.offers(
@@ -268,7 +292,7 @@ def every_combination(search: Search) -> Any:
         for held in product(*(search.specs(kind) for kind in problem.kinds)):
             specs = dict(zip(problem.kinds, held, strict=True))
             if any(works(asked, chosen, specs, size) for size in sizes if asked.block_size.explicit or size in useful):
-                yield sum(offer.rank for offer in chosen), sum(offer.loss for offer in chosen)
+                yield tuple(sum(getattr(o, name) for o in chosen) for name in ("rank", "measured", "loss"))
 
 
 def works(asked: PlanRequest, chosen: Any, specs: dict[str, Candidate], size: int) -> bool:

@@ -3,6 +3,7 @@
 from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
 from slotline.registry.negotiation.graphs import capture_sizes
+from slotline.registry.negotiation.measured import Measured, MeasuredRun, with_measurements
 from slotline.registry.negotiation.parts import part_reasons
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
@@ -40,6 +41,8 @@ __all__ = [
     "GraphPlan",
     "GroupPlan",
     "GroupRequest",
+    "Measured",
+    "MeasuredRun",
     "Need",
     "Note",
     "Part",
@@ -62,4 +65,5 @@ __all__ = [
     "prepare_request",
     "review",
     "why_not",
+    "with_measurements",
 ]

@@ -6,8 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from slotline.registry.negotiation import graphs
-from slotline.registry.negotiation.changes import changes_of, is_downgrade, resolved_phases, with_ways_out
+from slotline.registry.negotiation.changes import (
+    backends_of,
+    changes_of,
+    is_downgrade,
+    resolved_phases,
+    with_ways_out,
+)
 from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.measured import UNMEASURED, figures, in_words, told_cases
 from slotline.registry.negotiation.offers import Offer, kv_reasons
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
@@ -41,6 +48,7 @@ def assemble(search: Search, solution: Solution, warnings: tuple[Note, ...]) -> 
         settings=(*_settings(search, solution), *request.settings),
         parts=request.parts,
         facts=request.facts,
+        measured="" if request.measured is None else f"{request.measured.origin}: {request.measured.source}",
     )
 
 
@@ -164,10 +172,10 @@ def _rejections(search: Search, solution: Solution, index: int) -> tuple[tuple[R
             reasons = (lost,)
         decided += [criterion] if criterion else []
         rejected.append(_rejection(offer.candidate, reasons))
-    return tuple(rejected), _why_chosen(search, index, chosen, decided)
+    return tuple(rejected), _why_chosen(search, solution, index, chosen, decided)
 
 
-def _why_chosen(search: Search, index: int, chosen: Offer, decided: list[str]) -> str:
+def _why_chosen(search: Search, solution: Solution, index: int, chosen: Offer, decided: list[str]) -> str:
     request = search.problem.request
     asked = request.backend_for(request.groups[index].kv_kind)
     if asked.value and AUTO not in asked.value:
@@ -175,9 +183,33 @@ def _why_chosen(search: Search, index: int, chosen: Offer, decided: list[str]) -
     if not decided:
         return "the only candidate that fits"
     closest = max(decided, key=CRITERIA.index)
+    if closest == "measured":
+        return _chosen_by_measurement(search, solution, index, chosen)
     note = chosen.candidate.capabilities.priority_reason
     because = f" ({note})" if closest == "priority" and note else ""
-    return f"{len(decided) + 1} candidates fit; decided by {closest}{because}"
+    figures = _cost_text(search, index, chosen)
+    known = "too close in their measured times" if figures else "not measured here"
+    return f"{len(decided) + 1} candidates fit, {known}; decided by {closest}{because}"
+
+
+def _chosen_by_measurement(search: Search, solution: Solution, index: int, chosen: Offer) -> str:
+    """The figures of the chosen one and of the next best."""
+    measured = search.problem.request.measured
+    assert measured is not None
+    rivals = [o for o in search.offers(solution.pair)[index] if not o.reasons and o.candidate is not chosen.candidate]
+    rival = min(rivals, key=lambda offer: offer.order)
+    theirs = _cost_text(search, index, rival)
+    against = f"against {theirs} of {rival.candidate.name}" if theirs else f"{rival.candidate.name} has no figure"
+    return f"chosen by measurement: {_cost_text(search, index, chosen)} {against}, {measured.origin}"
+
+
+def _cost_text(search: Search, index: int, offer: Offer) -> str:
+    """The measured time of a step with an offer; "" without one."""
+    request = search.problem.request
+    if request.measured is None or offer.measured in (0, UNMEASURED):
+        return ""
+    run = request.measured.of_backend(request, request.groups[index].kv_kind, offer.candidate)
+    return "" if run is None else in_words(request.measured.cost(run))
 
 
 def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> tuple[Reason, str]:
@@ -187,7 +219,21 @@ def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> t
         text = "nothing in common with the other groups: no block size and layout suits it and them"
         return Reason(code="N145", text=text), ""
     criterion = _first_difference(other, solution)
+    if criterion == "measured":
+        return Reason(code="N191", text=_slower_text(search, solution, index, offer)), criterion
     return Reason(code="N191", text=_loss_text(solution, other, index, offer, criterion)), criterion
+
+
+def _slower_text(search: Search, solution: Solution, index: int, offer: Offer) -> str:
+    """By how much a candidate was slower, or why it has no figure."""
+    request, chosen = search.problem.request, solution.offer(index)
+    assert request.measured is not None
+    own = _cost_text(search, index, offer)
+    if not own:
+        run = request.measured.of_backend(request, request.groups[index].kv_kind, offer.candidate)
+        own = f"failed ({run.failure})" if run is not None and run.failure else "no figure"
+    ours = f"{chosen.candidate.name} {_cost_text(search, index, chosen)}"
+    return f"measured: {own}, {ours} ({request.measured.origin})"
 
 
 def _loss_text(solution: Solution, other: Solution, index: int, offer: Offer, criterion: str) -> str:
@@ -214,18 +260,30 @@ def _graphs(search: Search, solution: Solution) -> GraphPlan:
     if request.device.type not in graphs.GRAPH_DEVICES:
         reason = f"{request.device.type} has no graphs"
     elif request.graphs.value == AUTO:
-        reason = f"auto aims at {graphs.effective_mode(AUTO, request.device.type)}"
+        reason = f"auto aims at {graphs.effective_mode(request)}"
     return GraphPlan(
         asked=request.graphs.value,
         resolved=graphs.resolved_mode(phases),
         phases=tuple(phases.items()),
         reason=reason,
+        measured=_measured_modes(search, solution),
     )
+
+
+def _measured_modes(search: Search, solution: Solution) -> str:
+    """What each graph mode takes that was timed with these backends."""
+    request = search.problem.request
+    if request.measured is None:
+        return ""
+    runs = request.measured.of_modes(backends_of(search, solution), solution.block_size)
+    cases = [case for case in request.measured.cases if case in told_cases(request.measured)]
+    texts = [f"{run.graphs}: {figures(run, cases)}" for run in runs]
+    return f"{'; '.join(texts)} ({request.measured.origin})" if len(texts) > 1 else ""
 
 
 def _settings(search: Search, solution: Solution) -> Iterator[Setting]:
     request = search.problem.request
-    backends = {g.kv_kind: solution.offer(i).candidate.name for i, g in enumerate(request.groups)}
+    backends = backends_of(search, solution)
     specs = {kind: spec.name for kind, spec in solution.specs.items()}
     sharing = request.prefix_caching.value and not any(search.loses_prefix_caching(s) for s in solution.specs.values())
     layouts = dict.fromkeys(part.layout for part in solution.parts)

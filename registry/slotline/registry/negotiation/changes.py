@@ -10,10 +10,11 @@ from attrs import evolve
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES, Severity
 from slotline.registry.negotiation.edits import Edit, backend_edit, kv_spec_edit, value_edit
+from slotline.registry.negotiation.measured import figures, told_cases
 from slotline.registry.negotiation.needs import backend_key, conditions, group_needs
 from slotline.registry.negotiation.offers import Offer, graph_refusals, phase_lens
 from slotline.registry.negotiation.plan import CAPTURED, Note
-from slotline.registry.negotiation.request import AUTO
+from slotline.registry.negotiation.request import AUTO, Asked
 from slotline.registry.negotiation.search import CachePart, Search, Solution, is_exact
 
 MOST_WAYS_OUT = 3
@@ -195,7 +196,7 @@ def _graphs(search: Search, solution: Solution) -> Iterator[Note]:
         return
     because = tuple(_graph_limits(search, solution))
     if because:
-        mode = graphs.effective_mode(asked.value, device.type)
+        mode = graphs.effective_mode(request)
         resolved = resolved_graphs(search, solution)
         yield Note(
             code="N310",
@@ -203,14 +204,14 @@ def _graphs(search: Search, solution: Solution) -> Iterator[Note]:
             text=f"{mode} ({asked.origin}) does not hold for every group; {resolved} over all",
             asked=asked.value,
             resolved=resolved,
-            because=because,
+            because=(*because, *_cost_of_downgrade(search, solution)),
         )
 
 
 def _graph_limits(search: Search, solution: Solution) -> Iterator[str]:
     problem = search.problem
     request = problem.request
-    mode = graphs.effective_mode(request.graphs.value, request.device.type)
+    mode = graphs.effective_mode(request)
     for index, group in enumerate(request.groups):
         offer = solution.offer(index)
         needs = group_needs(problem, group, solution.pair)
@@ -220,6 +221,30 @@ def _graph_limits(search: Search, solution: Solution) -> Iterator[str]:
             if graphs.wanted(mode, phase) == graphs.FULL and state != CAPTURED:
                 texts = graph_refusals(offer.candidate, needs, active, lens[phase], phase)
                 yield f"{group.name}, {phase}: {offer.candidate.name} {'; '.join(texts)}"
+
+
+def _cost_of_downgrade(search: Search, solution: Solution) -> Iterator[str]:
+    """What the lost graphs cost, where both this and something better were timed."""
+    request, measured = search.problem.request, search.problem.request.measured
+    if measured is None:
+        return
+    own = measured.of_modes(backends_of(search, solution), solution.block_size)
+    mine = next((run for run in own if run.graphs == resolved_graphs(search, solution)), None)
+    usable = [item for item in search.problem.attention if item.capabilities is not None]
+    free = evolve(request, backend=Asked(AUTO), graphs=Asked(AUTO), block_size=Asked(AUTO))
+    best = measured.best(free, usable)
+    if mine is None or best is None or measured.cost(best) >= measured.cost(mine):
+        return
+    cases = told_cases(measured)
+    names = ", ".join(dict.fromkeys(best.backends.values()))
+    text = f"{figures(mine, cases)} so; {figures(best, cases)} with {names} and graphs.mode = {best.graphs!r}"
+    yield f"measured cost: {text} ({measured.origin})"
+
+
+def backends_of(search: Search, solution: Solution) -> dict[str, str]:
+    """The chosen backend of each cache kind."""
+    groups = search.problem.request.groups
+    return {group.kv_kind: solution.offer(index).candidate.name for index, group in enumerate(groups)}
 
 
 def resolved_phases(search: Search, solution: Solution) -> dict[str, str]:

@@ -29,6 +29,8 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
     lines = [_headline(plan)]
     if plan.facts:
         lines += row("model", ", ".join(f"{key} {value}" for key, value in plan.facts.items()), width)
+    if plan.measured:
+        lines += row("measured", plan.measured, width)
     for group in plan.groups:
         lines += ["", *_group(group, width)]
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width)), *_graphs(plan, width)]
@@ -148,7 +150,8 @@ def _graphs(plan: Plan, width: int) -> list[str]:
     graphs = plan.graphs
     phases = ", ".join(f"{phase} {state}" for phase, state in graphs.phases)
     reason = f"; {graphs.reason}" if graphs.reason else ""
-    return row("graphs", f"{graphs.resolved} ({phases}), asked {graphs.asked}{reason}", width)
+    texts = [f"{graphs.resolved} ({phases}), asked {graphs.asked}{reason}"]
+    return rows("graphs", texts + ([f"measured: {graphs.measured}"] if graphs.measured else []), width)
 
 
 def _parts(plan: Plan) -> Iterator[str]:

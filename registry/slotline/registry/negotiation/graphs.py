@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from slotline.registry.capability import GraphSupport
 from slotline.registry.negotiation.plan import CAPTURED, EAGER, NONE
+from slotline.registry.negotiation.request import AUTO, PlanRequest
 
 FULL = "full"
 PIECEWISE = "piecewise"
@@ -33,11 +34,11 @@ GRAPH_DEVICES = frozenset({"cuda"})
 """Device types that have graphs."""
 
 
-def effective_mode(asked: str, device_type: str) -> str:
+def effective_mode(request: PlanRequest) -> str:
     """The mode to aim at: `auto` is the best that pays on the device, and a device without graphs has none."""
-    if device_type not in GRAPH_DEVICES:
+    if request.device.type not in GRAPH_DEVICES:
         return "none"
-    return "full_and_piecewise" if asked == "auto" else asked
+    return request.auto_graphs if request.graphs.value == AUTO else request.graphs.value
 
 
 def phases_of(query_len: int) -> tuple[str, ...]:

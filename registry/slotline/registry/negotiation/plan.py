@@ -95,15 +95,21 @@ class GraphPlan:
         phases: (phase, ``full``, ``piecewise`` or ``none``) for each phase that occurs; ``full`` when every group is
             captured, ``piecewise`` when the graph is broken at one group at least.
         reason: why this mode, where it is not simply the one asked for.
+        measured: what the modes take that were timed with these backends; it is no part of the decision.
     """
 
     asked: str
     resolved: str
     phases: tuple[tuple[str, str], ...]
     reason: str = ""
+    measured: str = ""
+
+    def decision(self) -> dict[str, Any]:
+        """What was decided."""
+        return {"asked": self.asked, "resolved": self.resolved, "phases": dict(self.phases), "reason": self.reason}
 
     def to_json(self) -> dict[str, Any]:
-        return {"asked": self.asked, "resolved": self.resolved, "phases": dict(self.phases), "reason": self.reason}
+        return {**self.decision(), "measured": self.measured}
 
 
 @frozen(kw_only=True)
@@ -235,6 +241,7 @@ class Plan:
         settings: asked and resolved, key by key.
         parts: plugins chosen elsewhere.
         facts: what is known of the model.
+        measured: where measured costs come from, "" where nothing was measured.
         digest: SHA-256 over the decisions (not over the reasons), in hex; equal in every process that decided the same.
     """
 
@@ -251,6 +258,7 @@ class Plan:
     settings: tuple[Setting, ...] = ()
     parts: tuple[Part, ...] = ()
     facts: Mapping[str, Any] = field(factory=dict)
+    measured: str = ""
     digest: str = field(init=False)
 
     @digest.default
@@ -288,7 +296,7 @@ class Plan:
             "block_size": self.block_size,
             "cache_groups": [group.decision() for group in self.cache_groups],
             "groups": [group.decision() for group in self.groups],
-            "graphs": self.graphs.to_json(),
+            "graphs": self.graphs.decision(),
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
             "facts": {key: _plain(value) for key, value in self.facts.items()},
@@ -301,6 +309,8 @@ class Plan:
             "digest": self.digest,
             **self.decision(),
             "device": _device(self.device),
+            "graphs": self.graphs.to_json(),
+            "measured": self.measured,
             "cache_groups": [group.to_json() for group in self.cache_groups],
             "groups": [group.to_json() for group in self.groups],
             "settings": [setting.to_json() for setting in self.settings],

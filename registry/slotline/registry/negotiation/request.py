@@ -9,10 +9,13 @@ from attrs import field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import Descriptor, DeviceInfo
+from slotline.registry.negotiation.measured import Measured
 
 T = TypeVar("T")
 
 AUTO = "auto"
+AUTO_GRAPHS = "full_and_piecewise"
+"""The graph mode that `auto` aims at where nothing was measured."""
 DEFAULT_BLOCK_SIZE = 16
 """Tokens in a block of the pool when nobody asks for another size."""
 
@@ -159,7 +162,7 @@ class PlanRequest:
         block_size: tokens of a manager block; ``auto`` starts from `default_block_size`.
         layout: physical order inside a page: ``auto``, ``NHD``, ``HND``.
         kv_specs: from layer kind to the plugin that must hold it.
-        graphs: the graph mode.
+        graphs: the graph mode; ``auto`` aims at `auto_graphs`.
         query_len: most query tokens of a uniform decode batch, 1 + draft tokens.
         max_query_len: most query tokens of one request in a mixed batch.
         batch_invariant, tree_mask, cascade: features that backends must have.
@@ -169,6 +172,7 @@ class PlanRequest:
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
         facts: what the plan says of the model, in order: name -> value.
+        measured: what was timed of this model on this device, to choose by; None if nothing was.
     """
 
     device: DeviceInfo
@@ -182,6 +186,7 @@ class PlanRequest:
     layout: Asked[str] = Asked(AUTO)
     kv_specs: Mapping[str, Asked[str]] = field(factory=dict)
     graphs: Asked[str] = Asked(AUTO)
+    auto_graphs: str = AUTO_GRAPHS
     query_len: Asked[int] = Asked(1)
     max_query_len: Asked[int] = Asked(1)
     batch_invariant: Asked[bool] = Asked(False)
@@ -194,6 +199,7 @@ class PlanRequest:
     parts: tuple[Part, ...] = ()
     settings: tuple[Setting, ...] = ()
     facts: Mapping[str, Any] = field(factory=dict)
+    measured: Measured | None = None
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
         """The names asked for layers of one kind, best first; empty where any will do."""

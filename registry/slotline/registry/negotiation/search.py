@@ -11,9 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import lcm
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from slotline.registry.negotiation.graphs import FULL, GRAPH_DEVICES
+from slotline.registry.negotiation.measured import clamped
 from slotline.registry.negotiation.needs import Pair, Problem, dtype_pairs
 from slotline.registry.negotiation.offers import Offer, divisors, kernel_sizes, kv_reasons, offer_of
 from slotline.registry.negotiation.plan import CAPTURED
@@ -25,6 +26,7 @@ LARGEST_BLOCK = 4096
 CRITERIA = (
     "dtype",
     "preference",
+    "measured",
     "graphs",
     "cache spec",
     "block size changed",
@@ -39,7 +41,9 @@ CRITERIA = (
 )
 """The places of `Cost`, most important first."""
 
-Cost = tuple[int, int, int, int, int, int, int, int, tuple[str, ...], tuple[str, ...], int, int, tuple[object, ...]]
+Cost = tuple[
+    int, int, int, int, int, int, int, int, int, tuple[str, ...], tuple[str, ...], int, int, tuple[object, ...]
+]
 Kinds = dict[str, Candidate]
 CacheKey = tuple[str, int | None]
 """(name of the spec, window where the spec makes use of it); ("", index) for a group without a cache."""
@@ -85,7 +89,7 @@ class Solution:
         return next(part for part in self.parts if index in part.members)
 
 
-_PartCost = tuple[int, int, int, tuple[str, ...], int, tuple[object, ...]]
+_PartCost = tuple[int, int, int, int, tuple[str, ...], int, tuple[object, ...]]
 
 
 @define
@@ -101,7 +105,7 @@ class Search:
         if pair not in self._offers:
             problem = self.problem
             self._offers[pair] = [
-                [offer_of(problem, group, candidate, pair) for candidate in problem.candidates_for(group)]
+                _tied([offer_of(problem, group, candidate, pair) for candidate in problem.candidates_for(group)])
                 for group in problem.request.groups
             ]
         return self._offers[pair]
@@ -228,17 +232,18 @@ class Search:
             rank,
             sum(cost[0] for cost in parts),
             sum(cost[1] for cost in parts),
+            sum(cost[2] for cost in parts),
             sum(not is_exact(item, kind) for kind, item in chosen)
             + sum(self.loses_prefix_caching(item) for _, item in chosen),
             int(size != usual),
             abs(size - usual),
-            sum(cost[2] for cost in parts),
+            sum(cost[3] for cost in parts),
             -sum(item.capabilities.priority for _, item in chosen),
-            tuple(name for cost in parts for name in cost[3]),
+            tuple(name for cost in parts for name in cost[4]),
             tuple(item.name for _, item in chosen),
             size,
-            sum(cost[4] for cost in parts),
-            tuple(cost[5] for cost in parts),
+            sum(cost[5] for cost in parts),
+            tuple(cost[6] for cost in parts),
         )
 
     def loses_prefix_caching(self, spec: Candidate) -> bool:
@@ -287,6 +292,13 @@ def common_multiples(start: set[int], sizes: set[int]) -> list[int]:
     ]
 
 
+def _tied(offers: list[Offer]) -> list[Offer]:
+    """The offers of one group, with costs that differ too little made equal."""
+    usable = [offer for offer in offers if not offer.reasons]
+    costs = dict(zip(map(id, usable), clamped([offer.measured for offer in usable]), strict=True))
+    return [evolve(offer, measured=costs.get(id(offer), offer.measured)) for offer in offers]
+
+
 def _named(align: object) -> set[int]:
     exact = getattr(align, "exact", ())
     base = getattr(align, "multiple_of", None)
@@ -307,6 +319,7 @@ def _first_fits(pools: Sequence[Sequence[Offer]], kernel: int, layout: str) -> t
 def _part_cost(offers: Sequence[Offer], kernel_rank: int, layout: str) -> _PartCost:
     return (
         sum(offer.rank for offer in offers),
+        sum(offer.measured for offer in offers),
         sum(offer.loss for offer in offers),
         -sum(offer.candidate.capabilities.priority for offer in offers),
         tuple(offer.candidate.name for offer in offers),
