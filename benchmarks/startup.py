@@ -20,47 +20,6 @@ from pathlib import Path
 from typing import Any
 
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
-SHARD_BYTES = 4 * 2**30
-
-
-def write_random(source: Path, target: Path) -> Path:
-    """A checkpoint of `source`'s configuration with random weights, made on the device where there is one."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(str(source))
-    config.save_pretrained(target)
-    (target / "config.json").write_text((source / "config.json").read_text())
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(config, "dtype", None) or torch.float32
-    tied = model._tied_weights_keys if config.tie_word_embeddings else ()
-    shard: dict[str, Any] = {}
-    index: dict[str, str] = {}
-    size = count = 0
-
-    def flush() -> None:
-        nonlocal shard, size, count
-        count += 1
-        name = f"model-{count:05d}.safetensors"
-        save_file(shard, target / name, metadata={"format": "pt"})
-        index.update(dict.fromkeys(shard, name))
-        shard, size = {}, 0
-
-    for name, tensor in model.state_dict().items():
-        if name in (tied or ()):
-            continue
-        value = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(0.0, 0.02)
-        shard[name] = (value.abs() + 0.5 if "norm" in name else value).cpu()
-        size += shard[name].nbytes
-        if size > SHARD_BYTES:
-            flush()
-    if shard:
-        flush()
-    (target / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
-    return target
 
 
 def child(model: str, settings: list[str]) -> None:
@@ -112,8 +71,10 @@ def main() -> None:
         root = Path(folder)
         model, caches = Path(options.model), root / "caches"
         caches.mkdir()
+        from slotline.core.random_weights import random_checkpoint  # here: children time their own imports
+
         before = time.time()
-        model = model if options.keep else write_random(model, root)
+        model = model if options.keep else random_checkpoint(model, root)
         print(f"weights written in {time.time() - before:.1f} s", file=sys.stderr)
         reports = [start(model, options.set, caches, None) for _ in range(1 + options.runs)]
         if options.profile:

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ def pytest_configure() -> None:
     wait for each other made the suite ten times slower. Tests run on the CPU unless they ask for a GPU."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SLOTLINE_DEVICE", "cpu")
+    os.environ["SLOTLINE_CACHE"] = mkdtemp(prefix="slotline-tests-")  # what was measured here decides nothing
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test does
     torch.set_num_threads(1)

@@ -58,6 +58,12 @@ def test_what_differs_by_less_than_the_noise_is_left_to_the_static_preference() 
     assert "too close in their measured times; decided by priority" in made.groups[0].reason
 
 
+def test_samples_that_lie_far_apart_decide_nothing() -> None:
+    figures = measured(run("slow", 1.3, noise=0.1), run("fast", 1.0, noise=0.4))
+    assert chosen(figures) == "slow"
+    assert chosen(measured(run("slow", 1.3, noise=0.1), run("fast", 1.0, noise=0.1))) == "fast"
+
+
 def test_an_explicit_choice_stands_against_every_figure() -> None:
     figures = measured(run("slow", 2.4), run("fast", 1.0))
     assert chosen(figures, request(backend=explicit("slow"))) == "slow"

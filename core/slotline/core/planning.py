@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.core.device import describe_device, resolve_device
+from slotline.core.measurements import load_measurements
 from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
@@ -28,6 +29,7 @@ from slotline.registry.negotiation import (
     negotiate,
     prepare_request,
     review,
+    with_measurements,
 )
 
 LONGEST_BY_DEFAULT = 8192
@@ -67,8 +69,11 @@ class Planned:
     plan: Plan
 
 
-def make_plan(loaded: LoadedConfig) -> Planned:
+def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
     """Discover, look at the model, negotiate.
+
+    Args:
+        use_measurements: whether what `slotline tune` measured decides where nothing was asked.
 
     Raises:
         SlotlineError: of the kind that fits; nothing has been allocated then.
@@ -101,6 +106,10 @@ def make_plan(loaded: LoadedConfig) -> Planned:
         settings=(setting, asynchronous),
     )
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
+    if use_measurements:
+        dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
+        measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
+        request = with_measurements(request, measured, attention)
     plan = negotiate(request, attention, specs)
     refusal = _capture_refusal(family, facts, device, plan, task) if plan.graphs.resolved != "none" else None
     if refusal is not None:

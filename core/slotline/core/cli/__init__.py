@@ -18,7 +18,19 @@ from slotline.registry.errors import SlotlineError
 
 __all__ = ["main"]
 
-_COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "new_plugin", "conform", "matrix")
+_COMMANDS = (
+    "generate",
+    "explain",
+    "plugins",
+    "doctor",
+    "schema",
+    "config",
+    "bench",
+    "tune",
+    "new_plugin",
+    "conform",
+    "matrix",
+)
 _EXAMPLES = """examples:
   slotline generate "def main("
   slotline explain run.toml

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
 from slotline.core.cli.table import print_table
+from slotline.core.random_weights import model_folder
 from slotline.core.workloads import WORKLOADS, Workload, workload
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError
@@ -49,7 +47,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")
     work = workload(arguments.workload, arguments.scale)
     loaded = load(arguments, {"model": arguments.model} if arguments.model else None)
-    with _model_folder(loaded, random=arguments.random_weights) as folder:
+    with model_folder(loaded, random=arguments.random_weights) as folder:
         values = {"model": str(folder), **_length(loaded, work, folder)}
         llm = LLM(arguments.config, overrides=overrides(arguments), **values)
         device = resolve_device(loaded.config.device)
@@ -74,42 +72,6 @@ def _length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any
     config = AutoConfig.from_pretrained(str(folder)).get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or work.max_model_len
     return {"scheduler.max_model_len": min(work.max_model_len, longest)}
-
-
-@contextmanager
-def _model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
-    """The checkpoint's folder; where it has no weights, a temporary one with random weights of its configuration."""
-    from slotline.core.planning import SMALL_MODEL
-
-    path = loaded.path("model") or SMALL_MODEL
-    if not (path / "config.json").is_file() or (not random and _has_weights(path)):
-        yield path  # a folder that is no checkpoint is refused where it is read
-        return
-    with tempfile.TemporaryDirectory(prefix="slotline-bench-") as folder:
-        yield random_checkpoint(path, Path(folder), loaded.config.dtype)
-
-
-def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
-    """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.utils import logging
-
-    config = AutoConfig.from_pretrained(str(source))
-    torch.manual_seed(0)
-    kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        AutoModelForCausalLM.from_config(config, dtype=kept).save_pretrained(target)
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return target
-
-
-def _has_weights(path: Path) -> bool:
-    return any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))
 
 
 def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: list[Figure]) -> dict[str, Any]:

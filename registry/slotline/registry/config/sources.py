@@ -21,6 +21,8 @@ from slotline.registry.config.validators import version_is
 PREFIX = "SLOTLINE_"
 SHORTHANDS: Mapping[str, KeyPath] = MappingProxyType({"SLOTLINE_PLUGINS": ("plugins", "allow")})
 """Variables that hold a comma-separated list for the key beside them."""
+NO_KEYS = frozenset({"SLOTLINE_CACHE"})
+"""Variables that say something of the machine and not of a run."""
 
 _EMPTY = Table({}, DEFAULT)
 
@@ -119,7 +121,7 @@ def environment_layer(environ: Mapping[str, str], faults: list[Fault]) -> Table:
     """``SLOTLINE_<TABLE>__<KEY>`` variables; a name that matches no key is a fault."""
     tree = _EMPTY
     for name in sorted(environ):
-        if not name.startswith(PREFIX):
+        if not name.startswith(PREFIX) or name in NO_KEYS:
             continue
         raw = environ[name]
         origin = Origin(kind="env", where=name, text=raw)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 UNMEASURED = 10**15
 """Nanoseconds; a candidate without a figure comes behind all that have one."""
 TIE = 0.02
-"""Costs that are so close to the lowest, as a share of it, count as equal to it: the static preference decides then."""
+"""Costs that are so close to the lowest, as a share of it, or closer than the samples lie to each other, count as equal
+to it: the static preference decides then."""
 AUTO = "auto"
 
 
@@ -33,6 +34,7 @@ class MeasuredRun:
         block_size: of the pool. graphs: the mode, resolved.
         aim: the mode that was asked for, or that ``auto`` aimed at.
         seconds: from case (``decode 64``) to the median time of a step; empty if it failed.
+        noise: half the distance of the samples' quartiles, as a share of their median; the median over the cases.
         failure: why, in one line.
     """
 
@@ -42,6 +44,7 @@ class MeasuredRun:
     graphs: str
     aim: str = ""
     seconds: Mapping[str, float] = field(factory=dict)
+    noise: float = 0.0
     failure: str = ""
 
     def mean(self, cases: Iterable[str]) -> float:
@@ -84,6 +87,12 @@ class Measured:
         """Nanoseconds of a step, averaged over the cases; `UNMEASURED` for a failed run."""
         return round(run.mean(self.cases) * 1e9) if run.seconds and self.cases else UNMEASURED
 
+    def cheapest(self, runs: Iterable[MeasuredRun]) -> MeasuredRun | None:
+        """The cheapest that did not fail; the first one where several are too close to tell. None without any."""
+        done = [run for run in runs if self.cost(run) < UNMEASURED]
+        costs = clamped([(self.cost(run), run.noise) for run in done])
+        return min(zip(costs, range(len(done)), done, strict=True), default=(0, 0, None))[2]
+
     def of_backend(self, request: PlanRequest, kv_kind: str, candidate: Candidate) -> MeasuredRun | None:
         """The cheapest run with a candidate for layers of a kind, under what the request fixes; None without one."""
         size = request.block_size.value
@@ -107,7 +116,7 @@ class Measured:
     def best(self, request: PlanRequest, candidates: Sequence[Candidate]) -> MeasuredRun | None:
         """The cheapest run that the request allows and whose backends are still the same; None without one."""
         versions = {item.name: item.version for item in candidates}
-        return min((run for run in self.runs if _allowed(run, request, versions)), key=self.cost, default=None)
+        return self.cheapest(run for run in self.runs if _allowed(run, request, versions))
 
 
 def with_measurements(request: PlanRequest, measured: Measured | None, candidates: Sequence[Candidate]) -> PlanRequest:
@@ -120,10 +129,10 @@ def with_measurements(request: PlanRequest, measured: Measured | None, candidate
     return evolve(request, measured=measured, default_block_size=best.block_size, auto_graphs=best.aim)
 
 
-def clamped(costs: Sequence[int]) -> list[int]:
-    """Costs with those that differ too little from the lowest made equal to it."""
-    lowest = min(costs, default=0)
-    return [lowest if cost <= lowest * (1 + TIE) else cost for cost in costs]
+def clamped(costs: Sequence[tuple[int, float]]) -> list[int]:
+    """Costs, each given with its noise, with those that differ too little from the lowest made equal to it."""
+    lowest, around = min(costs, default=(0, 0.0))
+    return [lowest if cost <= lowest * (1 + max(TIE, around, noise)) else cost for cost, noise in costs]
 
 
 def in_words(nanoseconds: int) -> str:
@@ -172,6 +181,7 @@ def to_json(measured: Measured) -> dict[str, Any]:
                 "graphs": run.graphs,
                 "aim": run.aim,
                 "seconds": dict(run.seconds),
+                "noise": run.noise,
                 "failure": run.failure,
             }
             for run in measured.runs

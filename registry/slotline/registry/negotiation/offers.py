@@ -36,7 +36,7 @@ class Offer:
         graphs: (phase, state) under the mode aimed at.
         loss: phases that were wanted inside the graph and will not be.
         rank: place in the user's order of preference.
-        measured: nanoseconds of a step with it; 0 for all where nothing was timed.
+        measured: nanoseconds of a step with it; 0 for all where nothing was timed. noise: of that, as a share.
     """
 
     candidate: Candidate
@@ -47,6 +47,7 @@ class Offer:
     loss: int = 0
     rank: int = 0
     measured: int = 0
+    noise: float = 0.0
 
     def accepts_block(self, size: int) -> bool:
         return all(align.refusal(size) is None for align in self.aligns)
@@ -72,6 +73,7 @@ def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: 
     states = _graph_states(problem, candidate, needs, active)
     refusals = _refusals(candidate, needs, active)
     joint = _joint_refusals(problem, aligns, layouts)
+    measured, noise = _measured(problem, group, candidate, pair)
     return Offer(
         candidate=candidate,
         reasons=(*refusals, *joint, *choice),
@@ -80,16 +82,18 @@ def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: 
         graphs=states,
         loss=_loss(problem, states),
         rank=rank,
-        measured=_measured(problem, group, candidate, pair),
+        measured=measured,
+        noise=noise,
     )
 
 
-def _measured(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> int:
+def _measured(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> tuple[int, float]:
+    """What was timed with a candidate, and the noise of that."""
     request, measured = problem.request, problem.request.measured
     if measured is None or (measured.dtype, measured.kv_dtype) != pair:
-        return 0
+        return 0, 0.0
     run = measured.of_backend(request, group.kv_kind, candidate)
-    return UNMEASURED if run is None else measured.cost(run)
+    return (UNMEASURED, 0.0) if run is None else (measured.cost(run), run.noise)
 
 
 def usability(candidate: Candidate) -> tuple[Reason, ...]:

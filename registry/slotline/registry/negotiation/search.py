@@ -295,7 +295,7 @@ def common_multiples(start: set[int], sizes: set[int]) -> list[int]:
 def _tied(offers: list[Offer]) -> list[Offer]:
     """The offers of one group, with costs that differ too little made equal."""
     usable = [offer for offer in offers if not offer.reasons]
-    costs = dict(zip(map(id, usable), clamped([offer.measured for offer in usable]), strict=True))
+    costs = dict(zip(map(id, usable), clamped([(offer.measured, offer.noise) for offer in usable]), strict=True))
     return [evolve(offer, measured=costs.get(id(offer), offer.measured)) for offer in offers]
 
 

@@ -1,0 +1,93 @@
+"""What is timed on each engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import asdict, frozen
+
+from slotline.registry.errors import ConfigError
+
+WARM_UPS, WINDOWS, STEPS = 4, 7, 8
+"""Decode steps before the first sample; samples of a case; decode steps that a sample is the mean of."""
+BATCHES = (1, 8, 64)
+"""Requests of the decode cases, beside the most that run at a time."""
+CONTEXT = {"cuda": 1024, "cpu": 64}
+PREFILL = {"cuda": 2048, "cpu": 256}
+MIXED_DECODES, MIXED_TOKENS = 8, 64
+
+
+@frozen(kw_only=True)
+class Cases:
+    """The cases, by sizes.
+
+    Attributes:
+        batches: requests of each decode case.
+        context: tokens that each request has in the cache when its decode steps begin.
+        prefill: tokens of the one prompt of the prefill case.
+        mixed: tokens of the mixed case's step: up to 8 requests that decode, and a prompt of the rest.
+    """
+
+    batches: tuple[int, ...]
+    context: int
+    prefill: int
+    mixed: int
+
+    @property
+    def steps(self) -> int:
+        """Decode steps that a request may have to make."""
+        return WARM_UPS + (WINDOWS + 1) * STEPS
+
+    def describe(self) -> str:
+        """One line for a reader."""
+        batches = ", ".join(map(str, self.batches))
+        short = f"; one of {self.mixed - self.decodes} tokens beside {self.decodes} that decode"
+        return (
+            f"decode steps of {batches} requests with {self.context} tokens of context each; one prompt of "
+            f"{self.prefill} tokens{short if self.decodes > 0 else ''}"
+        )
+
+    @property
+    def decodes(self) -> int:
+        """Requests that decode in the mixed case."""
+        return min(MIXED_DECODES, self.batches[-1] - 1, self.mixed - 1)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+
+def cases_for(
+    device_type: str,
+    *,
+    max_requests: int,
+    max_model_len: int,
+    max_batched_tokens: int,
+    context: int | None = None,
+    batches: Sequence[int] | None = None,
+) -> Cases:
+    """The cases that an engine of these bounds can run.
+
+    Args:
+        context: tokens of context; None for what is usual on the device, cut to the model's length.
+        batches: decode batches; None for 1, 8, 64 and `max_requests`.
+
+    Raises:
+        ConfigError: if a size was asked for that does not fit.
+    """
+    rows = sorted({min(size, max_requests) for size in (*(batches or BATCHES), max_requests)})
+    if rows[0] < 1:
+        raise ConfigError(f"a decode batch of {rows[0]} requests is none", fix="give numbers from 1 on")
+    plain = Cases(batches=tuple(rows), context=1, prefill=1, mixed=1)
+    longest = max_model_len - plain.steps
+    if (context or 1) > longest or longest < 1:
+        raise ConfigError(
+            f"{context or 1} tokens of context and {plain.steps} decode steps do not fit into "
+            f"max_model_len={max_model_len}",
+            fix="give a smaller --context or raise scheduler.max_model_len",
+        )
+    usual = CONTEXT.get(device_type, CONTEXT["cpu"])
+    prefill = min(PREFILL.get(device_type, PREFILL["cpu"]), max_batched_tokens, max_model_len - 1)
+    mixed = min(MIXED_TOKENS, max_batched_tokens)
+    return Cases(batches=tuple(rows), context=context or min(usual, longest), prefill=prefill, mixed=mixed)
