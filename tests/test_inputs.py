@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,16 @@ def test_a_step_is_padded_to_whole_requests_where_all_queries_are_equally_long(
     assert found == (None if shape is None else GraphShape(*shape))
     eager = GraphShapes({**PHASES, "mixed": "none"}, (1, 4, 8), query_len=3, max_requests=4, max_tokens=8)
     assert eager.shape_for(schedule_of(Rows(4, 16), [(0, 2), (1, 1)])) is None
+
+
+@pytest.mark.behaviour(21)
+def test_sizes_that_nobody_names_are_fine_enough_that_padding_costs_little() -> None:
+    phases = {"decode": "full", "mixed": "piecewise"}
+    shapes = GraphShapes(phases, "auto", query_len=1, max_requests=256, max_tokens=8192).largest_first
+    for length, top in ((1, 256), (0, 512)):
+        sizes = sorted(shape.num_tokens for shape in shapes if shape.query_len == length)
+        assert (sizes[:4], sizes[-1]) == ([1, 2, 4, 8], top)
+        assert all(after - before <= max(4, 0.125 * before, 8) for before, after in pairwise(sizes))
 
 
 @pytest.mark.behaviour(21)

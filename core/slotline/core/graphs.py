@@ -30,6 +30,8 @@ from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 from slotline.registry.negotiation import Plan, capture_sizes
 
 logger = logging.getLogger("slotline")
+AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Token counts captured where none are named: steps fine enough that padding costs a few percent at most."""
 WARM_UPS = 1
 """Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
 
@@ -104,7 +106,7 @@ class GraphShapes:
 
     Args:
         phases: the plan's phases and their states.
-        sizes: token counts asked for.
+        sizes: token counts asked for, or ``auto``.
         query_len: of a uniform batch under speculation, 1 + draft tokens.
         max_requests, max_tokens: bounds on every batch.
         mixed_attention: whether a group's attention is inside the graphs of mixed batches, so that their requests
@@ -114,20 +116,21 @@ class GraphShapes:
     def __init__(
         self,
         phases: Mapping[str, str],
-        sizes: Sequence[int],
+        sizes: Sequence[int] | str,
         *,
         query_len: int,
         max_requests: int,
         max_tokens: int,
         mixed_attention: bool = False,
     ) -> None:
+        sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._most_mixed = max_requests if mixed_attention else 0
         for phase, length in (("decode", 1), ("verify", query_len)):
             if phases.get(phase, "none") != "none":
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
         if phases.get("mixed", "none") != "none":
-            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in sizes}))
+            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in sizes if size > 0}))
 
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:

@@ -88,6 +88,8 @@ def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: l
         "tokens_out": sum(work.max_tokens[-1]),
         "runs_s": [run.seconds for run in runs],
         "machine": machine.to_json(),
+        "graphs": llm.engine.graphs.report.to_json() if llm.engine.graphs else None,
+        "startup_s": dict(llm.engine.startup),
         "drafts": llm.engine.drafting.counts.to_json() if llm.engine.drafting else None,
         "figures": {row.key: row.to_json() for row in rows},
     }
@@ -103,6 +105,11 @@ def _print(report: dict[str, Any], rows: list[Figure]) -> None:
         f"{machine['copy_bytes_per_s'] / 1e9:,.1f} GB/s copied, "
         f"{machine['flops_per_s'] / 1e12:,.3f} TFLOP/s in {machine['dtype']} matrix products"
     )
+    if graphs := report["graphs"]:
+        print(
+            f"graphs: {graphs['shapes']} shapes in {graphs['graphs']} graphs, {graphs['memory'] / 2**20:,.0f} MiB, "
+            f"captured in {graphs['seconds']:.1f} s"
+        )
     print(f"median of {len(seconds)} runs, best {min(seconds):,.3f} s\n")
     print_table(("figure", "measured", "limit", "share"), [row.cells() for row in rows], right=(1, 2, 3))
     if drafts := report["drafts"]:

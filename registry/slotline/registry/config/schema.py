@@ -61,8 +61,11 @@ class GraphsConfig:
     """CUDA graphs."""
 
     mode: GraphMode = field(default="auto", metadata=_doc("which batches run as captured graphs"))
-    sizes: tuple[int, ...] = field(
-        default=(1, 2, 4, 8, 16, 32, 64, 128, 256), metadata=_doc("token counts that graphs are captured for")
+    sizes: tuple[int, ...] | Literal["auto"] = field(
+        default="auto",
+        metadata=_doc(
+            "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512"
+        ),
     )
 
 

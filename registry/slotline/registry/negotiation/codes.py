@@ -330,7 +330,7 @@ _ALL = (
         _R,
         "another was better",
         "The candidate could have run. The reason says which criterion decided: the order in the file, "
-        "graphs, changes to what is usual, priority, or the name.",
+        "what was measured here, graphs, changes to what is usual, priority, or the name.",
         "Name it to have it.",
     ),
     # --- changes
