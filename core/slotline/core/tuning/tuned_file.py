@@ -29,7 +29,7 @@ def tuned_file(tuning: Tuning, best: MeasuredRun, cases: Cases) -> str:
     ]
     others = [run for run in measured.runs if run is not best]
     lines += [f"{_name(run)}: {figures(run, measured.cases) if run.seconds else run.failure}" for run in others]
-    body = {
+    body: dict[str, dict[str, object]] = {
         "attention": {"backend": one_or_table(best.backends)},
         "cache": {"block_size": best.block_size},
         "graphs": {"mode": best.graphs},
