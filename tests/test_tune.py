@@ -36,7 +36,7 @@ pages = evolve(
 )
 breaks = evolve(torch_descriptor, name="breaks", factory=Breaks, probe=None)
 """
-QUICK = ["--batches", "1,2", "--context", "8"]
+QUICK = ["--batches", "1", "--context", "8"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "more.py").write_text(PLUGINS)
     (made / "run.toml").write_text(
         'model = "llama"\ndtype = "float32"\nplugins = ["more.py:pages", "more.py:breaks"]\n[cache]\nmemory = "4MiB"\n'
-        "[scheduler]\nmax_requests = 4\nmax_model_len = 96\nmax_batched_tokens = 64\n"
+        "[scheduler]\nmax_requests = 2\nmax_model_len = 96\nmax_batched_tokens = 64\n"
     )
     return made
 
@@ -76,7 +76,7 @@ def test_every_feasible_backend_is_timed_in_every_case(tuned: dict) -> None:
     assert set(done) == {"cpu", "torch", "pages", "breaks"}
     for name in ("cpu", "torch", "pages"):
         timings = done[name]["timings"]
-        assert list(timings) == ["decode 1", "decode 2", "decode 4", "mixed 64", "prefill 64"]
+        assert list(timings) == ["decode 1", "decode 2", "mixed 64", "prefill 64"]
         assert all(t["median_s"] > 0 and t["samples"] >= 3 and t["spread"] >= 0 for t in timings.values())
         assert done[name]["failure"] == ""
     assert sum(trial["chosen"] for trial in tuned["trials"]) == 1
@@ -133,7 +133,7 @@ def test_the_tuned_file_is_a_configuration_to_extend(cached: Path, folder: Path,
         "# Written by `slotline tune`",
         "# device: ",
         "# versions: ",
-        "# timed: decode steps of 1, 2, 4 requests",
+        "# timed: decode steps of 1, 2 requests",
     ):
         assert part in text
     (folder / "mine.toml").write_text('extends = ["run.toml", "tuned.toml"]\n')
