@@ -177,7 +177,7 @@ def test_the_wanted_tokens_alone_have_the_hidden_states_of_the_whole(
     family: str, optimize: bool, tiny: Callable[..., Path]
 ) -> None:
     plan = planned(tiny(family), optimize=optimize, **{"scheduler.max_model_len": 64})
-    model = EngineBuilder(plan)._model()
+    model = EngineBuilder(plan).load_model()
     wanted = torch.tensor([2, 6, 9])
     inputs = torch.arange(3, 13), torch.arange(10)
     with torch.inference_mode():
