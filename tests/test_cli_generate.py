@@ -98,6 +98,7 @@ def test_stats_time_the_parts_of_a_step(small: list[str], capsys: pytest.Capture
     shown = capsys.readouterr().err
     assert "forward, ms a step" in shown
     assert "cache blocks" in shown
+    assert "start, weights, s" in shown
 
 
 def errors() -> Iterator[tuple[list[str], str]]:

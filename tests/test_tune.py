@@ -7,15 +7,20 @@ import logging
 from pathlib import Path
 
 import pytest
+import tiny_models
 from cli_cases import tiny_checkpoint
+from negotiation_cases import FULL, backend, layer, request, sliding
 
 from slotline.core.cli import main
 from slotline.core.measurements import cache_folder, load_measurements, measurement_key, save_measurements
 from slotline.core.planning import make_plan
 from slotline.core.tuning.cases import Cases, cases_for
+from slotline.core.tuning.trials import backend_trials, feasible_backends, refused_backends
+from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
-from slotline.registry.negotiation import Measured, MeasuredRun
+from slotline.registry.negotiation import Measured, MeasuredRun, negotiate
+from slotline.registry.negotiation.measured import from_json
 
 PLUGINS = """
 from attrs import evolve
@@ -215,3 +220,41 @@ def test_cases_are_cut_to_what_the_engine_can_hold() -> None:
         cases_for("cpu", max_requests=2, max_model_len=80, max_batched_tokens=16, context=20)
     with pytest.raises(ConfigError, match="a decode batch of 0"):
         cases_for("cpu", **bounds, batches=(0,))
+
+
+def test_one_kind_of_layers_is_varied_at_a_time() -> None:
+    offers = [backend("one"), backend("two"), backend("no_window", sliding_window=Flag(False))]
+    plan = negotiate(request(layer(0), sliding(1)), offers, [FULL])
+    assert feasible_backends(plan) == {"full": ["no_window", "one", "two"], "sliding": ["one", "two"]}
+    assert [trial.settings["attention.backend"] for trial in backend_trials(plan)] == [
+        {"full": "no_window", "sliding": "one"},
+        "one",
+        {"full": "two", "sliding": "one"},
+        {"full": "no_window", "sliding": "two"},
+    ]
+    (refusal,) = refused_backends(plan)
+    assert refusal[0] == "sliding=no_window"
+    assert refusal[1].startswith("N170 ")
+
+
+def test_the_best_backend_of_each_kind_is_timed_together_with_the_others(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("SLOTLINE_CACHE", str(tmp_path))
+    tiny_models.build("gemma3", tmp_path / "gemma3", 0)
+    (tmp_path / "run.toml").write_text(
+        'model = "gemma3"\ndtype = "float32"\n[cache]\nmemory = "4MiB"\n'
+        "[scheduler]\nmax_requests = 1\nmax_model_len = 96\nmax_batched_tokens = 32\n"
+    )
+    capsys.readouterr()
+    assert main(["tune", str(tmp_path / "run.toml"), "--batches", "1", "--context", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    runs = report["measured"]["runs"]
+    assert {frozenset(run["backends"].items()) for run in runs[:3]} == {
+        frozenset({("full", full), ("sliding", window)})
+        for full, window in (("cpu", "cpu"), ("torch", "cpu"), ("cpu", "torch"))
+    }
+    figures = from_json(report["measured"])
+    best = {}
+    for kind in ("full", "sliding"):
+        other = {"full": "sliding", "sliding": "full"}[kind]
+        best[kind] = figures.cheapest(run for run in figures.runs[:3] if run.backends[other] == "cpu").backends[kind]
+    assert best in [run.backends for run in figures.runs]

@@ -125,7 +125,7 @@ def _as_json(llm: LLM, output: RequestOutput, seconds: float) -> dict[str, Any]:
 
 
 def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
-    """Step parts in milliseconds a step, cached tokens, preemptions, memory."""
+    """Step parts in milliseconds a step, cached tokens, preemptions, memory, graphs, phases of the start."""
     profiler = llm.engine.profiler
     for name, seconds in profiler.seconds.items():
         yield f"{name}, ms a step", f"{1e3 * seconds / profiler.counts[name]:,.3f}"
@@ -136,6 +136,12 @@ def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
         yield "cache blocks", f"{memory.num_blocks:,}"
         yield "cache, MiB", f"{memory.cache / 2**20:,.1f}"
         yield "activations at their peak, MiB", f"{memory.activations / 2**20:,.1f}"
+    if llm.engine.graphs is not None:
+        report = llm.engine.graphs.report
+        yield "graphs, MiB", f"{report.memory / 2**20:,.1f}"
+        yield f"graphs of {report.shapes} shapes", f"{report.graphs:,}"
+    for name, seconds in llm.engine.startup.items():
+        yield f"start, {name.replace('_', ' ')}, s", f"{seconds:,.2f}"
 
 
 COMMAND = Command(

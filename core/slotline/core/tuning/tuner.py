@@ -131,12 +131,11 @@ class Tuner:
     def _combine(self, plan: Plan, aim: str) -> None:
         """Where kinds of layers differ in their best backend, these together."""
         measured = self._measured(plan, aim)
-        done = [run for run in measured.runs if run.seconds]
-        chosen = {}
-        for kind, own in backends_of(plan).items():
-            names = {run.backends[kind]: measured.cost(run) for run in sorted(done, key=measured.cost, reverse=True)}
-            chosen[kind] = min(names, key=names.__getitem__, default=own)
-        if done and all(run.backends != chosen for run in measured.runs):
+        base, chosen = backends_of(plan), {}
+        for kind, own in base.items():
+            best = measured.cheapest(run for run in measured.runs if {**run.backends, kind: own} == base)
+            chosen[kind] = own if best is None else best.backends[kind]
+        if all(run.backends != chosen for run in measured.runs):
             self._try("backends", [backend_trial(chosen)], aim)
 
     def _try_block_sizes(self, aim: str) -> None:
