@@ -14,6 +14,19 @@ from slotline.registry.errors import ModelError
 Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a share in it, for what the memory pool of captured graphs may use again.
+
+    Replays run in the order of their capture, so memory that the forward gives back in the middle of a capture can
+    serve the rest of it, and every later capture, as it does in an eager run.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span * tensor.element_size()
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+
+
 @define(kw_only=True, eq=False)
 class AttentionGroup:
     """Layers with equal needs and the backend that was built for them.
@@ -101,7 +114,8 @@ class AttentionRouter:
             make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
             out = make((query.shape[0], layer.num_heads, layer.head_size_v))
             if layer.index in broken:
-                cut(lambda: self._serve(layer, query, key, value, sinks, out))
+                q, k, v, o = (unowned(tensor) for tensor in (query, key, value, out))
+                cut(lambda: self._serve(layer, q, k, v, sinks, o))
             else:
                 self._serve(layer, query, key, value, sinks, out)
             return out

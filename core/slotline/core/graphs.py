@@ -2,7 +2,8 @@
 
 A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
 where a layer's attention cannot be captured, the capture ends before it, the call is kept, and a new capture begins
-behind it. The other groups keep theirs. All captures share one memory pool, the largest first.
+behind it. The other groups keep theirs. All captures share one memory pool, the largest first, results included: a
+replay overwrites those of the one before.
 
 What changes from step to step is read from the staging buffers, whose addresses never change.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from attrs import asdict, define, frozen
 
-from slotline.core.attention import Attend, AttentionRouter
+from slotline.core.attention import Attend, AttentionRouter, unowned
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.last_tokens import LastTokens
 from slotline.core.padding import padded_size
@@ -247,7 +248,9 @@ class GraphRunner:
         recorder.begin()
         hidden, logits = self._forward(inputs, breaking)
         recorder.end()
-        return Captured(tuple(recorder.parts), self._addresses(inputs), hidden, logits), recorder.graphs
+        # Only one replay's results count at a time, so all shapes share the memory of theirs.
+        results = (unowned(hidden), None if logits is None else unowned(logits))
+        return Captured(tuple(recorder.parts), self._addresses(inputs), *results), recorder.graphs
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
         """Query tokens of the made-up requests.
