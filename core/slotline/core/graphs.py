@@ -32,7 +32,9 @@ from slotline.registry.negotiation import Plan, capture_sizes
 
 logger = logging.getLogger("slotline")
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Token counts captured where none are named: steps fine enough that padding costs a few percent at most."""
+"""Token counts of uniform batches where none are named: fine steps, since such a batch is padded in nearly every step."""
+AUTO_MIXED_SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
+"""Token counts of mixed batches where none are named: coarser, since each may take a graph for every layer."""
 WARM_UPS = 1
 """Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
 
@@ -124,6 +126,7 @@ class GraphShapes:
         max_tokens: int,
         mixed_attention: bool = False,
     ) -> None:
+        mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._most_mixed = max_requests if mixed_attention else 0
@@ -131,7 +134,7 @@ class GraphShapes:
             if phases.get(phase, "none") != "none":
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
         if phases.get("mixed", "none") != "none":
-            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in sizes if size > 0}))
+            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in mixed_sizes if size > 0}))
 
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:

@@ -73,6 +73,8 @@ def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, folder: Path) ->
 
     values = {"model": str(folder)}
     planned = make_plan(load_config(arguments.config, overrides=overrides(arguments), values=values))
+    if planned.task != "generate":
+        raise ConfigError(f"task = {planned.task!r} cannot be timed", fix="`slotline tune` times models that generate")
     scheduler = loaded.config.scheduler
     return cases_for(
         planned.plan.device.type,
@@ -132,7 +134,7 @@ def _print(tuning: Tuning, cases: Cases, kept: Path | None, written: Path | None
     plan = tuning.base.plan
     device = plan.device.name or plan.device.type
     print(f"{plan.facts['architecture']}, {plan.facts['parameters'] / 1e6:,.1f} M parameters, on {device}")
-    print(f"{cases.describe()}; median of a step and distance of the quartiles\n")
+    print(f"{cases.describe()}; median of a step, and half the distance of the quartiles\n")
     names = list(dict.fromkeys(case for outcome in tuning.outcomes for case in outcome.timings))
     rows = [_row(tuning, outcome, names) for outcome in tuning.outcomes]
     right = range(3, 4 + len(names))

@@ -64,7 +64,8 @@ class GraphsConfig:
     sizes: tuple[int, ...] | Literal["auto"] = field(
         default="auto",
         metadata=_doc(
-            "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512"
+            "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512; mixed "
+            "batches in steps of 32"
         ),
     )
 
