@@ -32,7 +32,7 @@ from slotline.registry.negotiation import Plan, capture_sizes
 
 logger = logging.getLogger("slotline")
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Token counts of uniform batches where none are named: fine steps, since such a batch is padded in nearly every step."""
+"""Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
 AUTO_MIXED_SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
 """Token counts of mixed batches where none are named: coarser, since each may take a graph for every layer."""
 WARM_UPS = 1
