@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 pytest.importorskip("triton")
 
@@ -71,3 +72,33 @@ def test_padded_requests_of_a_captured_batch_give_finite_rows() -> None:
     lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
     assert torch.isfinite(out).all()
     world.check(out[:1], lse[:, :1])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.behaviour(149)
+@pytest.mark.parametrize("batch", ["decode", "chunk with prefix", "mixed", "verify"])
+def test_a_launch_for_few_long_requests_serves_any_mixed_batch_of_as_many_tokens(batch: str) -> None:
+    """The engine captures whole mixed batches on such requests, and replays the launch for others."""
+    rows, padding, longest = 12, 6, 512
+    world = World(Case(requests=BATCHES[batch], head_size=40, padding=padding))
+    real, missing = world.batch.num_tokens, rows - world.batch.num_requests
+    captured = evolve(
+        world.batch,
+        num_requests=rows,
+        num_tokens=real + padding,
+        num_decodes=0,
+        max_query_len=min(real + padding, longest),
+        max_seq_len=longest,
+        query_start_loc=torch.cat([world.batch.query_start_loc, torch.full((missing,), real, dtype=torch.int32)]),
+        seq_lens=torch.cat([world.batch.seq_lens, torch.zeros(missing, dtype=torch.int32)]),
+        block_table=torch.cat([world.block_table, torch.zeros(missing, world.block_table.shape[1], dtype=torch.int32)]),
+    )
+    query, key, value = world.new_tokens()
+    assert len(query) == len(captured.slot_mapping) == real + padding
+    out = torch.zeros_like(query)
+    backend = TritonBackend(world.case.context())
+    plan = backend.plan(captured)
+    backend.write(world.layer, key, value, world.cache, plan)
+    lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
+    assert not out[real:].any()
+    world.check(out[:real], lse[:, :real])
