@@ -92,7 +92,7 @@ def build(num_requests: int) -> Engine:
     staging, profiler = CpuStaging(), StepProfiler(enabled=True)
     pipeline = ProcessorPipeline([], rows, frozenset())
     router = AttentionRouter(
-        [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, cache_group=0, layers=())], {}
+        [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, batch=0, layers=())], {}
     )
     return Engine(
         plan=None,  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from slotline.core import LLM, SamplingParams
 from slotline.core.engine import Engine
 from slotline.core.integrity import check_integrity
-from slotline.core.memory import size_pool
+from slotline.core.memory import DeviceMemory, size_pool
 from slotline.core.request import Status
 from slotline.core.staging import CpuStaging, reserved_bytes
 from slotline.registry import hookimpl
@@ -520,9 +520,7 @@ def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
         return size_pool(
             asked,
             explicit=True,
-            device="cpu",
-            total=2**40,
-            block_bytes=1024,
+            devices=[DeviceMemory(device="cpu", total=2**40, block=1024)],
             useful_blocks=useful,
             profile=lambda: 1.0,
         ).num_blocks

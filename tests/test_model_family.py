@@ -166,8 +166,8 @@ def test_a_family_that_the_lean_loop_gets_wrong_falls_back_to_transformers(
 
     original = loops.LeanLoop.__init__
 
-    def without_multiplier(self: loops.LeanLoop, hf_model: object) -> None:
-        original(self, hf_model)
+    def without_multiplier(self: loops.LeanLoop, *arguments: Any) -> None:
+        original(self, *arguments)
         self._multiplier = None
 
     monkeypatch.setattr(loops.LeanLoop, "__init__", without_multiplier)

@@ -64,6 +64,19 @@ def counted(llm: LLM) -> Iterator[list[int]]:
         del model.encode
 
 
+@pytest.mark.parametrize("optimize", [False, True])
+def test_pipeline_stages_give_transformers_tokens(optimize: bool, tiny_vision_model: Vision, engines: Engines) -> None:
+    path = tiny_vision_model(VARIANTS[0])
+    settings = {"parallel.pipeline": 2, "optimize": optimize, "scheduler.async": True}
+    llm, one = engines(path, **settings), engines(path)
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    first, last = llm.plan.stages
+    assert first.num_parameters > last.num_parameters  # the encoder lies on the first
+    assert first.num_parameters + last.num_parameters == one.plan.facts["parameters"]
+    llm.reload_weights()
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+
+
 @pytest.mark.parametrize(("backend", "optimize"), [("torch", False), ("cpu", True)])
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.behaviour(76, 77, 79, 80, 83)

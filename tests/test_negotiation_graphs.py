@@ -130,6 +130,19 @@ def test_a_device_without_graphs_resolves_to_none_with_a_reason() -> None:
     assert [note.code for note in asked.downgrades] == ["N311"]
 
 
+def test_a_forward_that_cannot_be_captured_leaves_no_graphs_and_is_a_downgrade_with_its_reason() -> None:
+    why = "it runs over 2 pipeline stages"
+    plan = negotiate(request(device=GPU, uncaptured=why), [backend("a")], [FULL])
+    assert (plan.graphs.asked, plan.graphs.resolved, plan.graphs.reason) == ("auto", "none", why)
+    assert {dict(group.graphs)["decode"] for group in plan.groups} == {"none"}
+    (note,) = plan.downgrades
+    assert (note.code, note.because, note.to_avoid) == ("N312", (why,), ('graphs.mode = "none"',))
+    own = negotiate(request(device=GPU, uncaptured=why, graphs=explicit("none")), [backend("a")], [FULL])
+    assert own.downgrades == ()
+    with pytest.raises(NegotiationError, match="N312"):
+        negotiate(request(device=GPU, uncaptured=why, strict=True), [backend("a")], [FULL])
+
+
 def test_capture_sizes_are_multiples_of_the_uniform_query_length() -> None:
     assert capture_sizes((1, 2, 4, 8, 16), 1, 256) == (1, 2, 4, 8, 16)
     assert capture_sizes((1, 2, 4, 8, 16), 5, 256) == (5, 10, 20)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from attrs import define
 
+from slotline.core.device import device_scope
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
 from slotline.registry.errors import ModelError
 
@@ -29,21 +30,23 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 @define(kw_only=True, eq=False)
 class AttentionGroup:
-    """Layers with equal needs and the backend that was built for them.
+    """Layers with equal needs on one device, and the backend that was built for them.
 
     Attributes:
         name: as in the plan.
         backend: the built object.
         writes_cache: whether `forward` stores the new keys and values itself.
-        cache_group: index of the cache group whose tables it reads.
+        batch: index of its batch in a step's, which hold the tables of its cache group on its device.
         layers: in call order.
+        device: torch device string.
     """
 
     name: str
     backend: AttentionBackend
     writes_cache: bool
-    cache_group: int
+    batch: int
     layers: tuple[AttentionLayer, ...]
+    device: str = "cpu"
 
 
 class AttentionRouter:
@@ -52,6 +55,7 @@ class AttentionRouter:
     def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
         self.groups = tuple(groups)
         self._plans: list[Any] = []
+        self._one_device = len({group.device for group in groups}) < 2
         self._routes = {
             layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
             for position, group in enumerate(groups)
@@ -67,7 +71,7 @@ class AttentionRouter:
         """Host work of every group for this step; returns the callable that the model's layers call.
 
         Args:
-            batches: one per cache group.
+            batches: of the step, as the groups count them.
 
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
@@ -77,7 +81,10 @@ class AttentionRouter:
                 "a step was called while a CUDA graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
-        self._plans = [group.backend.plan(batches[group.cache_group]) for group in self.groups]
+        if self._one_device:  # the step's own
+            self._plans = [group.backend.plan(batches[group.batch]) for group in self.groups]
+        else:
+            self._plans = [self._plan(group, batches[group.batch]) for group in self.groups]
         return self.attend
 
     def attend(
@@ -136,6 +143,11 @@ class AttentionRouter:
         if write is not None:
             write(layer, key, value, cache, plan)
         forward(layer, query, key, value, cache, plan, out, sinks)
+
+    @staticmethod
+    def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:
+        with device_scope(group.device):
+            return group.backend.plan(batch)
 
     @staticmethod
     def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:

@@ -69,13 +69,14 @@ class DeviceTables:
         self.num_bytes = sum(reserved_bytes(s, np.int32) + 2 * reserved_bytes((s[0],), np.int64) for s in shapes)
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
         self._taken = [torch.zeros_like(table) for table in self._tables]
+        self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
 
     def stage(self, rows: Int) -> None:
         """Upload the rows' numbers, and the tables of rows that changed since the last step."""
         self._rows = self._staging.upload(rows)
-        self._changes = [self._stage_changes(group) for group in self._groups]
+        self._changes = [self._stage_changes(*pair) for pair in zip(self._groups, self._seen, strict=True)]
 
     def take(self, longest: int) -> list[torch.Tensor]:
         """Write the changes down, then gather."""
@@ -89,11 +90,11 @@ class DeviceTables:
         self._changes = []
         return tables
 
-    def _stage_changes(self, group: CacheGroup) -> tuple[torch.Tensor, torch.Tensor] | None:
-        changed = np.flatnonzero(group.changed)
+    def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        changed = np.flatnonzero(group.versions != seen)
         if len(changed) == 0:
             return None
-        group.changed[changed] = False
+        seen[changed] = group.versions[changed]
         return self._staging.upload(changed), self._staging.upload(group.table[changed])
 
 

@@ -12,6 +12,7 @@ from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine, EngineLimits
@@ -19,6 +20,7 @@ from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.last_tokens import LastTokens
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
+from slotline.core.placement import batches_of, device_memory, later_feeds
 from slotline.core.planning import Planned, make_plan
 from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
@@ -32,6 +34,7 @@ from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     AttentionContext,
+    AttentionLayer,
     DrafterContext,
     KVCache,
     KVSpec,
@@ -43,6 +46,7 @@ from slotline.registry.contracts import (
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ContractError
 from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
+from slotline.registry.negotiation import GroupPlan
 
 logger = logging.getLogger("slotline")
 
@@ -62,7 +66,8 @@ def build_engine(loaded: LoadedConfig) -> Engine:
         planned = make_plan(loaded)
     for warning in planned.registry.warnings:
         logger.warning(warning)
-    engine = EngineBuilder(planned, startup).build()
+    with device_scope(planned.device):
+        engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
     return engine
@@ -113,6 +118,7 @@ class EngineBuilder:
             pooling=runner.pooling,
             encoding=encoding,
             limits=self._limits(),
+            device=planned.device,
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=self._tokenizer(),
             memory=memory,
@@ -138,6 +144,7 @@ class EngineBuilder:
             task=planned.task,
             optimize=config.optimize,
             offload_bytes=int(config.offload_gib * 2**30),
+            stages=planned.stages.divided,
             options=self._options(planned.family_descriptor),
         )
         with self.startup.scope("weights"):
@@ -168,43 +175,49 @@ class EngineBuilder:
         ]
 
     def _attention_groups(self) -> list[AttentionGroup]:
-        names = [group.name for group in self.planned.plan.cache_groups]
-        scheduler = self.planned.loaded.config.scheduler
-        built = []
-        for group in self.planned.plan.groups:
-            descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
-            context = AttentionContext(
-                contract=group.contract,
-                layers=group.layers,
-                device=self.planned.device,
-                dtype=group.dtype,
-                kv_dtype=group.kv_dtype,
-                block_size=group.block_size,
-                kernel_block_size=group.kernel_block_size,
-                layout=group.layout,
-                max_query_len=group.max_query_len,
-                max_requests=scheduler.max_requests,
-                max_tokens=scheduler.max_batched_tokens,
-                max_model_len=self.planned.max_model_len,
-                options=self._options(descriptor),
-            )
-            built.append(
-                AttentionGroup(
-                    name=group.name,
-                    backend=resolve_factory(descriptor)(context),
-                    writes_cache=descriptor.capabilities.writes_cache,
-                    cache_group=names.index(group.cache_group),
-                    layers=group.layers,
-                )
-            )
-        return built
+        """A built backend for each attention group of the plan; for each stage where several have layers of one."""
+        return [
+            self._attention_group(group, stage, layers)
+            for group in self.planned.plan.groups
+            for stage, layers in self.planned.stages.split(group.layers)
+        ]
+
+    def _attention_group(self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...]) -> AttentionGroup:
+        plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
+        names = [cache_group.name for cache_group in plan.cache_groups]
+        descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
+        context = AttentionContext(
+            contract=group.contract,
+            layers=layers,
+            device=self.planned.stages.stages[stage].device,
+            dtype=group.dtype,
+            kv_dtype=group.kv_dtype,
+            block_size=group.block_size,
+            kernel_block_size=group.kernel_block_size,
+            layout=group.layout,
+            max_query_len=group.max_query_len,
+            max_requests=scheduler.max_requests,
+            max_tokens=scheduler.max_batched_tokens,
+            max_model_len=self.planned.max_model_len,
+            options=self._options(descriptor),
+        )
+        with device_scope(context.device):
+            backend = resolve_factory(descriptor)(context)
+        return AttentionGroup(
+            name=group.name,
+            backend=backend,
+            writes_cache=descriptor.capabilities.writes_cache,
+            batch=batches_of(plan, self.planned.stages).index((stage, names.index(group.cache_group))),
+            layers=layers,
+            device=context.device,
+        )
 
     def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
         """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
         caches: dict[int, KVCache] = {}
         for group, spec in zip(self.planned.plan.cache_groups, specs, strict=True):
             for layer in group.layers:
-                raw = zeroed_bytes(num_blocks * spec.page_bytes(layer), self.planned.device)
+                raw = zeroed_bytes(num_blocks * spec.page_bytes(layer), self.planned.stages.device_of(layer))
                 caches[layer.index] = spec.bind(raw, layer, num_blocks)
         for layer in self.planned.facts.layers:
             if layer.shares_kv_with is not None:
@@ -222,26 +235,31 @@ class EngineBuilder:
         profiler: StepProfiler,
         drafting: Drafting | None,
     ) -> tuple[InputGatherer, Runner]:
-        config, device, staging = self.planned.loaded.config, self.planned.device, staging_for(self.planned.device)
+        config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
         vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
-        kernel_sizes = [group.kernel_block_size for group in self.planned.plan.cache_groups]
-        tables = tables_for(groups, kernel_sizes, staging, device)
+        kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
+        stagings = [staging_for(stage.device) for stage in stages]
+        tables = tables_for(groups, kernel_sizes, stagings[0], stages[0].device)
+        later = later_feeds(plan, self.planned.stages, groups, stagings[1:])
         stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
-        last_tokens = LastTokens(vocab_size, rows.max_requests, device) if stands_in else None
+        last_tokens = LastTokens(vocab_size, rows.max_requests, stages[0].device) if stands_in else None
         most_drafts = drafting.num_tokens if drafting else 0
-        gatherer = InputGatherer(rows, groups, kernel_sizes, staging, tables, budget, most_drafts, last_tokens)
+        gatherer = InputGatherer(
+            rows, groups, kernel_sizes, stagings[0], tables, budget, most_drafts, last_tokens, later
+        )
         runner = Runner(
             model,
             self._router(attention, specs, num_blocks=1),  # the null block alone, for profiling
             rows,
             pipeline,
-            staging,
+            stagings[-1],
             profiler,
             drafting,
             last_tokens,
-            self._pooling(model, rows, staging),
+            self._pooling(model, rows, stagings[-1]),
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
+            earlier=stagings[:-1],
         )
         return gatherer, runner
 
@@ -268,7 +286,7 @@ class EngineBuilder:
             model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
             self.planned.facts,
             config.multimodal,
-            device=self.planned.device,
+            device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=config.scheduler.chunked_prefill,
         )
@@ -291,15 +309,10 @@ class EngineBuilder:
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
-        block_bytes = sum(
-            s.page_bytes(layer) for g, s in zip(plan.cache_groups, specs, strict=True) for layer in g.layers
-        )
         report = size_pool(
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
-            device=device,
-            total=plan.device.total_memory,
-            block_bytes=block_bytes,
+            devices=device_memory(plan, self.planned.stages, specs),
             useful_blocks=requests * sum(held),
             profile=profile,
         )

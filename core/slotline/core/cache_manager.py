@@ -29,7 +29,8 @@ class CacheGroup:
         block_size: tokens of a manager block; `ratio` kernel blocks make one.
         table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none,
             and throughout the last row, which padded requests have.
-        changed: [max_requests + 1] bool, rows of the table that changed; whoever copies the table resets it.
+        versions: [max_requests + 1] int64, how often each row of the table changed; a copy is behind where it has
+            seen another number.
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
@@ -43,7 +44,7 @@ class CacheGroup:
         self.block_size = block_size
         self.ratio = block_size // kernel_block_size
         self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
-        self.changed = np.zeros(max_requests + 1, bool)
+        self.versions = np.zeros(max_requests + 1, np.int64)
         self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
         self.capacity = np.zeros(max_requests, np.int64)
         self.num_freed = np.zeros(max_requests, np.int64)
@@ -61,7 +62,7 @@ class CacheGroup:
         start = len(held) * self.ratio
         ids = np.asarray(blocks, np.int32)[:, None] * self.ratio + self._offsets
         self.table[row, start : start + ids.size] = ids.reshape(-1)
-        self.changed[row] = True
+        self.versions[row] += 1
         held.extend(blocks)
         everything = len(held) >= self._blocks_at_most
         self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
@@ -74,7 +75,7 @@ class CacheGroup:
         freed = self.blocks[row][first:last]
         self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
         self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
-        self.changed[row] = True
+        self.versions[row] += 1
         self.num_freed[row] = last
         return freed
 
@@ -82,7 +83,7 @@ class CacheGroup:
         """Empty the row's table and return what it held."""
         held, self.blocks[row] = self.blocks[row], []
         self.table[row, : len(held) * self.ratio] = NULL_BLOCK
-        self.changed[row] = True
+        self.versions[row] += 1
         self.capacity[row] = self.num_freed[row] = 0
         return held
 

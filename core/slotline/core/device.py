@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
 import psutil
 import torch
 
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.errors import ConfigError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def resolve_device(asked: str) -> str:
-    """The torch device string for a configured device; `auto` is the GPU where there is one.
+
+class HasDevice(Protocol):
+    """An object whose work belongs on one device, by its torch device string."""
+
+    device: str
+
+
+S = TypeVar("S", bound=HasDevice)
+
+
+def resolve_device(asked: str, *, key: str = "device") -> str:
+    """The torch device string for the device that a configuration key names; `auto` is the GPU where there is one.
 
     Raises:
         ConfigError: if the device is not there.
@@ -19,12 +36,29 @@ def resolve_device(asked: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     kind, _, index = asked.partition(":")
     if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise ConfigError(f"device = {asked!r} is not known", fix="use 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise ConfigError(f"{key} = {asked!r} is not known", fix="use 'auto', 'cpu', 'cuda' or 'cuda:N'")
     if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
         raise ConfigError(
-            f"device = {asked!r} is not there: {torch.cuda.device_count()} CUDA devices", fix="use 'cpu' or 'auto'"
+            f"{key} = {asked!r} is not there: {torch.cuda.device_count()} CUDA devices",
+            fix="use one that `slotline doctor` lists, 'cpu' or 'auto'",
         )
-    return asked
+    return "cpu" if kind == "cpu" else asked
+
+
+def device_scope(device: str) -> AbstractContextManager[Any]:
+    """Makes a CUDA device the current one: kernels that torch does not launch, streams and captures go there."""
+    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+
+
+def on_device(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method that runs with its object's device as the current one."""
+
+    @wraps(method)
+    def scoped(self: S, /, *args: P.args, **options: P.kwargs) -> R:
+        with device_scope(self.device):
+            return method(self, *args, **options)
+
+    return scoped
 
 
 def describe_device(device: str) -> DeviceInfo:

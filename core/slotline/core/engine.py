@@ -14,6 +14,7 @@ import torch
 from attrs import define, field
 
 from slotline.core.detokenizer import Detokenizer
+from slotline.core.device import on_device
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding
 from slotline.core.graphs import GraphRunner
@@ -116,6 +117,7 @@ class Engine:
         tokenizer: Tokenizer | None,
         memory: MemoryReport | None = None,
         notes: tuple[str, ...] = (),
+        device: str = "cpu",
         graphs: GraphRunner | None = None,
         asynchronous: bool = False,
         check: bool = False,
@@ -135,6 +137,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.memory = memory
         self.notes = notes
+        self.device = device
         self.graphs = graphs
         self.asynchronous = asynchronous
         self.check = check
@@ -251,6 +254,7 @@ class Engine:
             raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
         self.pipeline.validate(request)
 
+    @on_device
     def abort(self, request_id: str) -> Request | None:
         """End a request now; what it sampled so far stays in it. None if no such request is unfinished."""
         request = self.requests.get(request_id)
@@ -258,6 +262,7 @@ class Engine:
             self._finish([request], ["abort"], [None])
         return request
 
+    @on_device
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
 
@@ -275,6 +280,7 @@ class Engine:
         if self.encoding is not None:
             self.encoding.reset()
 
+    @on_device
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
         with self.profiler.scope("schedule"):

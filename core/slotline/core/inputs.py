@@ -16,6 +16,7 @@ from attrs import define, frozen
 from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
 from slotline.core.encoding import Embeds
+from slotline.core.feeds import Feed
 from slotline.core.last_tokens import LastTokens
 from slotline.core.logprobs import ScoredPlaces
 from slotline.core.rows import Rows
@@ -36,18 +37,20 @@ class StepInputs:
         rows: [num_requests] int64, permanent rows in batch order.
         num_scheduled: [num_requests] int64.
         num_tokens: tokens without padding; `num_padded_tokens` with it.
-        input_ids, positions: [num_padded_tokens] int64 on the device.
-        logits_indices: [num_logits] int64 on the device, the last token of each request whose known tokens all are
-            computed by this step, and each of its drafts; other requests are mid-prompt and sample nothing.
+        input_ids, positions: [num_padded_tokens] int64 on the device; over several stages on the first one's.
+        logits_indices: [num_logits] int64 on the device, over several stages on the last one's: the last token of each
+            request whose known tokens all are computed by this step, and each of its drafts; other requests are
+            mid-prompt and sample nothing.
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
-        batches: what attention sees, by cache group.
+        batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads.
         shape: the captured shape that they are padded to, None to run eagerly.
-        stand_ins: [num_logits] int64 on the device, what stands for the tokens that are about to be sampled where the
-            next step is prepared before they are known; else None.
+        stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
+            sampled where the next step is prepared before they are known; else None.
         sampling: the sampling parameters of the logits' rows.
-        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device; None where all rows are greedy.
+        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`; None where all
+            rows are greedy.
         scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
     """
@@ -110,12 +113,12 @@ class InputGatherer:
         max_tokens: int,
         max_drafts: int = 0,
         last_tokens: LastTokens | None = None,
+        later: Sequence[Feed] = (),
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
-        self.staging = staging
-        self.tables = tables
+        self.feeds = (Feed(staging, tables, tuple(range(len(groups)))), *later)
         self.last_tokens = last_tokens
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
@@ -123,7 +126,9 @@ class InputGatherer:
         by_request = reserved_bytes((rows.max_requests + 1,), np.int64)
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
-        staging.reserve((2 + len(groups)) * by_token + 2 * by_request + 3 * by_logits + packed + tables.num_bytes)
+        for feed in self.feeds:
+            by_group = (2 + len(feed.cache_groups)) * by_token
+            feed.staging.reserve(by_group + 2 * by_request + 3 * by_logits + packed + feed.tables.num_bytes)
 
     def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
@@ -252,34 +257,35 @@ class InputGatherer:
                 batch_tokens = num_padded_tokens
                 num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
-        upload = self.staging.upload
-        self.staging.begin()
-        input_ids_device, positions_device = upload(input_ids), upload(positions)
-        slots_device = [upload(s) for s in slots]
-        query_start_loc, seq_lens_device = upload(starts32), upload(seq_lens32)
-        self.tables.stage(table_rows)
-        logits_indices_device = upload(logits_indices)
-        stand_ins = None if self.last_tokens is None else upload(self.last_tokens.stand_ins(logits_rows))
+        first, last = self.feeds[0].staging, self.feeds[-1].staging
+        for feed in self.feeds:
+            feed.staging.begin()
+        input_ids_device = first.upload(input_ids)
+        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows) for feed in self.feeds]
+        logits_indices_device = last.upload(logits_indices)
+        stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
-        params = None if batch.all_greedy else upload(batch.packed())
-        scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], upload)
-        self.staging.flush()
+        params = None if batch.all_greedy else last.upload(batch.packed())
+        scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], last.upload)
+        for feed in self.feeds:
+            feed.staging.flush()
         batches = tuple(
             AttentionBatch(
                 num_requests=len(seq_lens),
                 num_tokens=batch_tokens,
                 max_query_len=longest,
                 max_seq_len=longest_sequence,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens_device,
+                query_start_loc=there.query_start_loc,
+                seq_lens=there.seq_lens,
                 block_table=table,
                 slot_mapping=slot_mapping,
-                positions=positions_device,
+                positions=there.positions,
                 query_start_loc_cpu=starts32,
                 seq_lens_cpu=seq_lens32,
                 num_decodes=num_decodes,
             )
-            for table, slot_mapping in zip(self.tables.take(longest_sequence), slots_device, strict=True)
+            for feed, there in zip(self.feeds, sent, strict=True)
+            for table, slot_mapping in zip(feed.tables.take(longest_sequence), there.slot_mappings, strict=True)
         )
         return StepInputs(
             rows=rows,
@@ -287,7 +293,7 @@ class InputGatherer:
             num_tokens=num_tokens,
             num_padded_tokens=num_padded_tokens,
             input_ids=input_ids_device,
-            positions=positions_device,
+            positions=sent[0].positions,
             logits_indices=logits_indices_device,
             logits_rows=logits_rows,
             draft_positions=draft_positions,

@@ -31,5 +31,5 @@ class LastTokens:
         return self._table[input_ids]
 
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled."""
-        self._table[stand_ins] = tokens
+        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on whatever device."""
+        self._table[stand_ins] = tokens.to(self._table.device, non_blocking=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.registry.config import size_in_bytes
 from slotline.registry.errors import CapacityError
@@ -18,65 +18,102 @@ _CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, u
 
 
 @frozen(kw_only=True)
-class MemoryReport:
-    """Where the memory goes, in bytes.
+class DeviceMemory:
+    """Where one device's memory goes, in bytes.
 
     Attributes:
+        device: torch device string.
         total: of the device.
         activations: peak of a profiling step beyond the weights.
-        cache: for the pool.
-        block: one block over all layers.
+        cache: for its part of the pool.
+        block: one block over the layers that lie there.
+    """
+
+    device: str
+    total: int
+    activations: int = 0
+    cache: int = 0
+    block: int
+
+
+@frozen(kw_only=True)
+class MemoryReport:
+    """Where the memory goes, in bytes over all devices.
+
+    Attributes:
+        devices: each by itself.
         num_blocks: blocks in the pool, the null block included.
     """
 
-    total: int
-    activations: int
-    cache: int
-    block: int
+    devices: tuple[DeviceMemory, ...]
     num_blocks: int
+
+    @property
+    def total(self) -> int:
+        """Of the devices."""
+        return sum(device.total for device in self.devices)
+
+    @property
+    def activations(self) -> int:
+        """Peak of a profiling step beyond the weights."""
+        return sum(device.activations for device in self.devices)
+
+    @property
+    def cache(self) -> int:
+        """For the pool."""
+        return sum(device.cache for device in self.devices)
+
+    @property
+    def block(self) -> int:
+        """One block over all layers."""
+        return sum(device.block for device in self.devices)
 
 
 def size_pool(
     asked: float | str,
     *,
     explicit: bool,
-    device: str,
-    total: int,
-    block_bytes: int,
+    devices: Sequence[DeviceMemory],
     useful_blocks: int,
     profile: Callable[[], float],
 ) -> MemoryReport:
-    """The pool that `cache.memory` allows.
+    """The pool that `cache.memory` allows; the device with the least room for its part of a block decides.
 
     Args:
-        asked: a share of the device's memory, or a size for the cache.
+        asked: a share of each device's memory, or a size for the cache over all of them.
         explicit: whether the user named it.
-        total: bytes of the device's memory.
-        block_bytes: bytes of one block over all layers.
+        devices: each device once, with its memory and its part of a block.
         useful_blocks: more than this no set of running requests can use at a time.
         profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
 
     Raises:
         CapacityError: if not even one block fits.
     """
-    activations = _measure(device, profile)
+    peaks = _measure([device.device for device in devices], profile)
+    devices = [evolve(d, activations=peak) for d, peak in zip(devices, peaks, strict=True)]
     if isinstance(asked, str):
-        cache = size_in_bytes(asked)
-    elif device.startswith("cuda"):
-        free, _ = torch.cuda.mem_get_info(device)
-        cache = int(asked * total) - (total - free) - activations
+        rooms = [(size_in_bytes(asked), sum(device.block for device in devices), "")]
     else:
-        cache = int(asked * psutil.virtual_memory().available) - activations
-        cache = cache if explicit else min(cache, _CPU_DEFAULT_LIMIT)
-    num_blocks = min(cache // max(block_bytes, 1), useful_blocks) + 1  # one more for the null block
+        rooms = [(_room(d, asked, explicit=explicit), d.block, f" on {d.device}") for d in devices]
+    cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
+    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # one more for the null block
     if num_blocks < 2:
+        where = where if len(devices) > 1 else ""
         raise CapacityError(
-            f"cache.memory = {asked!r} leaves {max(cache, 0)} bytes for the cache and one block takes {block_bytes}",
+            f"cache.memory = {asked!r} leaves {max(cache, 0)} bytes for the cache{where} and one block takes {block}",
             fix="raise cache.memory, lower scheduler.max_batched_tokens, or take a smaller model or dtype",
         )
-    return MemoryReport(
-        total=total, activations=activations, cache=num_blocks * block_bytes, block=block_bytes, num_blocks=num_blocks
-    )
+    report = tuple(evolve(device, cache=num_blocks * device.block) for device in devices)
+    return MemoryReport(devices=report, num_blocks=num_blocks)
+
+
+def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:
+    """Bytes for the cache on one device."""
+    if memory.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(memory.device)
+        return int(share * memory.total) - (memory.total - free) - memory.activations
+    room = int(share * psutil.virtual_memory().available) - memory.activations
+    return room if explicit else min(room, _CPU_DEFAULT_LIMIT)
 
 
 def zeroed_bytes(count: int, device: str) -> torch.Tensor:
@@ -94,22 +131,30 @@ def zeroed_bytes(count: int, device: str) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)[:count]
 
 
-def _measure(device: str, profile: Callable[[], float]) -> int:
-    """Peak memory of the profiled step beyond what was in use before, in bytes."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
+def _measure(devices: Sequence[str], profile: Callable[[], float]) -> list[int]:
+    """Peak memory of the profiled step on each device beyond what was in use before, in bytes."""
+    if devices[0].startswith("cuda"):
+        before = [_start_of_measurement(device) for device in devices]
         factor = profile()
-        torch.cuda.synchronize(device)
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.empty_cache()
-        return int((peak - before) * factor)
+        return [int((_end_of_measurement(d) - start) * factor) for d, start in zip(devices, before, strict=True)]
     profile()  # what compiling and tuning take is not the step's
-    before = _highest()
+    highest = _highest()
     factor = profile()
-    return int((_highest() - before) * factor)
+    return [int((_highest() - highest) * factor)]
+
+
+def _start_of_measurement(device: str) -> int:
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _end_of_measurement(device: str) -> int:
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    return peak
 
 
 def _highest() -> int:

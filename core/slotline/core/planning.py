@@ -10,9 +10,9 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.core.device import describe_device, resolve_device
 from slotline.core.measurements import load_measurements
 from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
+from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -49,7 +49,7 @@ class Planned:
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         drafter: descriptor of the drafter, or None.
-        device: torch device string.
+        stages: where each part of the model lies.
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
         plan: the negotiated plan.
@@ -63,10 +63,15 @@ class Planned:
     family: ModelFamily
     processors: tuple[Descriptor[Any], ...]
     drafter: Descriptor[Any] | None
-    device: str
+    stages: Stages
     max_model_len: int
     asynchronous: bool
     plan: Plan
+
+    @property
+    def device(self) -> str:
+        """The torch device string where logits come out and tokens are sampled: the last stage's."""
+        return self.stages.stages[-1].device
 
 
 def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
@@ -82,18 +87,19 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     registry = PluginRegistry.discover(loaded)
     _refuse_unserved(loaded, registry)
     _load_named(loaded, registry)
-    device = resolve_device(config.device)
-    info = describe_device(device)
+    devices = pipeline_devices(loaded)
+    info = describe_devices(devices)
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = _family_for(registry, path)
     facts = family.inspect(path)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
+    stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
-    asynchronous = _asynchronous(loaded, device, drafting=drafter is not None)
+    asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
     parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
     request = prepare_request(
         loaded,
@@ -105,15 +111,19 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(setting, asynchronous),
     )
+    request = evolve(request, stages=stages.divided)
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     if use_measurements:
         dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
         measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
         request = with_measurements(request, measured, attention)
     plan = negotiate(request, attention, specs)
-    refusal = _capture_refusal(family, facts, device, plan, task) if plan.graphs.resolved != "none" else None
-    if refusal is not None:
-        request = evolve(request, graphs=_without_graphs(request.graphs, refusal))
+    if plan.graphs.resolved != "none" and (refusal := _capture_refusal(family, facts, stages, plan, task)):
+        _refuse_explicit_graphs(request.graphs, refusal)
+        if task == "generate":
+            request = evolve(request, uncaptured=refusal)
+        else:  # no downgrade: there is nothing to decode
+            request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs)
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
@@ -126,7 +136,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         family=family,
         processors=processors,
         drafter=drafter,
-        device=device,
+        stages=stages,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
         plan=plan,
@@ -161,26 +171,27 @@ def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setti
     )
 
 
-def _capture_refusal(family: ModelFamily, facts: ModelFacts, device: str, plan: Plan, task: str) -> str | None:
+def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, plan: Plan, task: str) -> str | None:
     """Why nothing can be captured, in a sentence, or None."""
     if task != "generate":
         return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
-    refusal = family.capture_refusal(facts, device, plan.dtype)
+    if stages.divided:
+        return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
+    refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 
 
-def _without_graphs(asked: Asked[str], refusal: str) -> Asked[str]:
-    """No graphs, for the reason given.
+def _refuse_explicit_graphs(asked: Asked[str], refusal: str) -> None:
+    """Refuse graphs that were asked for by name.
 
     Raises:
-        NegotiationError: if graphs were asked for by name.
+        NegotiationError: with the reason why there can be none.
     """
     if asked.explicit and asked.value != "auto":
         raise NegotiationError(
             f"graphs.mode = {asked.value!r} ({asked.origin}): {refusal}",
             fix='set graphs.mode to "auto" or "none"',
         )
-    return Asked("none", refusal)
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:

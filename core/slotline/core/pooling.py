@@ -146,7 +146,7 @@ class FirstToken:
 
     def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
         """The first token of each chunk."""
-        return inputs.batches[0].query_start_loc[: len(inputs.rows)].long()
+        return inputs.batches[-1].query_start_loc[: len(inputs.rows)].long()  # on the last stage's device
 
     def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """A prompt's first chunk decides."""

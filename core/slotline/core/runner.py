@@ -7,6 +7,8 @@ log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -37,6 +39,7 @@ class Runner:
     """Runs steps; the same functions serve profiling, warm-up and real requests.
 
     Attributes:
+        staging: of the device where tokens are sampled; `earlier` those of the pipeline stages before it.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
     """
@@ -55,12 +58,14 @@ class Runner:
         *,
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
+        earlier: Sequence[Staging] = (),
     ) -> None:
         self.model = model
         self.router = router
         self.rows = rows
         self.pipeline = pipeline
         self.staging = staging
+        self.earlier = tuple(earlier)
         self.profiler = profiler
         self.drafting = drafting
         self.last_tokens = last_tokens
@@ -81,7 +86,8 @@ class Runner:
         scope = self.profiler.scope
         with scope("plan"):
             attend = self.router.plan(inputs.batches)
-            self.staging.mark()
+            for staging in (*self.earlier, self.staging):
+                staging.mark()
         whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
         with scope("forward"):
             hidden, logits = self._forward_or_replay(inputs, attend, whole=whole)

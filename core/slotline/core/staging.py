@@ -153,14 +153,14 @@ class CudaStaging:
 
     def mark(self) -> None:
         """Record the event that `begin` waits for."""
-        self._copied.record()
+        self._copied.record(torch.cuda.current_stream(self.device))
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Copy to pinned memory, and an event behind it."""
         host = self._result(tensor.dtype, tensor.numel())
         host.copy_(tensor.reshape(-1), non_blocking=True)
         done = torch.cuda.Event()
-        done.record()
+        done.record(torch.cuda.current_stream(self.device))
         return _Copy(host, tensor.shape, done)
 
     def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:

@@ -59,7 +59,8 @@ class Descriptor(Generic[C]):
         kind: the slot it fills.
         name: the name that a configuration file uses; unique within its kind.
         capabilities: the offer, a frozen attrs class of `slotline.registry.contracts` for this kind.
-        factory: called once per engine with the kind's build context and returns the built object; either a
+        factory: called with the kind's build context and returns the built object, once per engine (a cache spec and
+            a backend once for each group of layers, a backend also for each pipeline stage of it); either a
             callable or a dotted path ``"package.module:attribute"``, which is imported only when the plugin is built.
         contract: the contract versions that the plugin speaks.
         options: a frozen attrs class (or its dotted path) for the plugin's own configuration table.

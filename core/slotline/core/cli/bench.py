@@ -40,7 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from slotline.core.cli.bench_figures import figures
     from slotline.core.cli.bench_limits import cost_of, measure_machine
     from slotline.core.cli.bench_run import median_run, timed_runs
-    from slotline.core.device import resolve_device
+    from slotline.core.device import device_scope
     from slotline.core.llm import LLM
 
     if arguments.runs < 1:
@@ -50,10 +50,11 @@ def _run(arguments: argparse.Namespace) -> int:
     with model_folder(loaded, random=arguments.random_weights) as folder:
         values = {"model": str(folder), **_length(loaded, work, folder)}
         llm = LLM(arguments.config, overrides=overrides(arguments), **values)
-        device = resolve_device(loaded.config.device)
-        before = measure_machine(device, llm.plan.dtype)
-        runs = timed_runs(llm, work, arguments.runs)
-        machine = before.better_of(measure_machine(device, llm.plan.dtype))
+        device = llm.engine.device  # the last stage's; the stages run one after the other, so its rates count
+        with device_scope(device):
+            before = measure_machine(device, llm.plan.dtype)
+            runs = timed_runs(llm, work, arguments.runs)
+            machine = before.better_of(measure_machine(device, llm.plan.dtype))
         rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
     report = _report(llm, work, runs, machine, rows)
     if arguments.json:

@@ -136,6 +136,8 @@ def _stats(llm: LLM, output: RequestOutput) -> Iterator[tuple[str, str]]:
         yield "cache blocks", f"{memory.num_blocks:,}"
         yield "cache, MiB", f"{memory.cache / 2**20:,.1f}"
         yield "activations at their peak, MiB", f"{memory.activations / 2**20:,.1f}"
+        for part in memory.devices if len(memory.devices) > 1 else ():
+            yield f"cache on {part.device}, MiB", f"{part.cache / 2**20:,.1f}"
     if llm.engine.graphs is not None:
         report = llm.engine.graphs.report
         yield "graphs, MiB", f"{report.memory / 2**20:,.1f}"

@@ -6,7 +6,7 @@ from typing import Literal
 
 from attrs import frozen
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -81,7 +81,10 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_decoder",
     capabilities=ModelFamilyCapabilities(
-        architectures=Set(SERVED), devices=Set(("cpu", "cuda")), tasks=Set(("generate", "embed", "classify"))
+        architectures=Set(SERVED),
+        devices=Set(("cpu", "cuda")),
+        tasks=Set(("generate", "embed", "classify")),
+        pipeline=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

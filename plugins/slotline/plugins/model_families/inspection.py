@@ -12,7 +12,7 @@ from attrs import define, field
 from slotline.plugins.model_families import binding, checkpoint, rope
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.model_family import ModelFacts
+from slotline.registry.contracts.model_family import ModelFacts, ModelParts
 from slotline.registry.errors import ModelError
 
 INSPECT_NAME = "slotline_inspect"
@@ -94,6 +94,7 @@ def inspect(path: Path) -> ModelFacts:
 def facts_of(found: Checkpoint) -> ModelFacts:
     """The facts of a decoder's configuration."""
     model = _model_without_memory(found)
+    layers = _watch(model, found.max_model_len)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
@@ -101,10 +102,11 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         hidden_size=int(found.config.hidden_size),
         max_model_len=found.max_model_len,
         dtype=found.dtype,
-        layers=_watch(model, found.max_model_len),
+        layers=layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=found.eos_token_ids,
         tasks=found.tasks,
+        parts=_parts(model, layers),
     )
 
 
@@ -127,3 +129,20 @@ def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
     with torch.no_grad():
         model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
     return tuple(recorder.layers)
+
+
+def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts:
+    """What can lie on devices of its own: the embedding, each decoder layer, the final norm with a head."""
+    base = model.base_model  # the model itself where it has no head
+    heads = () if model is base else [child for child in model.children() if child is not base]
+    owners = {module: number for number, layer in enumerate(base.layers) for module in layer.modules()}
+    return ModelParts(
+        embedding=_count(base.get_input_embeddings()),
+        layers=tuple(map(_count, base.layers)),
+        head=_count(base.norm) + sum(map(_count, heads)),
+        attention=tuple(owners[model.get_submodule(layer.name)] for layer in layers),
+    )
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

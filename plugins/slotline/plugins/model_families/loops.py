@@ -7,13 +7,14 @@ same logits as the whole transformers model on a probe at load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from slotline.plugins.model_families.binding import AttendHolder, no_attend
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
+from slotline.plugins.model_families.stages import Crossing, Part
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.errors import ModelError
 
@@ -28,8 +29,8 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class TransformersLoop:
     """Calls the base model's own forward."""
 
-    def __init__(self, hf_model: Any) -> None:
-        self._base = hf_model.base_model
+    def __init__(self, hf_model: Any, crossing: Crossing) -> None:
+        self._base, self._crossing = hf_model.base_model, crossing
 
     def __call__(
         self,
@@ -42,22 +43,27 @@ class TransformersLoop:
 
         `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
         """
-        outputs = self._base(
-            input_ids=input_ids.unsqueeze(0) if inputs_embeds is None else None,
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            return_dict=True,
-        )
+        with self._crossing.scope():
+            outputs = self._base(
+                input_ids=input_ids.unsqueeze(0) if inputs_embeds is None else None,
+                inputs_embeds=None if inputs_embeds is None else inputs_embeds.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                return_dict=True,
+            )
         hidden_states: torch.Tensor = outputs.last_hidden_state
         return hidden_states if wanted is None else hidden_states[:, wanted]
 
 
 class LeanLoop:
-    """Embeds, computes the position embeddings once, runs the layers, norms; modules are looked up in each call."""
+    """Embeds, computes the position embeddings once, runs the layers, norms; modules are looked up in each call.
 
-    def __init__(self, hf_model: Any) -> None:
-        self._base = hf_model.base_model
+    Over several parts, hidden states and positions are copied to the next part's device, and position embeddings are
+    computed there.
+    """
+
+    def __init__(self, hf_model: Any, parts: Sequence[Part]) -> None:
+        self._base, self._parts = hf_model.base_model, tuple(parts)
         # A rope type by layer type means one set of position embeddings for each (Gemma 3).
         by_type = isinstance(getattr(self._base.rotary_emb, "rope_type", None), dict)
         self._layer_types: tuple[str, ...] = tuple(hf_model.config.layer_types) if by_type else ()
@@ -74,26 +80,39 @@ class LeanLoop:
 
         `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
         """
-        base = self._base
-        hidden_states: torch.Tensor = (  # [1, num_tokens, hidden_size]
-            base.embed_tokens(input_ids.unsqueeze(0)) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
-        )
-        if self._multiplier is not None:
-            hidden_states = hidden_states * self._multiplier
-        *embeddings, last = self._position_embeddings(hidden_states, positions)
-        for layer, embedding in zip(base.layers[:-1], embeddings, strict=True):
-            hidden_states = layer(hidden_states, position_embeddings=embedding)
-        normed: torch.Tensor = base.norm(_last_layer(base.layers[-1], hidden_states, last, wanted))
+        *earlier, last = self._parts
+        layers, hidden_states = list(self._base.layers), self._embed(input_ids, inputs_embeds)
+        for part in earlier:
+            with part.scope():
+                hidden_states, positions = part.receive(hidden_states), part.receive(positions)
+                embeddings = self._position_embeddings(part, hidden_states, positions)
+                for layer, embedding in zip(layers[part.first : part.end], embeddings, strict=True):
+                    hidden_states = layer(hidden_states, position_embeddings=embedding)
+        with last.scope():
+            hidden_states, positions = last.receive(hidden_states), last.receive(positions)
+            *embeddings, final = self._position_embeddings(last, hidden_states, positions)
+            for layer, embedding in zip(layers[last.first : -1], embeddings, strict=True):
+                hidden_states = layer(hidden_states, position_embeddings=embedding)
+            normed: torch.Tensor = self._base.norm(_last_layer(layers[-1], hidden_states, final, wanted))
         return normed
 
-    def _position_embeddings(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
-        """The (cos, sin) of each layer, [1, num_tokens, rotary_size] each."""
+    def _embed(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states [1, num_tokens, hidden_size] in front of the first layer."""
+        with self._parts[0].scope():
+            hidden_states: torch.Tensor = (
+                self._base.embed_tokens(input_ids.unsqueeze(0)) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
+            )
+            return hidden_states if self._multiplier is None else hidden_states * self._multiplier
+
+    def _position_embeddings(self, part: Part, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
+        """The (cos, sin) of each of the part's layers, [1, num_tokens, rotary_size] each."""
         position_ids = positions.unsqueeze(0)  # [1, num_tokens]
-        rotary = self._base.rotary_emb
+        rotary = self._base._modules[part.rotary]
         if not self._layer_types:
-            return [rotary(hidden_states, position_ids)] * len(self._base.layers)
-        by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(self._layer_types)}
-        return [by_type[name] for name in self._layer_types]
+            return [rotary(hidden_states, position_ids)] * (part.end - part.first)
+        types = self._layer_types[part.first : part.end]
+        by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(types)}
+        return [by_type[name] for name in types]
 
 
 def _last_layer(layer: Any, hidden_states: torch.Tensor, embedding: Any, wanted: torch.Tensor | None) -> torch.Tensor:
@@ -109,26 +128,28 @@ def _last_layer(layer: Any, hidden_states: torch.Tensor, embedding: Any, wanted:
 
 
 def choose_loop(
-    hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, device: torch.device, *, lean: bool
+    hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, parts: Sequence[Part], *, lean: bool
 ) -> tuple[Loop, tuple[str, ...]]:
     """The fastest loop that gives the model's own logits, and a note on it.
 
     Raises:
         ModelError: if not even transformers' own layers with our head give them.
     """
-    probe = _Probe(hf_model, holder, head, device)
+    crossing = Crossing(hf_model, parts)
+    probe = _Probe(hf_model, holder, head, crossing, parts[0].device)
     reason = "asked for by lean = false"
     if lean:
         try:
-            candidate = LeanLoop(hf_model)
+            candidate = LeanLoop(hf_model, parts)
             difference = probe.difference(candidate)
         except Exception as error:  # an unknown family may fail in any way; the note says how
             reason = f"the lean loop failed: {type(error).__name__}: {error}"
         else:
             if difference <= probe.tolerance:
+                crossing.remove()
                 return candidate, (f"lean loop over the layers, checked against transformers ({difference:.1e})",)
             reason = f"the lean loop's logits differ by {difference:.1e}"
-    generic = TransformersLoop(hf_model)
+    generic = TransformersLoop(hf_model, crossing)
     difference = probe.difference(generic)
     if not difference <= probe.tolerance:
         raise ModelError(
@@ -142,8 +163,10 @@ def choose_loop(
 class _Probe:
     """A few tokens and what the whole transformers model gives for them, under a plain causal attention."""
 
-    def __init__(self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, device: torch.device) -> None:
-        self._holder, self._head = holder, head
+    def __init__(
+        self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, crossing: Crossing, device: torch.device
+    ) -> None:
+        self._holder, self._head, self._crossing = holder, head, crossing
         vocab_size = int(hf_model.config.vocab_size)
         self.tolerance = TOLERANCES.get(hf_model.dtype, 5e-2)
         self._positions = torch.arange(PROBE_TOKENS, device=device)  # [PROBE_TOKENS]
@@ -159,7 +182,7 @@ class _Probe:
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._holder.attend = _plain_attend
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._crossing.scope():
                 return compute()
         finally:
             self._holder.attend = no_attend

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, inspection, loading, offload, rope
+from slotline.plugins.model_families import binding, inspection, loading, offload, rope, stages
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop
@@ -62,13 +63,12 @@ class DecoderModel:
         self.facts = context.facts
         self._context = context
         self.hf_model, self._holder, notes = self._build(context)
+        parts = stages.parts_of(self.hf_model, context.device, context.stages)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
         self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
-        self._loop, loop_notes = choose_loop(
-            self.hf_model, self._holder, self._head, torch.device(context.device), lean=options.lean
-        )
+        self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, parts, lean=options.lean)
         self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
@@ -124,6 +124,7 @@ class DecoderModel:
             return self._build(context)[0]
         fresh, encoder = self._load(context)
         rope.freeze(fresh, self.facts.max_model_len)
+        stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
         if encoder is not None:
             fresh.encoder = encoder
         return fresh
@@ -141,27 +142,40 @@ class DecoderModel:
         hf_model, encoder = self._load(context)
         holder = binding.bind(hf_model, context.facts.layers)
         notes = rope.freeze(hf_model, context.facts.max_model_len)
-        device = torch.device(context.device)
+        parts = stages.parts_of(hf_model, context.device, context.stages)
+        stages.separate(hf_model, parts)
         if context.offload_bytes:
-            notes += _optimize(hf_model, context)
-            notes += offload.place(hf_model, device, context.offload_bytes)
+            notes += _optimize(hf_model, context.device, context)
+            notes += offload.place(hf_model, parts[0].device, context.offload_bytes)
+        elif len(parts) == 1:
+            offload.place(hf_model, parts[0].device, 0)
+            notes += _optimize(hf_model, context.device, context)
         else:
-            offload.place(hf_model, device, 0)
-            notes += _optimize(hf_model, context)
+            notes += _over_stages(hf_model, parts, context)
         if encoder is not None:
-            hf_model.encoder = encoder.to(device)
+            hf_model.encoder = encoder.to(parts[0].device)
         return hf_model, holder, notes
 
     def _fits(self, name: str, new: dict[str, torch.Tensor]) -> bool:
         return name in new and name in self._tensors and new[name].shape == self._tensors[name].shape
 
 
-def _optimize(hf_model: Any, context: ModelContext) -> tuple[str, ...]:
+def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:
+    """Place every part of the model and optimise it there; the notes name the stage."""
+    notes: tuple[str, ...] = ()
+    stages.place(hf_model, parts)
+    for index, part in enumerate(parts):
+        with stages.only(hf_model, parts, index):
+            notes += tuple(f"stage {index}: {note}" for note in _optimize(hf_model, str(part.device), context))
+    return notes
+
+
+def _optimize(hf_model: Any, device: str, context: ModelContext) -> tuple[str, ...]:
     if not context.optimize:
         return ()
     from slotline.plugins.model_families.passes import optimize
 
-    return optimize(hf_model, device=context.device, dtype=context.dtype)
+    return optimize(hf_model, device=device, dtype=context.dtype)
 
 
 def _tensors(hf_model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.model_family import ModelFamilyCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -17,7 +17,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_vision",
     capabilities=ModelFamilyCapabilities(
-        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",))
+        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",)), pipeline=Flag(True)
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

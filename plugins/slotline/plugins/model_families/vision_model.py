@@ -38,12 +38,14 @@ class TransformersVision(TransformersDecoder):
         with torch.device("meta"):
             encoder = found.model_class(found.config).model
         del encoder.language_model
+        size = sum(parameter.numel() for parameter in encoder.parameters())
         return evolve(
             facts,
             architecture=found.architecture,
             dtype=found.dtype,
             tasks=("generate",),
-            num_parameters=facts.num_parameters + sum(parameter.numel() for parameter in encoder.parameters()),
+            num_parameters=facts.num_parameters + size,
+            parts=facts.parts and evolve(facts.parts, embedding=facts.parts.embedding + size),
             modalities=(Modality(name=IMAGE, placeholder_token_id=int(found.config.image_token_id)),),
         )
 
@@ -59,7 +61,7 @@ class VisionModel(DecoderModel):
         super().__init__(context)
         (modality,) = context.facts.modalities
         self._processing = ImageProcessing(context.facts.path, modality)
-        self._device = torch.device(context.device)
+        self._device = torch.device(context.stages[0].device if context.stages else context.device)
         self._arguments = inspect.signature(self.hf_model.encoder.get_image_features).parameters.keys()
 
     def process(self, modality: str, item: Any) -> ProcessedItem:

@@ -10,7 +10,14 @@ from typing import Any, Literal
 
 from attrs import field, frozen
 
-from slotline.registry.config.validators import at_least, fraction_or_size, positive, positive_or_auto, version_is
+from slotline.registry.config.validators import (
+    at_least,
+    fraction_or_size,
+    number_or_names,
+    positive,
+    positive_or_auto,
+    version_is,
+)
 
 CONFIG_VERSION = 1
 
@@ -105,6 +112,20 @@ class MultimodalConfig:
 
 
 @frozen(kw_only=True)
+class ParallelConfig:
+    """A model over several devices."""
+
+    pipeline: int | tuple[str, ...] = field(
+        default=1,
+        validator=number_or_names,
+        metadata=_doc("devices that hold the layers one part after the other, or how many of `device`'s type"),
+    )
+    layers: tuple[int, ...] = field(
+        default=(), metadata=_doc("layers of each pipeline stage; empty balances the stages by their parameters")
+    )
+
+
+@frozen(kw_only=True)
 class SamplingConfig:
     """Sampling, where it is the engine's business and not a request's."""
 
@@ -193,7 +214,7 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata=_doc("dtype of weights and activations")
     )
-    device: str = field(default="auto", metadata=_doc("'auto', 'cpu', 'cuda' or 'cuda:N'"))
+    device: str = field(default="auto", metadata=_doc("'auto', 'cpu', 'cuda' or 'cuda:N'; see `parallel` for several"))
     optimize: bool = field(
         default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules")
     )
@@ -212,6 +233,7 @@ class Config:
     graphs: GraphsConfig = field(factory=GraphsConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(factory=MultimodalConfig)
+    parallel: ParallelConfig = field(factory=ParallelConfig)
     sampling: SamplingConfig = field(factory=SamplingConfig)
     drafter: DrafterConfig = field(factory=DrafterConfig)
     lora: LoraConfig = field(factory=LoraConfig)

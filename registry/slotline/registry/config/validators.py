@@ -78,6 +78,20 @@ class FractionOrSize:
         return {"exclusiveMinimum": 0, "maximum": 1, "pattern": SIZE_PATTERN}
 
 
+@frozen
+class NumberOrNames:
+    """An integer from 1 on, or a list of one name or more."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        if not (value >= 1 if is_integer(value) else isinstance(value, tuple) and value):
+            raise ValueError(
+                f"{value!r} is neither a number from 1 on nor a list of names: use 2 or ['cuda:0', 'cuda:1']"
+            )
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"minimum": 1, "minItems": 1}
+
+
 def at_least(minimum: float) -> AtLeast:
     """A number that is `minimum` or more."""
     return AtLeast(minimum)
@@ -91,6 +105,7 @@ def version_is(version: int) -> VersionIs:
 positive = AtLeast(1)
 positive_or_auto = AtLeast(1, auto=True)
 fraction_or_size = FractionOrSize()
+number_or_names = NumberOrNames()
 
 
 def size_in_bytes(text: str) -> int:

@@ -24,8 +24,10 @@ from slotline.registry.contracts.model_family import (
     ModelFacts,
     ModelFamily,
     ModelFamilyCapabilities,
+    ModelParts,
     MultimodalModel,
     ProcessedItem,
+    Stage,
 )
 from slotline.registry.contracts.pooling import POOLING_TASKS, Pooler, PoolingMethod, PoolingParams
 from slotline.registry.contracts.state import (
@@ -67,11 +69,13 @@ __all__ = [
     "ModelFacts",
     "ModelFamily",
     "ModelFamilyCapabilities",
+    "ModelParts",
     "MultimodalModel",
     "Pooler",
     "PoolingMethod",
     "PoolingParams",
     "ProcessedItem",
+    "Stage",
     "StateBackend",
     "StateBatch",
     "StateCapabilities",

@@ -1,6 +1,7 @@
 """The attention contract, version 1.
 
-A backend is built once for an attention group (layers whose attention needs are equal). In each step the core calls
+A backend is built once for an attention group (layers whose attention needs are equal); where a model is divided over
+pipeline stages, once for each stage that has layers of the group. In each step the core calls
 `plan` once for the group, on the host, then for each layer `write` (unless the backend writes inside `forward`) and
 `forward`.
 
@@ -138,8 +139,8 @@ class AttentionContext:
 
     Attributes:
         contract: the bound contract version.
-        layers: the layers of the group.
-        device: torch device string.
+        layers: the layers of the group; over pipeline stages those of one stage.
+        device: torch device string; a CUDA device is the current one in every call.
         dtype, kv_dtype: names such as ``bfloat16``.
         block_size, kernel_block_size: tokens of a manager block and of a kernel block.
         layout: ``NHD`` or ``HND``.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.pooling import Pooler
 
@@ -26,11 +26,48 @@ class ModelFamilyCapabilities:
         architectures: values of `architectures` in config.json that it loads.
         devices: device types.
         tasks: of ``generate``, ``embed`` and ``classify``.
+        pipeline: whether `load` can spread a model's layers over the stages of its context.
     """
 
     architectures: Set[str]
     devices: Set[str] = Set(None)
     tasks: Set[str] = Set(("generate",))
+    pipeline: Flag = Flag(False)
+
+
+@frozen(kw_only=True)
+class ModelParts:
+    """What a model consists of, in the order of a forward pass, so that it can be divided into pipeline stages.
+
+    Attributes:
+        embedding: parameters before the first layer.
+        layers: parameters of each layer.
+        head: parameters behind the last layer; an output projection counts here even if it is tied to the embedding.
+        attention: for each of `ModelFacts.layers` the layer that it lies in.
+    """
+
+    embedding: int
+    layers: tuple[int, ...]
+    head: int
+    attention: tuple[int, ...]
+
+
+@frozen(kw_only=True)
+class Stage:
+    """A part of a model on a device of its own: layers `first_layer` .. `end_layer` - 1.
+
+    The first stage has the embedding, too, and the last what follows the layers.
+
+    Attributes:
+        device: torch device string.
+        first_layer, end_layer: of `ModelParts.layers`.
+        num_parameters: of the part.
+    """
+
+    device: str
+    first_layer: int
+    end_layer: int
+    num_parameters: int
 
 
 @frozen(kw_only=True)
@@ -79,6 +116,7 @@ class ModelFacts:
         eos_token_ids: from generation_config.json, else config.json.
         tasks: what this checkpoint can do, the one it was made for first.
         modalities: inputs besides text; where there are any, `load` returns a `MultimodalModel`.
+        parts: what the model consists of; None where the family does not divide it.
     """
 
     architecture: str
@@ -92,11 +130,17 @@ class ModelFacts:
     eos_token_ids: tuple[int, ...] = ()
     tasks: tuple[str, ...] = ("generate",)
     modalities: tuple[Modality, ...] = ()
+    parts: ModelParts | None = None
 
 
 @frozen(kw_only=True)
 class ModelContext:
-    """What `load` gets: where, in which dtype, for which task, and whether the optimising passes may run."""
+    """What `load` gets: where, in which dtype, for which task, and whether the optimising passes may run.
+
+    Attributes:
+        device: torch device string; the last stage's where there are several.
+        stages: the pipeline's stages, two at least, for a family that declares `pipeline`; else empty.
+    """
 
     contract: int
     facts: ModelFacts
@@ -105,6 +149,7 @@ class ModelContext:
     task: str = "generate"
     optimize: bool = True
     offload_bytes: int = 0
+    stages: tuple[Stage, ...] = ()
     options: Any = None
 
 
@@ -125,6 +170,9 @@ class Model(Protocol):
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run flattened tokens through the model.
+
+        Over several stages `input_ids` and `positions` lie on the first one's device, `wanted` and the result on the
+        last one's, and `attend` is called with tensors of the layer's own device, which is then CUDA's current one.
 
         Args:
             input_ids: [num_tokens] int64.
@@ -152,7 +200,8 @@ class Model(Protocol):
 class MultimodalModel(Model, Protocol):
     """A model that takes more than text: items are processed, encoded once, and put in the place of placeholders.
 
-    The core keeps the embeddings in its encoder cache and calls `encode` only for what is not there.
+    The core keeps the embeddings in its encoder cache and calls `encode` only for what is not there. Over several
+    pipeline stages embeddings of items and of tokens lie on the first one's device.
     """
 
     def process(self, modality: str, item: Any) -> ProcessedItem:

@@ -49,6 +49,7 @@ def assemble(search: Search, solution: Solution, warnings: tuple[Note, ...]) -> 
         parts=request.parts,
         facts=request.facts,
         measured="" if request.measured is None else f"{request.measured.origin}: {request.measured.source}",
+        stages=request.stages,
     )
 
 
@@ -259,6 +260,8 @@ def _graphs(search: Search, solution: Solution) -> GraphPlan:
     reason = ""
     if request.device.type not in graphs.GRAPH_DEVICES:
         reason = f"{request.device.type} has no graphs"
+    elif request.uncaptured:
+        reason = request.uncaptured
     elif request.graphs.value == AUTO:
         reason = f"auto aims at {graphs.effective_mode(request)}"
     return GraphPlan(

@@ -79,7 +79,7 @@ def _edits(search: Search, solution: Solution, note: Note) -> Iterator[Edit]:
     elif note.code == "N303":
         chosen = {g.kv_kind: solution.offer(i).candidate.name for i, g in enumerate(request.groups)}
         yield backend_edit(request, chosen)
-    elif note.code in ("N310", "N311"):
+    elif note.code in ("N310", "N311", "N312"):
         yield value_edit(request, "graphs.mode", "graphs", note.resolved)
     elif note.code == "N320":
         yield value_edit(request, "dtype", "dtype", solution.pair[0])
@@ -193,6 +193,12 @@ def _graphs(search: Search, solution: Solution) -> Iterator[Note]:
             text = f"{asked.value} ({asked.origin}): {device.type} has no graphs"
             reason = (f"device {device.name or device.type}",)
             yield Note(code="N311", key="graphs.mode", text=text, asked=asked.value, resolved="none", because=reason)
+        return
+    if request.uncaptured:
+        if asked.value != "none":
+            text = f"{asked.value} ({asked.origin}): no forward pass can be captured"
+            why = (request.uncaptured,)
+            yield Note(code="N312", key="graphs.mode", text=text, asked=asked.value, resolved="none", because=why)
         return
     because = tuple(_graph_limits(search, solution))
     if because:

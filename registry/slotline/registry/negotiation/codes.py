@@ -374,6 +374,14 @@ _ALL = (
         "Leave `graphs.mode` on 'auto'.",
     ),
     _code(
+        "N312",
+        _D,
+        "forward not captured",
+        "The model's forward pass cannot be captured in a graph, whichever backends serve its attention: it "
+        "waits for the device on its way, or it runs over several devices.",
+        'Set `graphs.mode = "none"` to make it your own choice, or take away the reason that is named.',
+    ),
+    _code(
         "N320",
         _D,
         "another dtype",

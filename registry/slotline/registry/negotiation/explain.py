@@ -21,6 +21,9 @@ from slotline.registry.negotiation.plan import (
     Rejection,
 )
 
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a parameter, by the plan's dtype."""
+
 _AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | GroupFailure
 
 
@@ -31,6 +34,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += row("model", ", ".join(f"{key} {value}" for key, value in plan.facts.items()), width)
     if plan.measured:
         lines += row("measured", plan.measured, width)
+    lines += rows("stages", _stages(plan), width)
     for group in plan.groups:
         lines += ["", *_group(group, width)]
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width)), *_graphs(plan, width)]
@@ -101,6 +105,16 @@ def _headline(plan: Plan) -> str:
     name = f"{device.name} ({device.type}{version})" if device.name else f"{device.type}{version}"
     counts = f"{len(plan.downgrades)} changed, {_count(len(plan.warnings), 'warning')}"
     return f"plan {plan.short_digest}  {name}  {plan.dtype}/{plan.kv_dtype}  {counts}"
+
+
+def _stages(plan: Plan) -> Iterator[str]:
+    """Each stage's device, layers and weights."""
+    for index, stage in enumerate(plan.stages):
+        weights = stage.num_parameters * _BYTES[plan.dtype] / 2**20
+        yield (
+            f"{index} on {stage.device}: layers {stage.first_layer} to {stage.end_layer - 1}, "
+            f"{stage.num_parameters:,} parameters, {weights:,.1f} MiB"
+        )
 
 
 def _group(group: GroupPlan, width: int) -> list[str]:

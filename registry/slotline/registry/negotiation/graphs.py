@@ -35,8 +35,8 @@ GRAPH_DEVICES = frozenset({"cuda"})
 
 
 def effective_mode(request: PlanRequest) -> str:
-    """The mode to aim at: `auto` is the best that pays on the device, and a device without graphs has none."""
-    if request.device.type not in GRAPH_DEVICES:
+    """The mode to aim at: `auto` is the best that pays; some devices have no graphs, and some models allow none."""
+    if request.uncaptured or request.device.type not in GRAPH_DEVICES:
         return "none"
     return request.auto_graphs if request.graphs.value == AUTO else request.graphs.value
 

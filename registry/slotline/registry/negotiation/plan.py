@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.model_family import Stage
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.negotiation.request import Part, Setting
 
@@ -242,6 +243,7 @@ class Plan:
         parts: plugins chosen elsewhere.
         facts: what is known of the model.
         measured: where measured costs come from, "" where nothing was measured.
+        stages: of the pipeline; empty for one device.
         digest: SHA-256 over the decisions (not over the reasons), in hex; equal in every process that decided the same.
     """
 
@@ -259,6 +261,7 @@ class Plan:
     parts: tuple[Part, ...] = ()
     facts: Mapping[str, Any] = field(factory=dict)
     measured: str = ""
+    stages: tuple[Stage, ...] = ()
     digest: str = field(init=False)
 
     @digest.default
@@ -300,7 +303,11 @@ class Plan:
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
             "facts": {key: _plain(value) for key, value in self.facts.items()},
+            **({"stages": self._stages()} if self.stages else {}),  # one device has the digest that it always had
         }
+
+    def _stages(self) -> list[dict[str, Any]]:
+        return [{"name": f"stage {index}", **asdict(stage)} for index, stage in enumerate(self.stages)]
 
     def to_json(self) -> dict[str, Any]:
         """The whole plan as JSON types, the record of reasons included."""
@@ -314,6 +321,7 @@ class Plan:
             "cache_groups": [group.to_json() for group in self.cache_groups],
             "groups": [group.to_json() for group in self.groups],
             "settings": [setting.to_json() for setting in self.settings],
+            "stages": self._stages(),
             "downgrades": [note.to_json() for note in self.downgrades],
             "warnings": [note.to_json() for note in self.warnings],
             "notes": [note.to_json() for note in self.notes],
@@ -330,6 +338,7 @@ class Plan:
         backends = ", ".join(f"{group.name}={group.backend}" for group in self.groups)
         changed = " ".join(dict.fromkeys(note.code for note in self.downgrades))
         shape = f"block {self.block_size}, {self.dtype}/{self.kv_dtype}, graphs {self.graphs.resolved}"
+        shape += f", {len(self.stages)} stages" if self.stages else ""
         return f"plan {self.short_digest}: {backends}; {shape}" + (f"; changed: {changed}" if changed else "")
 
 

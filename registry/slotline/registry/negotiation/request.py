@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 from attrs import field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.model_family import Stage
 from slotline.registry.descriptor import Descriptor, DeviceInfo
 from slotline.registry.negotiation.measured import Measured
 
@@ -163,6 +164,7 @@ class PlanRequest:
         layout: physical order inside a page: ``auto``, ``NHD``, ``HND``.
         kv_specs: from layer kind to the plugin that must hold it.
         graphs: the graph mode; ``auto`` aims at `auto_graphs`.
+        uncaptured: why no forward pass of this model can be captured, whatever the backends; "" if it can.
         query_len: most query tokens of a uniform decode batch, 1 + draft tokens.
         max_query_len: most query tokens of one request in a mixed batch.
         batch_invariant, tree_mask, cascade: features that backends must have.
@@ -173,6 +175,7 @@ class PlanRequest:
         settings: resolved elsewhere, for the record.
         facts: what the plan says of the model, in order: name -> value.
         measured: what was timed of this model on this device, to choose by; None if nothing was.
+        stages: of the pipeline, for the record; empty for one device.
     """
 
     device: DeviceInfo
@@ -187,6 +190,7 @@ class PlanRequest:
     kv_specs: Mapping[str, Asked[str]] = field(factory=dict)
     graphs: Asked[str] = Asked(AUTO)
     auto_graphs: str = AUTO_GRAPHS
+    uncaptured: str = ""
     query_len: Asked[int] = Asked(1)
     max_query_len: Asked[int] = Asked(1)
     batch_invariant: Asked[bool] = Asked(False)
@@ -200,6 +204,7 @@ class PlanRequest:
     settings: tuple[Setting, ...] = ()
     facts: Mapping[str, Any] = field(factory=dict)
     measured: Measured | None = None
+    stages: tuple[Stage, ...] = ()
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
         """The names asked for layers of one kind, best first; empty where any will do."""

@@ -1,0 +1,47 @@
+"""What each pipeline stage reads of a step, on its way to the stage's device; one stage reads everything."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from slotline.core.block_tables import BlockTables
+from slotline.core.staging import Staging
+
+Int = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+class Sent(NamedTuple):
+    """Tensors of one step on a feed's device; `slot_mappings` by cache group of the feed."""
+
+    positions: torch.Tensor
+    slot_mappings: list[torch.Tensor]
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+@frozen(eq=False)
+class Feed:
+    """The way to one stage's device.
+
+    Attributes:
+        staging: of the device.
+        tables: of the cache groups that are read there.
+        cache_groups: which these are; a later stage has those of its own layers, the first one has all.
+    """
+
+    staging: Staging
+    tables: BlockTables
+    cache_groups: tuple[int, ...]
+
+    def send(self, positions: Int, slots: list[Int], starts: Int32, seq_lens: Int32, rows: Int) -> Sent:
+        """Upload what attention reads; `slots` are by cache group, `rows` those of the block tables."""
+        upload = self.staging.upload
+        sent = Sent(upload(positions), [upload(slots[i]) for i in self.cache_groups], upload(starts), upload(seq_lens))
+        self.tables.stage(rows)
+        return sent
