@@ -74,7 +74,7 @@ def test_diff_shows_what_another_configuration_changes(run_toml: str, capsys: py
 def test_where_there_is_no_plan_the_whole_record_is_printed_and_the_code_is_1(
     run_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    impossible = ["--set", "cache.dtype=float8_e5m2"]
+    impossible = ["--set", "cache.dtype=float8_e4m3fnuz"]
     assert main(["explain", run_toml, *impossible]) == 1
     shown = capsys.readouterr()
     assert shown.out.startswith("no plan")
@@ -82,7 +82,7 @@ def test_where_there_is_no_plan_the_whole_record_is_printed_and_the_code_is_1(
     assert main(["explain", run_toml, *impossible, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["ok"] is False
     assert main(["explain", run_toml, *impossible, "--why-not", "torch"]) == 1
-    assert "float8_e5m2" in capsys.readouterr().out
+    assert "float8_e4m3fnuz" in capsys.readouterr().out
 
 
 def test_a_code_is_explained_with_its_remedy(capsys: pytest.CaptureFixture[str]) -> None:

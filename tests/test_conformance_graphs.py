@@ -9,11 +9,12 @@ import torch
 from attrs import evolve
 
 from slotline.conformance.attention import graphs
-from slotline.registry.capability import GraphSupport, Level
+from slotline.registry.capability import Flag, GraphSupport, Level
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import DeviceInfo
 from slotline.testing.check import Failed, Run
 from slotline.testing.environments.attention_graphs import call_again
+from slotline.testing.mutants.attention.cascade import CascadeAttention
 from slotline.testing.reference.attention import descriptor as reference
 from slotline.testing.reference.attention.backend import EagerAttention, Plan
 from slotline.testing.runner import Outcome, check_plugin
@@ -86,8 +87,8 @@ class ConstantLengths(ReadsTensors):
         return evolve(batch, seq_lens=torch.from_numpy(batch.seq_lens_cpu))
 
 
-def subject(factory: type) -> Subject:
-    offer = evolve(reference.capabilities, graphs=Level(GraphSupport.ALWAYS))
+def subject(factory: type, **changes: Any) -> Subject:
+    offer = evolve(reference.capabilities, graphs=Level(GraphSupport.ALWAYS), **changes)
     return subject_of(evolve(reference, factory=factory, capabilities=offer), device=CPU)
 
 
@@ -112,11 +113,54 @@ def test_a_capture_of_stale_lengths_or_buffers_is_seen(factory: type, case: dict
         graphs.replays(run_of(factory, case), call_again)
 
 
+class PrefixFromTensor(CascadeAttention):
+    """Reads the length of the common prefix, and all else, from the batch's tensors when it runs."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        return batch
+
+    def now(self, batch: AttentionBatch) -> Any:
+        length = 0 if batch.common_prefix is None else int(batch.common_prefix)
+        lens = batch.seq_lens.numpy(), batch.query_start_loc.numpy()
+        return super().plan(evolve(batch, common_prefix_len=length, seq_lens_cpu=lens[0], query_start_loc_cpu=lens[1]))
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
+        super().write(layer, key, value, cache, self.now(plan))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Any,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return super().forward(layer, query, key, value, cache, self.now(plan), out, sinks)
+
+
+class PrefixOfTheCapture(PrefixFromTensor):
+    """The captured length of the common prefix stays."""
+
+    def plan(self, batch: AttentionBatch) -> Any:
+        kept = torch.tensor([batch.common_prefix_len]) if batch.common_prefix_len else None
+        return evolve(batch, common_prefix=kept)
+
+
+def test_a_cascade_that_reads_its_length_can_be_replayed_and_one_that_keeps_it_is_seen() -> None:
+    graphs.replays_of_a_cascade(run_of(PrefixFromTensor, {}), call_again)
+    with pytest.raises((Failed, RuntimeError)):
+        graphs.replays_of_a_cascade(run_of(PrefixOfTheCapture, {}), call_again)
+
+
 def test_cases_cover_each_declared_level() -> None:
     assert {case["graphs"] for case in CASES} == {"SINGLE_TOKEN", "UNIFORM", "ALWAYS"}
 
 
 def test_the_checks_do_not_apply_on_a_cpu() -> None:
-    records = check_plugin(subject(ReadsTensors), only=lambda item: item.id.startswith("attention.graphs."))
+    both = subject(PrefixFromTensor, cascade=Flag(True))
+    records = check_plugin(both, only=lambda item: item.id.startswith("attention.graphs."))
     assert {record.outcome for record in records} == {Outcome.SKIPPED}
     assert all("CUDA" in record.reason for record in records)

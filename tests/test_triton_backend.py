@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attrs import evolve
@@ -16,6 +17,7 @@ pytest.importorskip("triton")
 
 from slotline.backends.triton.backend import TritonBackend
 from slotline.testing.environments.attention import Case, World
+from slotline.testing.environments.attention_variants import share_prefix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled for the GPU here")
 
@@ -38,6 +40,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "other value head": {"num_heads": 8, "num_kv_heads": 1, "head_size": 64, "head_size_v": 48},
     "seven to one": {"num_heads": 7, "num_kv_heads": 1, "head_size": 128, "block_size": 32},
     "large scores": {"amplitude": 300.0},
+    "eight-bit cache": {"kv_dtype": torch.float8_e4m3fn},
+    "eight-bit cache with scales": {"kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.25, 8.0)},
+    "scales, soft cap, sinks": {
+        "kv_dtype": torch.float8_e5m2,
+        "kv_scales": (2.0, 0.125),
+        "soft_cap": 5.0,
+        "sinks": True,
+    },
 }
 
 
@@ -55,6 +65,19 @@ def one_thread() -> Iterator[None]:
 def test_the_kernels_agree_with_the_oracle(batch: str, features: str) -> None:
     world = World(Case(requests=BATCHES[batch], **{"head_size": 40, **FEATURES[features]}))
     world.check(*world.run(TritonBackend(world.case.context())))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("features", [{}, {"window": 100, "sinks": True}, {"soft_cap": 4.0, "head_size": 24}])
+def test_large_blocks_of_queries_walk_whole_tiles_without_a_mask(
+    features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slotline.backends.triton.backend.ENOUGH", 0)
+    requests = ((150, 400), (90, 90), (3, 70))
+    world = World(Case(requests=requests, **{"head_size": 32, "dtype": torch.float16, **features}))
+    backend = TritonBackend(world.case.context())
+    assert {launch.shape.rows for launches in backend.plan(world.batch).launches for launch in launches} == {256}
+    world.check(*world.run(backend))
 
 
 def test_padded_requests_of_a_captured_batch_give_finite_rows() -> None:
@@ -102,3 +125,35 @@ def test_a_launch_for_few_long_requests_serves_any_mixed_batch_of_as_many_tokens
     lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
     assert not out[real:].any()
     world.check(out[:real], lse[:, :real])
+
+
+CASCADES: dict[str, tuple[tuple[tuple[int, int], ...], int, dict[str, Any]]] = {
+    "decode": (((1, 33), (1, 34), (1, 49), (1, 90)), 32, {}),
+    "mixed": (((1, 49), (1, 80), (5, 53), (20, 90), (3, 51)), 48, {"sinks": True}),
+    "long": (((1, 321), (1, 400)), 320, {"soft_cap": 5.0, "amplitude": 6.0}),
+    "heads first, eight bits": (
+        ((1, 17), (4, 40), (1, 33)),
+        16,
+        {"layout": "HND", "kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.5, 4.0)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASCADES)
+@pytest.mark.behaviour(71)
+def test_a_common_prefix_served_apart_gives_the_same(name: str) -> None:
+    requests, length, features = CASCADES[name]
+    world = World(Case(requests=requests, **{"head_size": 40, **features}))
+    share_prefix(world, length, announced=True)
+    backend = TritonBackend(world.case.context())
+    assert [launch.cascade for launch in backend.plan(world.batch).launches[0]] == ["prefix", "rest"]
+    world.check(*world.run(backend))
+
+
+def test_a_common_prefix_is_served_apart_where_many_tokens_read_a_long_one() -> None:
+    backend = TritonBackend(Case(requests=((1, 9),)).context())
+    many, two = np.ones(64, np.int64), np.ones(2, np.int64)
+    assert backend.use_cascade(4096, many, many * 5000)
+    assert not backend.use_cascade(16, many, many * 5000)
+    assert not backend.use_cascade(4096, two, two * 5000)
+    assert not backend.use_cascade(4096, np.array([4000]), np.array([9000]))

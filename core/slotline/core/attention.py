@@ -6,9 +6,10 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from slotline.core.device import device_scope
+from slotline.core.kv_scales import KVScaleTable
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
 from slotline.registry.errors import ModelError
 
@@ -39,6 +40,7 @@ class AttentionGroup:
         batch: index of its batch in a step's, which hold the tables of its cache group on its device.
         layers: in call order.
         device: torch device string.
+        cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
     """
 
     name: str
@@ -47,13 +49,20 @@ class AttentionGroup:
     batch: int
     layers: tuple[AttentionLayer, ...]
     device: str = "cpu"
+    cascade: bool = False
+    cascade_captured: bool = False
 
 
 class AttentionRouter:
-    """Plans each group once per step and then serves the layers' calls."""
+    """Plans each group once per step and then serves the layers' calls.
+
+    Attributes:
+        calculating: the scales that the next step's keys and values give; None once they are there.
+    """
 
     def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
         self.groups = tuple(groups)
+        self.calculating: KVScaleTable | None = None
         self._plans: list[Any] = []
         self._one_device = len({group.device for group in groups}) < 2
         self._routes = {
@@ -82,9 +91,9 @@ class AttentionRouter:
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
         if self._one_device:  # the step's own
-            self._plans = [group.backend.plan(batches[group.batch]) for group in self.groups]
+            self._plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
         else:
-            self._plans = [self._plan(group, batches[group.batch]) for group in self.groups]
+            self._plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
         return self.attend
 
     def attend(
@@ -140,6 +149,8 @@ class AttentionRouter:
     ) -> None:
         write, forward, cache, position = self._routes[layer.index]
         plan = self._plans[position]
+        if self.calculating is not None:
+            self.calculating.calculate(layer, key, value)
         if write is not None:
             write(layer, key, value, cache, plan)
         forward(layer, query, key, value, cache, plan, out, sinks)
@@ -153,3 +164,10 @@ class AttentionRouter:
     def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
         """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
         return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write
+
+
+def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:
+    """The batch without its common prefix where the group serves none, as layers with a window over the same cache."""
+    if not batch.common_prefix_len or group.cascade:
+        return batch
+    return evolve(batch, common_prefix_len=0, common_prefix=None)

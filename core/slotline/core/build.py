@@ -6,18 +6,21 @@ import logging
 from typing import Any
 
 import numpy as np
+import torch
 from attrs import define, evolve, field
 
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine, EngineLimits
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
+from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
 from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
 from slotline.core.placement import batches_of, device_memory, later_feeds
@@ -98,7 +101,9 @@ class EngineBuilder:
         groups = self._cache_groups(specs)
         profiler = StepProfiler(enabled=config.observability.profile)
         pipeline = self._pipeline(rows)
-        attention = self._attention_groups()
+        scales = self._kv_scales()
+        attention = self._attention_groups(scales)
+        cascade = self._cascade(attention, groups)
         drafting = self._drafting(rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
         encoding = self._encoding(model)
@@ -123,6 +128,7 @@ class EngineBuilder:
             tokenizer=self._tokenizer(),
             memory=memory,
             notes=model.notes + ((encoding.note,) if encoding else ()),
+            cascade=cascade,
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
@@ -131,6 +137,7 @@ class EngineBuilder:
             self._warm_up(engine)
         with self.startup.scope("capture"):
             engine.graphs = runner.graphs = self._graphs(engine)
+        runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine
 
     def load_model(self) -> Model:
@@ -174,15 +181,47 @@ class EngineBuilder:
             for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
         ]
 
-    def _attention_groups(self) -> list[AttentionGroup]:
+    def _kv_scales(self) -> KVScaleTable | None:
+        """The scales of an eight-bit cache; None where all are 1."""
+        planned = self.planned
+        source = {group.kv_scales for group in planned.plan.groups}
+        if not source & {"checkpoint", "calculate"}:
+            return None
+        return KVScaleTable(
+            planned.facts.layers,
+            planned.facts.kv_scales,
+            devices=self._device_of_layers(),
+            dtype=getattr(torch, planned.plan.kv_dtype),
+            calculate="calculate" in source,
+        )
+
+    def _cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
+        """Who is asked whether a common prefix pays."""
+        found: list[CascadeGroup | None] = []
+        read = batches_of(self.planned.plan, self.planned.stages)
+        for index, cache in enumerate(groups):
+            backends = tuple(g.backend for g in attention if g.cascade and read[g.batch][1] == index)
+            size = self.planned.plan.cache_groups[index].kernel_block_size
+            found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
+        return Cascade(found)
+
+    def _device_of_layers(self) -> dict[int, str]:
+        """The device of each attention layer, by its index."""
+        stages = self.planned.stages
+        split = stages.split(self.planned.facts.layers)
+        return {layer.index: stages.stages[stage].device for stage, layers in split for layer in layers}
+
+    def _attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
         """A built backend for each attention group of the plan; for each stage where several have layers of one."""
         return [
-            self._attention_group(group, stage, layers)
+            self._attention_group(group, stage, layers, scales)
             for group in self.planned.plan.groups
             for stage, layers in self.planned.stages.split(group.layers)
         ]
 
-    def _attention_group(self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...]) -> AttentionGroup:
+    def _attention_group(
+        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: KVScaleTable | None
+    ) -> AttentionGroup:
         plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
         names = [cache_group.name for cache_group in plan.cache_groups]
         descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
@@ -199,6 +238,7 @@ class EngineBuilder:
             max_requests=scheduler.max_requests,
             max_tokens=scheduler.max_batched_tokens,
             max_model_len=self.planned.max_model_len,
+            kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
             options=self._options(descriptor),
         )
         with device_scope(context.device):
@@ -210,6 +250,8 @@ class EngineBuilder:
             batch=batches_of(plan, self.planned.stages).index((stage, names.index(group.cache_group))),
             layers=layers,
             device=context.device,
+            cascade=group.cascade != "none",
+            cascade_captured=group.cascade == "captured",
         )
 
     def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
@@ -421,9 +463,14 @@ class EngineBuilder:
             max_requests=config.scheduler.max_requests,
             max_tokens=config.scheduler.max_batched_tokens,
             mixed_attention=any(group.captured("mixed") for group in plan.groups),
+            cascade=lambda requests, query_len: any(
+                engine.cascade.longest(np.full(requests, query_len), self.planned.max_model_len)
+            ),
         )
         runner = engine.runner
-        graphs = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, runner.last_tokens)
+        graphs = GraphRunner(
+            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.last_tokens
+        )
         graphs.capture(progress=config.observability.progress)
         return graphs
 

@@ -13,12 +13,13 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
+from slotline.core.cascade import Cascade
 from slotline.core.detokenizer import Detokenizer
 from slotline.core.device import on_device
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding
 from slotline.core.graphs import GraphRunner
-from slotline.core.inputs import InputGatherer
+from slotline.core.inputs import GraphShape, InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
 from slotline.core.memory import MemoryReport
@@ -119,6 +120,7 @@ class Engine:
         notes: tuple[str, ...] = (),
         device: str = "cpu",
         graphs: GraphRunner | None = None,
+        cascade: Cascade | None = None,
         asynchronous: bool = False,
         check: bool = False,
         startup: Mapping[str, float] | None = None,
@@ -139,6 +141,7 @@ class Engine:
         self.notes = notes
         self.device = device
         self.graphs = graphs
+        self.cascade = cascade or Cascade([None] * len(gatherer.groups))
         self.asynchronous = asynchronous
         self.check = check
         self.startup = startup or {}
@@ -363,12 +366,19 @@ class Engine:
     def _launch(self, schedule: Schedule) -> Launched:
         """Gather a step's inputs and start its forward pass."""
         with self.profiler.scope("gather"):
-            shape = self.graphs.shapes.shape_for(schedule) if self.graphs else None
-            inputs = self.gatherer.gather(schedule, shape)
+            prefixes = self.cascade.prefixes(schedule.rows, schedule.num_computed, schedule.num_scheduled)
+            shape = self._graph_shape(schedule, cascade=any(prefixes))
+            inputs = self.gatherer.gather(schedule, shape, prefixes)
             inputs.embeds = self.encoding.embeds(schedule) if self.encoding else None
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         return launched
+
+    def _graph_shape(self, schedule: Schedule, *, cascade: bool) -> GraphShape | None:
+        """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
+        if self.graphs is None or self.runner.router.calculating is not None:
+            return None
+        return self.graphs.shapes.shape_for(schedule, cascade=cascade)
 
     def _sample(self, launched: Launched, generations: Int) -> Sampling | Answers:
         """Start sampling behind a forward pass; the tokens before are known by now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,16 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Sent(NamedTuple):
-    """Tensors of one step on a feed's device; `slot_mappings` by cache group of the feed."""
+    """Tensors of one step on a feed's device; `slot_mappings` by cache group of the feed.
+
+    `common_prefixes` are [num_cache_groups] int32, of all cache groups, empty where no group has one.
+    """
 
     positions: torch.Tensor
     slot_mappings: list[torch.Tensor]
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    common_prefixes: torch.Tensor
 
 
 @frozen(eq=False)
@@ -39,9 +44,23 @@ class Feed:
     tables: BlockTables
     cache_groups: tuple[int, ...]
 
-    def send(self, positions: Int, slots: list[Int], starts: Int32, seq_lens: Int32, rows: Int) -> Sent:
-        """Upload what attention reads; `slots` are by cache group, `rows` those of the block tables."""
+    def send(
+        self,
+        positions: Int,
+        slots: list[Int],
+        starts: Int32,
+        seq_lens: Int32,
+        rows: Int,
+        prefixes: Sequence[int],
+    ) -> Sent:
+        """Upload what attention reads; `slots` and `prefixes` are by cache group, `rows` those of the block tables."""
         upload = self.staging.upload
-        sent = Sent(upload(positions), [upload(slots[i]) for i in self.cache_groups], upload(starts), upload(seq_lens))
+        sent = Sent(
+            upload(positions),
+            [upload(slots[i]) for i in self.cache_groups],
+            upload(starts),
+            upload(seq_lens),
+            upload(np.asarray(prefixes if any(prefixes) else (), np.int32)),
+        )
         self.tables.stage(rows)
         return sent

@@ -17,10 +17,12 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.attention import Attend, AttentionRouter, unowned
+from slotline.core.cascade import Cascade
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.last_tokens import LastTokens
 from slotline.core.padding import padded_size
@@ -114,6 +116,8 @@ class GraphShapes:
         max_requests, max_tokens: bounds on every batch.
         mixed_attention: whether a group's attention is inside the graphs of mixed batches, so that their requests
             are padded too.
+        cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
+            that is served apart.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class GraphShapes:
         max_requests: int,
         max_tokens: int,
         mixed_attention: bool = False,
+        cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
     ) -> None:
         mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
@@ -135,26 +140,39 @@ class GraphShapes:
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
         if phases.get("mixed", "none") != "none":
             self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in mixed_sizes if size > 0}))
+        # One for each power of two: padding costs less than twice as many captures.
+        self._cascades = {
+            length: tuple(size for size in own if (size // length).bit_count() == 1 and cascade(size // length, length))
+            for length, own in self._sizes.items()
+            if length
+        }
 
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:
         """Every shape in the order of capture."""
         every = [self._shape(size, length) for length, sizes in self._sizes.items() for size in sizes]
-        return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len)))
+        every += [self._shape(size, length, cascade=True) for length, sizes in self._cascades.items() for size in sizes]
+        return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len, shape.cascade)))
 
-    def shape_for(self, schedule: Schedule) -> GraphShape | None:
-        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text."""
+    def shape_for(self, schedule: Schedule, *, cascade: bool = False) -> GraphShape | None:
+        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
+
+        Args:
+            cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
+        """
         if schedule.features:
             return None
         tokens, requests = schedule.num_tokens, len(schedule.rows)
         length = tokens // requests
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
-        sizes = self._sizes.get(length, ())
-        return self._shape(padded_size(tokens, sizes), length) if sizes and tokens <= sizes[-1] else None
+        sizes = (self._cascades if cascade else self._sizes).get(length, ())
+        if not sizes or tokens > sizes[-1]:
+            return None
+        return self._shape(padded_size(tokens, sizes), length, cascade=cascade)
 
-    def _shape(self, num_tokens: int, query_len: int) -> GraphShape:
-        return GraphShape(num_tokens, query_len, 0 if query_len else min(num_tokens, self._most_mixed))
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool = False) -> GraphShape:
+        return GraphShape(num_tokens, query_len, 0 if query_len else min(num_tokens, self._most_mixed), cascade)
 
 
 class GraphRunner:
@@ -172,6 +190,7 @@ class GraphRunner:
         gatherer: InputGatherer,
         plan: Plan,
         shapes: GraphShapes,
+        cascade: Cascade,
         last_tokens: LastTokens | None = None,
     ) -> None:
         self.shapes = shapes
@@ -180,6 +199,7 @@ class GraphRunner:
         self._router = router
         self._gatherer = gatherer
         self._plan = plan
+        self._cascade = cascade
         self._last_tokens = last_tokens
         self._captured: dict[GraphShape, Captured] = {}
 
@@ -241,7 +261,9 @@ class GraphRunner:
         """One shape, and the number of its graphs."""
         rows, broken = self._gatherer.rows, self._broken(shape)
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        inputs = self._gatherer.dummy(self._query_lens(shape), seq_len=rows.max_model_len, shape=shape)
+        lens = self._query_lens(shape)
+        prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
+        inputs = self._gatherer.dummy(lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes)
         attend = self._router.plan(inputs.batches)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend)
@@ -278,12 +300,16 @@ class GraphRunner:
         if inputs.shape is not None and inputs.shape.padded_requests:
             for batch in inputs.batches:
                 read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
+                read += [] if batch.common_prefix is None else [batch.common_prefix]
         return tuple(tensor.data_ptr() for tensor in read)
 
     def _broken(self, shape: GraphShape) -> frozenset[str]:
         """The groups that break the graph of a shape."""
         phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
-        return frozenset(group.name for group in self._plan.groups if not group.captured(phase))
+        cut = {group.name for group in self._plan.groups if not group.captured(phase)}
+        if shape.cascade:
+            cut |= {group.name for group in self._router.groups if group.cascade and not group.cascade_captured}
+        return frozenset(cut)
 
 
 @contextmanager

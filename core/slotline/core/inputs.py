@@ -82,11 +82,13 @@ class GraphShape:
         query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
         num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
             where attention runs between the graphs and takes any number.
+        cascade: whether the batch has a common prefix that is served apart.
     """
 
     num_tokens: int
     query_len: int
     num_requests: int = 0
+    cascade: bool = False
 
     @property
     def padded_requests(self) -> int:
@@ -124,17 +126,18 @@ class InputGatherer:
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
         by_request = reserved_bytes((rows.max_requests + 1,), np.int64)
+        by_group = reserved_bytes((len(groups),), np.int32)
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
         for feed in self.feeds:
-            by_group = (2 + len(feed.cache_groups)) * by_token
-            feed.staging.reserve(by_group + 2 * by_request + 3 * by_logits + packed + feed.tables.num_bytes)
+            by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
+            feed.staging.reserve(by_feed + 2 * by_request + 3 * by_logits + packed + feed.tables.num_bytes)
 
-    def gather(self, schedule: Schedule, shape: GraphShape | None = None) -> StepInputs:
+    def gather(self, schedule: Schedule, shape: GraphShape | None = None, prefixes: Sequence[int] = ()) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
 
         A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, and
-        slots -1.
+        slots -1. `prefixes` are the common prefixes to serve apart, by cache group; empty for none.
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
@@ -162,6 +165,7 @@ class InputGatherer:
             draft_positions=draft_positions,
             num_decodes=schedule.num_decodes,
             shape=shape,
+            prefixes=prefixes,
         )
 
     def dummy(
@@ -171,6 +175,7 @@ class InputGatherer:
         seq_len: int | None = None,
         vocab_size: int = 1,
         shape: GraphShape | None = None,
+        prefixes: Sequence[int] = (),
     ) -> StepInputs:
         """Inputs of the given shape that write nowhere, for profiling, warm-up and capture.
 
@@ -179,7 +184,7 @@ class InputGatherer:
             seq_len: tokens each pretends to have in the cache; its own query by default.
             vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
                 of them; 1 gives token 0 alone.
-            shape: the shape to pad to, as in `gather`.
+            shape, prefixes: as in `gather`.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
@@ -201,6 +206,7 @@ class InputGatherer:
             draft_positions=None,
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             shape=shape,
+            prefixes=prefixes,
         )
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
@@ -239,6 +245,7 @@ class InputGatherer:
         draft_positions: Int | None,
         num_decodes: int,
         shape: GraphShape | None,
+        prefixes: Sequence[int],
     ) -> StepInputs:
         """Pad, and upload: first what has the shape's sizes, so that it has the same address in each of its steps."""
         num_tokens, longest = len(input_ids), int(counts.max(initial=0))
@@ -261,7 +268,7 @@ class InputGatherer:
         for feed in self.feeds:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
-        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows) for feed in self.feeds]
+        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
         logits_indices_device = last.upload(logits_indices)
         stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
@@ -283,9 +290,13 @@ class InputGatherer:
                 query_start_loc_cpu=starts32,
                 seq_lens_cpu=seq_lens32,
                 num_decodes=num_decodes,
+                common_prefix_len=prefixes[group] if prefixes else 0,
+                common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
             )
             for feed, there in zip(self.feeds, sent, strict=True)
-            for table, slot_mapping in zip(feed.tables.take(longest_sequence), there.slot_mappings, strict=True)
+            for group, table, slot_mapping in zip(
+                feed.cache_groups, feed.tables.take(longest_sequence), there.slot_mappings, strict=True
+            )
         )
         return StepInputs(
             rows=rows,

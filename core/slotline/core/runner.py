@@ -181,7 +181,9 @@ class Runner:
             return self.forward(inputs, attend, self.pooling.wanted(inputs)), None
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
-        return self.forward(inputs, attend, None if whole else inputs.logits_indices), None
+        hidden = self.forward(inputs, attend, None if whole else inputs.logits_indices)
+        self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
+        return hidden, None
 
     def _wanted(self, launched: Launched) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and logits [num_logits, ...] of the tokens that sample."""

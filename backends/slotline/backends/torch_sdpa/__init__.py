@@ -15,13 +15,15 @@ descriptor = Descriptor(
     name="torch",
     capabilities=AttentionCapabilities(
         devices=Set(("cpu", "cuda")),
-        dtypes=Set(product(FLOATS, FLOATS)),
+        dtypes=Set(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2"))),
         different_value_head=Flag(True),
         layouts=Choice(("NHD", "HND")),
         attention_types=Set(("decoder", "encoder_only")),
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        cascade=Flag(True),
+        kv_scales=Flag(True),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         limits=(
             Limit(

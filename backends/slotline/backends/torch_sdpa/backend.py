@@ -11,6 +11,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
@@ -46,13 +47,17 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step. `rows` are the new tokens to store (None for all), `blocks` and `offsets` where they go, int64."""
+    """One step. `rows` are the new tokens to store (None for all), `blocks` and `offsets` where they go, int64.
+
+    `prefix` serves the common prefix, if any, for all tokens; `groups` begin behind it then.
+    """
 
     num_tokens: int
     rows: torch.Tensor | None
     blocks: torch.Tensor
     offsets: torch.Tensor
     groups: list[Group]
+    prefix: list[Group]
 
 
 class TorchBackend:
@@ -63,6 +68,13 @@ class TorchBackend:
         self._windows = {layer.window for layer in context.layers}
         # Encoders keep nothing: their keys are this step's own tokens.
         self._encoder = context.layers[0].attention_type == "encoder_only"
+        self._scales = context.kv_scales
+
+    def use_cascade(
+        self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
+    ) -> bool:
+        """Always: the prefix is gathered once instead of once for each request."""
+        return True
 
     def plan(self, batch: AttentionBatch) -> Plan:
         slots = batch.slot_mapping[: batch.num_tokens]
@@ -73,9 +85,19 @@ class TorchBackend:
         for (query_len, _), members in groupby(pieces, _likeness):
             step = len(pieces) if query_len <= MAX_SHARED_QUERY else 1
             same = list(members)
-            groups += [self._group(batch, same[i : i + step]) for i in range(0, len(same), step)]
+            groups += [self._group(batch, same[i : i + step], batch.causal) for i in range(0, len(same), step)]
         blocks = slots // self._block_size
-        return Plan(batch.num_tokens, rows, blocks, slots - blocks * self._block_size, groups)
+        return Plan(batch.num_tokens, rows, blocks, slots - blocks * self._block_size, groups, self._prefix(batch))
+
+    def _prefix(self, batch: AttentionBatch) -> list[Group]:
+        """All query tokens as if of the first request, over the blocks that they share."""
+        if not batch.common_prefix_len:
+            return []
+        starts = range(0, batch.num_tokens, MAX_QUERY_ROWS)
+        whole = (
+            Piece(min(MAX_QUERY_ROWS, batch.num_tokens - start), batch.common_prefix_len, 0, start) for start in starts
+        )
+        return [self._group(batch, [piece], causal=False, first_key=0) for piece in whole]
 
     def _pieces(self, batch: AttentionBatch) -> list[Piece]:
         starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
@@ -89,13 +111,14 @@ class TorchBackend:
                 pieces.append(Piece(last - first, seen, request, first))
         return pieces
 
-    def _group(self, batch: AttentionBatch, pieces: list[Piece]) -> Group:
+    def _group(self, batch: AttentionBatch, pieces: list[Piece], causal: bool, first_key: int | None = None) -> Group:
+        first_key = batch.common_prefix_len if first_key is None else first_key
         device = batch.block_table.device
         columns = torch.tensor(pieces, device=device).T.unsqueeze(2)  # [4, B, 1]
         num_keys, request, first = columns[1], columns[2], columns[3]  # [B, 1] each
         query = torch.arange(pieces[0].query_len, device=device)  # [q]
-        keys = torch.arange(max(p.num_keys for p in pieces), device=device)  # [L]
-        last_seen = num_keys - pieces[0].query_len + query if batch.causal else num_keys - 1 + 0 * query  # [B, q]
+        keys = torch.arange(first_key, max(p.num_keys for p in pieces), device=device)  # [L]
+        last_seen = num_keys - pieces[0].query_len + query if causal else num_keys - 1 + 0 * query  # [B, q]
         position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
         if None not in self._windows:  # nor before the first one, where blocks may have been freed
             position = torch.maximum(position, last_seen[:, :1] - max(filter(None, self._windows)) + 1)
@@ -112,9 +135,10 @@ class TorchBackend:
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         if self._encoder or not plan.blocks.numel():
             return
-        for new, stored in ((key, cache.key), (value, cache.value)):
+        scales = self._scales.get(layer.index, (None, None))
+        for new, stored, scale in zip((key, value), cache, scales, strict=True):
             rows = new[: plan.num_tokens] if plan.rows is None else new[plan.rows]
-            stored[plan.blocks, plan.offsets] = rows.to(stored.dtype)
+            _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
 
     def forward(
         self,
@@ -130,15 +154,53 @@ class TorchBackend:
         lse = torch.full((layer.num_heads, query.shape[0]), -torch.inf, device=query.device)
         if sum(group.tokens.numel() for group in plan.groups) != out.shape[0]:
             out.zero_()  # padding, and requests that have no key at all
+        target = torch.zeros_like(out, dtype=torch.float32) if plan.prefix else out
         for group in plan.groups:
-            if self._encoder:
-                keys, values = key[group.blocks], value[group.blocks]
-            else:
-                keys, values = cache.key[group.blocks, group.offsets], cache.value[group.blocks, group.offsets]
+            keys, values = (
+                (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
+            )
             result, group_lse = _attend(layer, query[group.tokens], keys, values, group.mask[layer.window], sinks)
-            out[group.tokens] = result.to(out.dtype)
+            target[group.tokens] = result.to(target.dtype)
             lse[:, group.tokens] = group_lse
+        for group in plan.prefix:
+            shared = _attend(
+                layer, query[group.tokens], *self._read(layer, cache, group), group.mask[layer.window], None
+            )
+            _join(target, lse, group.tokens, *shared)
+        if plan.prefix:
+            out.copy_(target)
         return lse
+
+    def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, scaled back where the cache has scales."""
+        keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in cache)
+        scales = self._scales.get(layer.index)
+        return (keys, values) if scales is None else (keys.float() * scales.key, values.float() * scales.value)
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight-bit floats as bytes, because they cannot be indexed everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _converted(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """As the cache keeps them: eight-bit floats scaled and clamped, lest they become NaN or infinity."""
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    most = torch.finfo(dtype).max
+    rows = rows.float() if scale is None else rows.float() / scale
+    return rows.clamp(-most, most).to(dtype)
+
+
+def _join(
+    out: torch.Tensor, lse: torch.Tensor, tokens: torch.Tensor, shared: torch.Tensor, shared_lse: torch.Tensor
+) -> None:
+    """Add attention over other keys, [B, q, H, Dv] with LSE [H, B, q], to that of some tokens, in place."""
+    own_lse = lse[:, tokens]
+    both = torch.logaddexp(own_lse, shared_lse)  # [H, B, q]
+    own, other = (torch.exp(part - both).permute(1, 2, 0).unsqueeze(3) for part in (own_lse, shared_lse))
+    out[tokens] = out[tokens] * own + shared * other
+    lse[:, tokens] = both
 
 
 def _likeness(piece: Piece) -> tuple[int, int]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
+from attrs import evolve, frozen
 
 from slotline.backends.triton import kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
@@ -15,26 +18,36 @@ MAX_SPLIT_ROWS = 4096
 """Query tokens times splits beyond which joining would cost more than splitting gains."""
 ENOUGH, AIM = 2, 16
 """Programs for each multiprocessor from which on keys are not split, and how many to aim at where they are."""
+CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
+"""Shortest common prefix, and fewest query tokens, that are worth two more kernels."""
+CASCADE_AIM = 2
+"""Programs for each multiprocessor to aim at for a common prefix."""
 
 
 class Shape(NamedTuple):
-    """Sizes of a kernel: keys of a tile, warps of a program, stages of its pipeline."""
+    """Sizes of a kernel: keys of a tile, warps of a program, stages of its pipeline, most rows (query tokens times
+    query heads of a KV head)."""
 
     tile: int
     warps: int
     stages: int
+    rows: int
 
 
-DECODE = Shape(64, 2, 4)
-PREFILL = Shape(64, 4, 3)
-LARGE = Shape(32, 4, 2)
+DECODE = Shape(64, 2, 4, 64)
+SHORT = Shape(64, 4, 3, 64)
+PREFILL = Shape(64, 8, 3, 256)
+PREFIX = Shape(64, 8, 3, 128)
+LARGE = Shape(32, 4, 2, 32)
 """For heads above 128, and float32."""
 
 
-class Launch(NamedTuple):
+@frozen(kw_only=True)
+class Launch:
     """Requests `first` .. `end`, served by `blocks` blocks of `block_q` query tokens in `splits` splits of the keys.
 
-    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one.
+    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one. `cascade` is which
+    part of the keys: "" for all, "prefix", "rest". What they give are the parts from `first_part` on of `num_parts`.
     """
 
     first: int
@@ -46,17 +59,23 @@ class Launch(NamedTuple):
     splits: int
     single: bool
     shape: Shape
+    cascade: str = ""
+    first_part: int = 0
+    num_parts: int
 
 
 class Plan(NamedTuple):
-    """One step. What changes between replays of a captured forward is read from the batch's tensors on the device."""
+    """One step. What changes between replays of a captured forward is read from the batch's tensors on the device.
+
+    Launches of one tuple are joined; each tuple has query tokens of its own.
+    """
 
     batch: AttentionBatch
-    launches: tuple[Launch, ...]
+    launches: tuple[tuple[Launch, ...], ...]
 
 
 class TritonBackend:
-    """Paged attention on a GPU. Implements `AttentionBackend`."""
+    """Paged attention on a GPU. Implements `AttentionBackend` and `CascadeBackend`."""
 
     def __init__(self, context: AttentionContext) -> None:
         layer = context.layers[0]
@@ -68,44 +87,112 @@ class TritonBackend:
         if context.device.startswith("cuda"):
             cores = torch.cuda.get_device_properties(context.device).multi_processor_count
         self._cores = cores
-        self._largest = 64 if layer.head_size <= 128 else 32  # rows of a block of queries
-        large = self._exact or max(layer.head_size, layer.head_size_v) > 128
-        self._shapes = (LARGE, LARGE) if large else (DECODE, PREFILL)
+        self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
+        self._scales = context.kv_scales
+
+    def use_cascade(
+        self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
+    ) -> bool:
+        """Where the prefix is long and read by many; docs/performance.md has the measurement."""
+        tokens = int(query_lens.sum())
+        few_parts = 2 * tokens <= MAX_SPLIT_ROWS
+        return common_prefix_len >= CASCADE_PREFIX and tokens >= CASCADE_TOKENS and len(query_lens) > 1 and few_parts
 
     def plan(self, batch: AttentionBatch) -> Plan:
         decodes, requests = batch.num_decodes, batch.num_requests
+        if batch.common_prefix_len:
+            return Plan(batch, (self._cascade(batch),))
         launches = []
         if decodes:
-            launches.append(self._launch(batch, 0, decodes, 0, decodes, 1))
+            launches.append((self._launch(batch, 0, decodes, 0, decodes, 1),))
         if decodes < requests and batch.num_tokens > decodes:
             rest = batch.num_tokens - decodes
-            launches.append(self._launch(batch, decodes, requests, decodes, rest, batch.max_query_len))
+            launches.append((self._launch(batch, decodes, requests, decodes, rest, batch.max_query_len),))
         return Plan(batch, tuple(launches))
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
     ) -> Launch:
-        most = max(1, self._largest // self._group)
-        block_q = min(triton.next_power_of_2(query_len), 2 ** (most.bit_length() - 1))
+        shape = self._shape(query_len, tokens)
+        block_q = self._block_q(query_len, shape)
         single = query_len == 1 and tokens == end - first
         blocks = tokens if single else tokens // block_q + end - first
-        shape, programs, splits = self._shapes[query_len > 1], blocks * self._kv_heads, 1
+        programs, splits = blocks * self._kv_heads, 1
         if programs < ENOUGH * self._cores:
-            tiles = triton.cdiv(batch.max_seq_len, shape.tile)
-            splits = max(1, min(triton.cdiv(AIM * self._cores, programs), tiles, MAX_SPLITS, MAX_SPLIT_ROWS // tokens))
-        return Launch(first, end, first_token, tokens, blocks, block_q, splits, single, shape)
+            splits = self._splits(AIM, programs, batch.max_seq_len, shape, tokens)
+        return Launch(
+            first=first,
+            end=end,
+            first_token=first_token,
+            tokens=tokens,
+            blocks=blocks,
+            block_q=block_q,
+            splits=splits,
+            single=single,
+            shape=shape,
+            num_parts=splits,
+        )
+
+    def _cascade(self, batch: AttentionBatch) -> tuple[Launch, Launch]:
+        """The common prefix for all query tokens, and the rest request by request.
+
+        A capture has the longest prefix, and its replays may have a short one and a long rest.
+        """
+        keys, tokens, requests = batch.common_prefix_len, batch.num_tokens, batch.num_requests
+        behind = evolve(batch, max_seq_len=max(batch.max_seq_len - keys, batch.max_seq_len // 4))
+        rest = self._launch(behind, 0, requests, 0, tokens, batch.max_query_len)
+        shape = LARGE if self._large else PREFIX if tokens * self._group > SHORT.rows else SHORT
+        block_q = self._block_q(tokens, shape)
+        blocks = triton.cdiv(tokens, block_q)
+        splits = self._splits(CASCADE_AIM, blocks * self._kv_heads, keys, shape, tokens)
+        parts = rest.splits + splits
+        prefix = evolve(
+            rest,
+            blocks=blocks,
+            block_q=block_q,
+            splits=splits,
+            single=False,
+            shape=shape,
+            cascade="prefix",
+            first_part=rest.splits,
+            num_parts=parts,
+        )
+        return prefix, evolve(rest, cascade="rest", num_parts=parts)
+
+    def _shape(self, query_len: int, tokens: int) -> Shape:
+        """The kernel for requests of so many query tokens at most: large blocks where they fill the device."""
+        if self._large:
+            return LARGE
+        if query_len == 1:
+            return DECODE
+        programs = tokens * self._group // PREFILL.rows * self._kv_heads
+        return PREFILL if query_len * self._group > SHORT.rows and programs >= ENOUGH * self._cores else SHORT
+
+    def _block_q(self, query_len: int, shape: Shape) -> int:
+        """Query tokens of a block, a power of two."""
+        most: int = 1 << (max(1, shape.rows // self._group).bit_length() - 1)
+        needed: int = triton.next_power_of_2(query_len)
+        return min(needed, most)
+
+    def _splits(self, aim: int, programs: int, keys: int, shape: Shape, tokens: int) -> int:
+        tiles: int = triton.cdiv(keys, shape.tile)
+        wanted: int = triton.cdiv(aim * self._cores, programs)
+        return max(1, min(wanted, tiles, MAX_SPLITS, MAX_SPLIT_ROWS // tokens))
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         tokens = plan.batch.num_tokens
         if not tokens:
             return
         key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (key, value))
+        scales = self._scales.get(layer.index)
+        dtype = cache.key.dtype
         kernels.store[(tokens,)](
             key,
             value,
             cache.key,
             cache.value,
             plan.batch.slot_mapping,
+            *(scales or (key, value)),
             key.stride(0),
             value.stride(0),
             key.stride(1),
@@ -119,6 +206,8 @@ class TritonBackend:
             padded=triton.next_power_of_2(layer.head_size),
             padded_v=triton.next_power_of_2(layer.head_size_v),
             page=self._page,
+            most=torch.finfo(dtype).max if dtype.itemsize == 1 else 0.0,
+            has_scales=scales is not None,
         )
 
     def forward(
@@ -138,8 +227,8 @@ class TritonBackend:
         lse = torch.empty((layer.num_heads, out.shape[0]), dtype=torch.float32, device=out.device)
         query = query if query.stride(2) == 1 else query.contiguous()
         target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-        for launch in plan.launches:
-            self._attend(layer, query, cache, batch, launch, target, lse, sinks)
+        for launches in plan.launches:
+            self._attend(layer, query, cache, batch, launches, target, lse, sinks)
         if target is not out:
             out[: batch.num_tokens] = target[: batch.num_tokens]
         return lse
@@ -150,17 +239,53 @@ class TritonBackend:
         query: torch.Tensor,
         cache: KVCache,
         batch: AttentionBatch,
-        launch: Launch,
+        launches: tuple[Launch, ...],
         out: torch.Tensor,
         lse: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        padded_v = max(16, triton.next_power_of_2(layer.head_size_v))
+        padded_v = _padded_v(layer)
+        count = launches[0].num_parts
         parts, norms = lse, lse  # not read unless split
-        if launch.splits > 1:
-            rows = (batch.num_tokens, layer.num_heads, launch.splits)
+        if count > 1:
+            rows = (batch.num_tokens, layer.num_heads, count)
             parts = torch.empty((*rows, padded_v), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
+        for launch in launches:
+            self._parts(layer, query, cache, batch, launch, out, lse, parts, norms, sinks)
+        if count > 1:
+            kernels.join[(launches[0].tokens, layer.num_heads)](
+                out,
+                lse,
+                parts,
+                norms,
+                lse if sinks is None else sinks,
+                launches[0].first_token,
+                out.stride(0),
+                out.stride(1),
+                lse.stride(0),
+                layer.num_heads,
+                count,
+                size_v=layer.head_size_v,
+                padded_v=padded_v,
+                padded_splits=triton.next_power_of_2(count),
+                has_sinks=sinks is not None,
+            )
+
+    def _parts(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        launch: Launch,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: torch.Tensor,
+        norms: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        scales = self._scales.get(layer.index)
         kernels.attend[(launch.blocks, layer.num_kv_heads, launch.splits)](
             query,
             cache.key,
@@ -175,6 +300,8 @@ class TritonBackend:
             lse if sinks is None else sinks,
             launch.first,
             launch.end,
+            lse if batch.common_prefix is None else batch.common_prefix,
+            *(scales or (lse, lse)),
             layer.scale if layer.soft_cap else layer.scale * kernels.LOG2E,
             layer.soft_cap or 1.0,
             query.stride(0),
@@ -187,12 +314,14 @@ class TritonBackend:
             batch.block_table.stride(0),
             layer.num_heads,
             launch.splits,
+            launch.first_part,
+            launch.num_parts,
             layer.window or 0,
             group=self._group,
             size=layer.head_size,
             size_v=layer.head_size_v,
             padded=max(16, triton.next_power_of_2(layer.head_size)),
-            padded_v=padded_v,
+            padded_v=_padded_v(layer),
             page=self._page,
             tile=launch.shape.tile,
             block_q=launch.block_q,
@@ -201,27 +330,17 @@ class TritonBackend:
             has_window=layer.window is not None,
             has_cap=layer.soft_cap is not None,
             has_sinks=sinks is not None,
-            causal=batch.causal,
-            split=launch.splits > 1,
+            has_scales=scales is not None,
+            causal=batch.causal and launch.cascade != "prefix",
+            split=launch.num_parts > 1,
+            cascade=launch.cascade,
             exact=self._exact,
+            peel=launch.shape in (PREFILL, PREFIX),  # in verification it costs a tenth
             num_warps=launch.shape.warps,
             num_stages=launch.shape.stages,
         )
-        if launch.splits > 1:
-            kernels.join[(launch.tokens, layer.num_heads)](
-                out,
-                lse,
-                parts,
-                norms,
-                lse if sinks is None else sinks,
-                launch.first_token,
-                out.stride(0),
-                out.stride(1),
-                lse.stride(0),
-                layer.num_heads,
-                launch.splits,
-                size_v=layer.head_size_v,
-                padded_v=padded_v,
-                padded_splits=triton.next_power_of_2(launch.splits),
-                has_sinks=sinks is not None,
-            )
+
+
+def _padded_v(layer: AttentionLayer) -> int:
+    """The size of a value head as the kernels hold it."""
+    return max(16, int(triton.next_power_of_2(layer.head_size_v)))

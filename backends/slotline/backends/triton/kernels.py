@@ -5,6 +5,9 @@ of the head's group, so keys and values are read once for all of them. It walks 
 softmax in base 2 (Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018). Where few programs would fill the device,
 the keys are cut into splits and joined afterwards (flash-decoding, Dao et al. 2023).
 
+A common prefix is one more split, or several: all query tokens of the batch are taken for one request's then, so that
+the prefix is read once for them, and the requests' own splits begin behind it (as in Juravsky et al. 2024, Hydragen).
+
 Slots that hold no key of the request, freed blocks and the null block are masked before they are read.
 """
 
@@ -38,6 +41,97 @@ def _find_request(block, starts, first, num_requests, block_q: tl.constexpr):
 
 
 @triton.jit
+def _attend_tile(
+    number,
+    q,
+    row_scale,
+    keys,
+    values,
+    table,
+    position,
+    start,
+    end,
+    scale,
+    soft_cap,
+    window,
+    k_block,
+    k_token,
+    v_block,
+    v_token,
+    top,
+    norm,
+    acc,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    padded: tl.constexpr,
+    padded_v: tl.constexpr,
+    page: tl.constexpr,
+    tile: tl.constexpr,
+    by_row: tl.constexpr,
+    masked: tl.constexpr,
+    has_window: tl.constexpr,
+    has_cap: tl.constexpr,
+    causal: tl.constexpr,
+    exact: tl.constexpr,
+):
+    """One tile of keys: the new maximum, sum and output of the rows. Unless `masked`, all rows see all of its keys."""
+    dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
+    key = number * tile + tl.arange(0, tile)
+    real = (key >= start) & (key < end)
+    if masked:
+        place = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
+    else:
+        place = tl.load(table + key // page).to(tl.int64)
+    inside = key % page
+    k_at = keys + (place * k_block + inside * k_token)[None, :] + dim[:, None]
+    v_at = values + (place * v_block + inside * v_token)[:, None] + dim_v[None, :]
+    if masked:
+        k = tl.load(k_at, mask=real[None, :] & (dim < size)[:, None], other=0.0)
+    elif size == padded:
+        k = tl.load(k_at)
+    else:
+        k = tl.load(k_at, mask=(dim < size)[:, None], other=0.0)
+    if exact:  # noqa: SIM108 - the compiler drops one of two blocks, and compiles both sides of an expression
+        scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee")
+    else:
+        scores = tl.dot(q, k.to(q.dtype))
+    if by_row:
+        scores = scores * row_scale[:, None]
+    if has_cap:
+        # tanh by exp, safe for large scores; then into base 2
+        scores = scores * scale
+        small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(scores / soft_cap))
+        capped = soft_cap * (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0, -capped, capped)
+        scale = 1.4426950408889634
+    if masked:
+        seen = real[None, :]
+        if causal:
+            seen = seen & (key[None, :] <= position[:, None])
+        if has_window:
+            seen = seen & (key[None, :] > position[:, None] - window)
+        scores = tl.where(seen, scores, -float("inf"))
+    best = tl.maximum(top, tl.max(scores, 1) * scale)
+    safe = best
+    if masked:
+        safe = tl.where(best == -float("inf"), 0.0, best)  # a row that has seen nothing yet
+    weights = tl.exp2(scores * scale - safe[:, None])
+    shrink = tl.exp2(top - safe)
+    norm = norm * shrink + tl.sum(weights, 1)
+    if masked:
+        v = tl.load(v_at, mask=real[:, None] & (dim_v < size_v)[None, :], other=0.0)
+    elif size_v == padded_v:
+        v = tl.load(v_at)
+    else:
+        v = tl.load(v_at, mask=(dim_v < size_v)[None, :], other=0.0)
+    if exact:
+        acc = acc * shrink[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
+    else:
+        acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None])
+    return best, norm, acc
+
+
+@triton.jit
 def attend(
     query,
     keys,
@@ -52,6 +146,9 @@ def attend(
     sinks,
     first,
     num_requests,
+    prefix,
+    key_scale,
+    value_scale,
     scale,
     soft_cap,
     q_token,
@@ -68,6 +165,8 @@ def attend(
     table_row,
     num_heads,
     num_splits,
+    first_part,
+    num_parts,
     window,
     group: tl.constexpr,
     size: tl.constexpr,
@@ -82,26 +181,40 @@ def attend(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_scales: tl.constexpr,
     causal: tl.constexpr,
     split: tl.constexpr,
+    cascade: tl.constexpr,
     exact: tl.constexpr,
+    peel: tl.constexpr,
 ):
     """One block of queries, one KV head, one split of the keys.
 
     Grid: (blocks of queries, KV heads, splits). `first` .. `num_requests` are the requests served; `single` says that
     each has one query token. Unsplit results go to
-    out [tokens, heads, size_v] and lse [heads, tokens]; split ones, unnormalised, to parts [tokens, heads, splits,
-    padded_v] with part_norms [tokens, heads, splits, 2] (maximum, sum). `scale` counts in base 2 unless capped.
+    out [tokens, heads, size_v] and lse [heads, tokens]; split ones, unnormalised, to the parts from `first_part` on of
+    parts [tokens, heads, num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale`
+    counts in base 2 unless capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of
+    all requests, "rest" for the keys behind them. `peel` walks
+    tiles that need no mask in a loop of their own.
     """
     head, index = tl.program_id(1), tl.program_id(2)
     request, block = first + tl.program_id(0), 0
-    if not single:
-        request, block = _find_request(tl.program_id(0), starts, first, num_requests, block_q)
+    if cascade == "prefix":
+        request, block = first, tl.program_id(0)
+    elif not single:
+        # The last blocks of a prompt see most keys: they begin first, so that none is left over at the end.
+        last = tl.num_programs(0) - 1
+        request, block = _find_request(last - tl.program_id(0), starts, first, num_requests, block_q)
     begin = tl.load(starts + request)
-    query_len = tl.load(starts + request + 1) - begin
+    if cascade == "prefix":
+        query_len = tl.load(starts + num_requests) - begin
+        length = tl.load(prefix)
+    else:
+        query_len = tl.load(starts + request + 1) - begin
+        length = tl.load(seq_lens + request)
     if block * block_q >= query_len:
         return
-    length = tl.load(seq_lens + request)
     row = tl.arange(0, block_m)
     token = block * block_q + row // group
     query_head = head * group + row % group
@@ -111,12 +224,26 @@ def attend(
     at = (begin + token).to(tl.int64) * q_token + query_head * q_head
     q = tl.load(query + at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0)
 
+    # Eight-bit keys and values become float16 at no loss and faster than bfloat16, so the products are in float16 then.
+    # Queries are brought into its range row by row.
+    by_row: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and not exact
+    row_scale = scale
+    if by_row:
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        row_scale = tl.where(largest > 0.0, largest, 1.0)
+        q = (q / row_scale[:, None]).to(tl.float16)
+
     end = length
     if causal:
         end = tl.minimum(length, length - query_len + (block + 1) * block_q)
     start = 0
     if has_window:
         start = tl.maximum(0, length - query_len + block * block_q - window + 1)
+    if cascade == "rest":
+        start = tl.minimum(tl.load(prefix), end)  # a padded request ends before the prefix does
+    if has_scales:
+        scale = scale * tl.load(key_scale)
     first_tile = start // tile
     last_tile = tl.cdiv(end, tile)
     if split:
@@ -124,48 +251,70 @@ def attend(
         first_tile += index * each
         last_tile = tl.minimum(last_tile, first_tile + each)
 
+    table += request.to(tl.int64) * table_row
+    keys += head * k_head
+    values += head * v_head
     top = tl.full([block_m], -float("inf"), tl.float32)
     norm = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, padded_v], tl.float32)
-    offset = tl.arange(0, tile)
-    for number in tl.range(first_tile, last_tile):
-        key = number * tile + offset
-        real = (key >= start) & (key < end)
-        place = tl.load(table + request.to(tl.int64) * table_row + key // page, mask=real, other=0).to(tl.int64)
-        inside = key % page
-        k_at = place * k_block + inside * k_token + head * k_head
-        k = tl.load(keys + k_at[None, :] + dim[:, None], mask=real[None, :] & (dim < size)[:, None], other=0.0)
-        v_at = place * v_block + inside * v_token + head * v_head
-        v = tl.load(values + v_at[:, None] + dim_v[None, :], mask=real[:, None] & (dim_v < size_v)[None, :], other=0.0)
-        if exact:
-            scores = tl.dot(q.to(tl.float32), k.to(tl.float32), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(q, k.to(q.dtype)) * scale
-        if has_cap:
-            # tanh by exp, safe for large scores; then into base 2
-            small = tl.exp2(-2.0 * 1.4426950408889634 * tl.abs(scores / soft_cap))
-            capped = soft_cap * (1.0 - small) / (1.0 + small)
-            scores = tl.where(scores < 0, -capped, capped) * 1.4426950408889634
-        seen = real[None, :]
-        if causal:
-            seen = seen & (key[None, :] <= position[:, None])
-        if has_window:
-            seen = seen & (key[None, :] > position[:, None] - window)
-        scores = tl.where(seen, scores, -float("inf"))
-        best = tl.maximum(top, tl.max(scores, 1))
-        safe = tl.where(best == -float("inf"), 0.0, best)  # a row that has seen nothing yet
-        weights = tl.exp2(scores - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        norm = norm * shrink + tl.sum(weights, 1)
-        if exact:
-            acc = acc * shrink[:, None] + tl.dot(weights, v.to(tl.float32), input_precision="ieee")
-        else:
-            acc = acc * shrink[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype))
-        top = best
+    # Tiles that every query of the block sees whole need no mask; others lie before them, if at all, and behind.
+    whole_start, whole_end = start, end
+    if causal:
+        whole_end = tl.minimum(end, length - query_len + block * block_q + 1)
+    if has_window:
+        whole_start = tl.maximum(start, length - query_len + (block + 1) * block_q - window)
+    whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_start, tile), first_tile), last_tile)
+    whole_last = tl.minimum(tl.maximum(whole_end // tile, whole_first), last_tile)
+    before: tl.constexpr = has_window or cascade == "rest"  # else the first tile is whole
+    for part in tl.static_range((0 if before else 1) if peel else 2, 3):
+        begin_tile, end_tile = first_tile, last_tile
+        if peel:
+            if part == 0:
+                end_tile = whole_first
+            elif part == 1:
+                begin_tile, end_tile = whole_first, whole_last
+            else:
+                begin_tile = whole_last
+        for number in tl.range(begin_tile, end_tile):
+            top, norm, acc = _attend_tile(
+                number,
+                q,
+                row_scale,
+                keys,
+                values,
+                table,
+                position,
+                start,
+                end,
+                scale,
+                soft_cap,
+                window,
+                k_block,
+                k_token,
+                v_block,
+                v_token,
+                top,
+                norm,
+                acc,
+                size,
+                size_v,
+                padded,
+                padded_v,
+                page,
+                tile,
+                by_row,
+                masked=not (peel and part == 1),
+                has_window=has_window,
+                has_cap=has_cap,
+                causal=causal,
+                exact=exact,
+            )
 
+    if has_scales:
+        acc = acc * tl.load(value_scale)
     where = (begin + token).to(tl.int64)
     if split:
-        slot = (where * num_heads + query_head) * num_splits + index
+        slot = (where * num_heads + query_head) * num_parts + first_part + index
         tl.store(parts + slot[:, None] * padded_v + dim_v[None, :], acc, mask=used[:, None])
         tl.store(part_norms + slot * 2, top, mask=used)
         tl.store(part_norms + slot * 2 + 1, norm, mask=used)
@@ -234,6 +383,8 @@ def store(
     keys,
     values,
     slots,
+    key_scale,
+    value_scale,
     key_token,
     value_token,
     key_head,
@@ -251,8 +402,13 @@ def store(
     padded: tl.constexpr,
     padded_v: tl.constexpr,
     page: tl.constexpr,
+    most: tl.constexpr,
+    has_scales: tl.constexpr,
 ):
-    """Write one token's key and value, all heads, to its slot; slot -1 is left out. Grid: (tokens,)."""
+    """Write one token's key and value, all heads, to its slot; slot -1 is left out. Grid: (tokens,).
+
+    `most` is the largest finite value of an eight-bit cache, 0 for other caches.
+    """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:
@@ -262,8 +418,18 @@ def store(
     dim, dim_v = tl.arange(0, padded)[None, :], tl.arange(0, padded_v)[None, :]
     here = (head < num_heads) & (dim < size)
     new = tl.load(key + token * key_token + head * key_head + dim, mask=here)
+    if most > 0:
+        new = new.to(tl.float32)
+        if has_scales:
+            new = new / tl.load(key_scale)
+        new = tl.minimum(tl.maximum(new, -most), most)
     tl.store(keys + block * k_block + inside * k_token + head * k_head + dim, new.to(keys.dtype.element_ty), mask=here)
     here = (head < num_heads) & (dim_v < size_v)
     new = tl.load(value + token * value_token + head * value_head + dim_v, mask=here)
+    if most > 0:
+        new = new.to(tl.float32)
+        if has_scales:
+            new = new / tl.load(value_scale)
+        new = tl.minimum(tl.maximum(new, -most), most)
     target = values + block * v_block + inside * v_token + head * v_head + dim_v
     tl.store(target, new.to(values.dtype.element_ty), mask=here)

@@ -159,7 +159,10 @@ def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[st
 
 
 def _refuse_unserved_features(path: Path, config: Any) -> None:
-    if getattr(config, "quantization_config", None) is not None:
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None and _quantizes_the_cache_alone(quantization):
+        del config.quantization_config  # so that transformers loads the weights as they are
+    elif quantization is not None:
         raise ModelError(
             f"{path} holds quantized weights (quantization_config), which this family cannot read",
             fix="use the checkpoint in bfloat16, float16 or float32",
@@ -169,6 +172,15 @@ def _refuse_unserved_features(path: Path, config: Any) -> None:
             f"{path} sets use_bidirectional_attention, so it is no causal decoder",
             fix="use a checkpoint without it",
         )
+
+
+def _quantizes_the_cache_alone(quantization: Any) -> bool:
+    """Whether a compressed-tensors configuration leaves all weights as they are: scales of the cache, no more."""
+    return (
+        isinstance(quantization, Mapping)
+        and quantization.get("kv_cache_scheme") is not None
+        and not quantization.get("config_groups")
+    )
 
 
 def _stored_dtype(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from slotline.plugins.model_families import binding, checkpoint, rope
+from slotline.plugins.model_families import binding, checkpoint, kv_scales, rope
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
@@ -107,6 +107,7 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         eos_token_ids=found.eos_token_ids,
         tasks=found.tasks,
         parts=_parts(model, layers),
+        kv_scales=kv_scales.read(found.path, layers),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.conformance.attention import (
+    cascade,
     contract,
     engine,
     extra,
@@ -13,12 +14,14 @@ from slotline.conformance.attention import (
     numerics,
     refusals,
     reuse,
+    scales,
     stateful,
     underdeclared,
     writes,
 )
 
 __all__ = [
+    "cascade",
     "contract",
     "engine",
     "extra",
@@ -29,6 +32,7 @@ __all__ = [
     "numerics",
     "refusals",
     "reuse",
+    "scales",
     "stateful",
     "underdeclared",
     "writes",

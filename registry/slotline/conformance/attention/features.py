@@ -186,12 +186,3 @@ def cross(run: Run) -> None:
 def tree_mask(run: Run) -> None:
     """Drafts in the form of a tree see their ancestors alone."""
     raise NotApplicable("contract 1 has no field that carries a tree mask")
-
-
-@check(Kind.ATTENTION, "attention.cascade", Level.NUMERICS, needs={"cascade": True})
-def cascade(run: Run) -> None:
-    """Requests that share a prefix give the same as without sharing."""
-    raise NotApplicable(
-        "contract 1 has no field that names a shared prefix; a backend that finds it itself is tested by "
-        "attention.pages.shared"
-    )

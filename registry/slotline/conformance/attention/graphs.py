@@ -21,7 +21,13 @@ from slotline.testing.environments.attention_choice import (
     world,
     writes_cache,
 )
-from slotline.testing.environments.attention_graphs import CapturedStep, GraphPool, Recorder, cuda_graph
+from slotline.testing.environments.attention_graphs import (
+    CapturedStep,
+    GraphPool,
+    Recorder,
+    announce_common_prefix,
+    cuda_graph,
+)
 from slotline.testing.environments.attention_shapes import decode
 from slotline.testing.subject import Subject
 
@@ -136,6 +142,44 @@ def memory(run: Run) -> None:
         held.append(torch.cuda.memory_allocated())
     if held[-1] > held[3]:
         raise Failed(f"device memory grew by {held[-1] - held[3]} bytes in 8 steps of one shape")
+
+
+def of_a_cascade(subject: Subject) -> Iterable[Case]:
+    """One case where a batch with a common prefix can be captured."""
+    if subject.device.type != "cuda":
+        raise NotApplicable(f"graphs are captured on CUDA devices, this is {subject.device.type}")
+    if (why := refusal(subject, {**ONE_CAPTURE, "cascade": True})) is not None:
+        raise NotApplicable(why)
+    return [{}]
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.graphs.cascade",
+    Level.GRAPHS,
+    needs={**ONE_CAPTURE, "cascade": True},
+    cases=of_a_cascade,
+    cost=2.0,
+)
+def cascade(run: Run) -> None:
+    """A captured step with a common prefix follows prefixes of other lengths, and fewer requests."""
+    replays_of_a_cascade(run, cuda_graph)
+
+
+def replays_of_a_cascade(run: Run, record: Recorder) -> None:
+    """The body of `cascade`, with any recorder."""
+    case = chosen(run, ((1, 64),))
+    pool = GraphPool(case, build(run, case), longest=160, device=device_of(run.subject), writes_cache=writes_cache(run))
+    stage = CapturedStep(pool, ROWS, 1, mixed=False, record=record, cascade=True)
+    families = []
+    for parent in _admit(pool, run, (90, 35, 64)):
+        families.append([parent, *(pool.fork(parent) for _ in range(ROWS - 1))])
+    for number in range(3):
+        for family in families:
+            for requests in (family, family[1:3]):
+                step = pool.prepare(dict.fromkeys(requests, 1))
+                prefix = announce_common_prefix(step)
+                stage.check(step, stage.launch(step), f"replay {number} with a common prefix of {prefix} tokens")
 
 
 def _captured(run: Run, record: Recorder) -> tuple[GraphPool, CapturedStep]:

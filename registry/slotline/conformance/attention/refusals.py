@@ -39,6 +39,7 @@ FLAGS = (
     "sinks",
     "tree_mask",
     "cascade",
+    "kv_scales",
     "batch_invariant",
     "lse",
 )

@@ -40,6 +40,13 @@ class AttentionConfig:
         metadata=_doc("'auto', a name, a list in order of preference, or a table from cache kind to name"),
     )
     layout: str = field(default="auto", metadata=_doc("physical order inside a cache page: 'auto', 'NHD' or 'HND'"))
+    cascade: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_doc(
+            "serve a prefix that all requests of a step share once for all: 'auto' where the backend can and it pays, "
+            "true to insist on backends that can"
+        ),
+    )
 
 
 @frozen(kw_only=True)
@@ -49,7 +56,18 @@ class CacheConfig:
     block_size: int | Literal["auto"] = field(
         default="auto", validator=positive_or_auto, metadata=_doc("tokens in one block of the pool")
     )
-    dtype: str = field(default="auto", metadata=_doc("element type of the cache; 'auto' is the model's"))
+    dtype: str = field(
+        default="auto",
+        metadata=_doc(
+            "element type of the cache: 'auto' is the model's; 'fp8' is float8_e4m3fn, 'fp8_e5m2' is float8_e5m2"
+        ),
+    )
+    calculate_kv_scales: bool = field(
+        default=False,
+        metadata=_doc(
+            "take the scales of an eight-bit cache from the first step's keys and values instead of the checkpoint"
+        ),
+    )
     memory: float | str = field(
         default=0.9,
         validator=fraction_or_size,

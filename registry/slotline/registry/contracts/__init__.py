@@ -6,7 +6,9 @@ from slotline.registry.contracts.attention import (
     AttentionCapabilities,
     AttentionContext,
     AttentionLayer,
+    CascadeBackend,
     KVCache,
+    KVScales,
 )
 from slotline.registry.contracts.drafter import Draft, DraftBatch, Drafter, DrafterCapabilities, DrafterContext
 from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
@@ -47,12 +49,14 @@ __all__ = [
     "AttentionContext",
     "AttentionLayer",
     "BlockHash",
+    "CascadeBackend",
     "Draft",
     "DraftBatch",
     "Drafter",
     "DrafterCapabilities",
     "DrafterContext",
     "KVCache",
+    "KVScales",
     "KVSpec",
     "KVSpecCapabilities",
     "KVSpecContext",

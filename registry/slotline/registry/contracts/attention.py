@@ -25,10 +25,26 @@ Where `graphs` is declared, `write` and `forward` may be captured once for a sha
 * The capture's batch is made up: the longest sequences, null blocks, slots -1. A smaller batch is padded: with requests
   of equally many query tokens, no tokens in all (a length of 0) and slots -1 where query lengths are equal, else with
   requests without query tokens. Padded rows may hold anything finite.
+
+An eight-bit cache (a cache dtype of one byte) holds ``x / scale``, computed in float32, clamped to the dtype's finite
+range and rounded to nearest even; what is read counts ``scale`` times. The scales of a layer are 1 unless the context's
+`kv_scales` says otherwise; where they are not 1, a backend is needed that declares `kv_scales`.
+
+Where `cascade` is declared:
+
+* A batch whose requests all begin with the same kernel blocks may have a `common_prefix_len` above 0: a multiple of the
+  kernel block size, no more than any request had in the cache before this step. The keys of these positions can be read
+  once for all queries, without a mask, and joined with the rest by LSE. What comes out is the same as without.
+* It is set only where `use_cascade` of every group concerned says yes, for layers that see all keys (no window).
+* Where graphs are declared too, a batch with a common prefix is another shape than one without. It is captured with the
+  longest prefix; replays have any other above 0, which a captured kernel reads from `common_prefix`. A backend whose
+  cascade cannot be captured says ``Limit(when="cascade", capability="graphs", offer=Level(GraphSupport.NEVER))``.
+* A padded request has a length of 0, below the common prefix, and null blocks throughout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from attrs import define, field, frozen
@@ -56,7 +72,9 @@ class AttentionCapabilities:
         layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
         attention_types: of ``decoder``, ``encoder_only``, ``cross``.
         query_len: most query tokens of one request in a batch.
-        sliding_window, soft_cap, sinks, tree_mask, cascade: features by name.
+        sliding_window, soft_cap, sinks, tree_mask: features by name.
+        cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
+        kv_scales: whether eight-bit caches are kept with the layer's scales.
         graphs: which batches `forward` can be captured for.
         lse: whether `forward` can return the log-sum-exp, and `lse_base` in which base (``e`` or ``2``).
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
@@ -79,6 +97,7 @@ class AttentionCapabilities:
     sinks: Flag = Flag(False)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
+    kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     lse: Flag = Flag(False)
     lse_base: str = "e"
@@ -133,6 +152,17 @@ class KVCache(NamedTuple):
     value: torch.Tensor
 
 
+class KVScales(NamedTuple):
+    """The scales of one layer's eight-bit cache: [] float32 each, on the device.
+
+    Their addresses never change, their values may until the first request's first token is stored (where they are
+    calculated from it), so kernels read them there and nobody keeps a copy on the host.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
 @frozen(kw_only=True)
 class AttentionContext:
     """What a backend's factory gets: exactly what was negotiated, and its own options.
@@ -145,6 +175,7 @@ class AttentionContext:
         block_size, kernel_block_size: tokens of a manager block and of a kernel block.
         layout: ``NHD`` or ``HND``.
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
+        kv_scales: by layer index, the scales of an eight-bit cache; a layer that is not in it has scales of 1.
         options: the plugin's own table, an instance of its options class, or None.
     """
 
@@ -160,6 +191,7 @@ class AttentionContext:
     max_requests: int
     max_tokens: int
     max_model_len: int
+    kv_scales: Mapping[int, KVScales] = field(factory=dict)
     options: Any = None
 
 
@@ -179,6 +211,8 @@ class AttentionBatch:
         query_start_loc_cpu, seq_lens_cpu: the same on the host.
         num_decodes: requests at the front of the batch with one query token each.
         causal: False for encoders.
+        common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be served
+            once for all; 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
     """
 
     num_requests: int
@@ -194,6 +228,8 @@ class AttentionBatch:
     seq_lens_cpu: npt.NDArray[np.int32]
     num_decodes: int = 0
     causal: bool = True
+    common_prefix_len: int = 0
+    common_prefix: torch.Tensor | None = None
     extras: dict[str, Any] = field(factory=dict)
 
 
@@ -224,5 +260,20 @@ class AttentionBackend(Protocol):
         Writes [num_tokens, num_heads, head_size_v] into `out`; `key` and `value` are the step's new ones, for
         backends that read them from there. `sinks` is [num_heads]. Inputs other than the cache stay unchanged.
         Returns the LSE [num_heads, num_tokens] float32 where the backend declares it, else None.
+        """
+        ...
+
+
+class CascadeBackend(AttentionBackend, Protocol):
+    """What a built backend can do besides, where `cascade` is declared."""
+
+    def use_cascade(
+        self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
+    ) -> bool:
+        """Whether serving a common prefix apart pays for such a batch. Host work; called before the step is planned.
+
+        Args:
+            common_prefix_len: tokens that all requests share, above 0.
+            query_lens, seq_lens: [num_requests], as in the batch.
         """
         ...

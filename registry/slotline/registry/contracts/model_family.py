@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer
@@ -117,6 +117,7 @@ class ModelFacts:
         tasks: what this checkpoint can do, the one it was made for first.
         modalities: inputs besides text; where there are any, `load` returns a `MultimodalModel`.
         parts: what the model consists of; None where the family does not divide it.
+        kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
     """
 
     architecture: str
@@ -131,6 +132,7 @@ class ModelFacts:
     tasks: tuple[str, ...] = ("generate",)
     modalities: tuple[Modality, ...] = ()
     parts: ModelParts | None = None
+    kv_scales: Mapping[int, tuple[float, float]] = field(factory=dict)
 
 
 @frozen(kw_only=True)

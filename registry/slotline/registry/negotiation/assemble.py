@@ -15,8 +15,9 @@ from slotline.registry.negotiation.changes import (
 )
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.measured import UNMEASURED, figures, in_words, told_cases
-from slotline.registry.negotiation.offers import Offer, kv_reasons
+from slotline.registry.negotiation.offers import Offer, cascade_state, kv_reasons
 from slotline.registry.negotiation.plan import (
+    NONE,
     CacheGroupPlan,
     GraphPlan,
     GroupPlan,
@@ -25,7 +26,7 @@ from slotline.registry.negotiation.plan import (
     Reason,
     Rejection,
 )
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Setting
+from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, Setting
 from slotline.registry.negotiation.search import CRITERIA, CachePart, Search, Solution, is_exact
 
 
@@ -155,9 +156,24 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         query_len=request.query_len.value,
         max_query_len=max(request.max_query_len.value, request.query_len.value),
         graphs=offer.graphs,
+        cascade=_cascade(search, solution, index),
+        kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
         reason=reason,
         rejected=rejected,
     )
+
+
+def _cascade(search: Search, solution: Solution, index: int) -> str:
+    """Without shared blocks there are no common prefixes."""
+    if not _shares(search, solution):
+        return NONE
+    group, candidate = search.problem.request.groups[index], solution.offer(index).candidate
+    return cascade_state(search.problem, group, candidate, solution.pair)
+
+
+def _shares(search: Search, solution: Solution) -> bool:
+    asked = search.problem.request.prefix_caching.value
+    return asked and not any(search.loses_prefix_caching(spec) for spec in solution.specs.values())
 
 
 def _rejections(search: Search, solution: Solution, index: int) -> tuple[tuple[Rejection, ...], str]:
@@ -288,7 +304,6 @@ def _settings(search: Search, solution: Solution) -> Iterator[Setting]:
     request = search.problem.request
     backends = backends_of(search, solution)
     specs = {kind: spec.name for kind, spec in solution.specs.items()}
-    sharing = request.prefix_caching.value and not any(search.loses_prefix_caching(s) for s in solution.specs.values())
     layouts = dict.fromkeys(part.layout for part in solution.parts)
     asked_specs = {kind: asked.value for kind, asked in request.kv_specs.items()}
     origins = ", ".join(dict.fromkeys(asked.origin for asked in request.kv_specs.values()))
@@ -296,12 +311,14 @@ def _settings(search: Search, solution: Solution) -> Iterator[Setting]:
     yield _setting("dtype", dtype, solution.pair[0])
     yield _setting("attention.backend", request.backend, _one_or_table(backends))
     yield _setting("attention.layout", request.layout, ", ".join(layouts))
+    apart = any(_cascade(search, solution, index) != NONE for index in range(len(request.groups)))
+    yield _setting("attention.cascade", request.cascade, apart)
     yield _setting("cache.block_size", request.block_size, solution.block_size)
     yield _setting("cache.dtype", request.kv_dtype, solution.pair[1])
     yield _setting(
         "cache.kv_spec", Asked(asked_specs or AUTO, origins or "default", bool(asked_specs)), _one_or_table(specs)
     )
-    yield _setting("cache.prefix_caching", request.prefix_caching, sharing)
+    yield _setting("cache.prefix_caching", request.prefix_caching, _shares(search, solution))
     yield _setting("graphs.mode", request.graphs, graphs.resolved_mode(resolved_phases(search, solution)))
 
 

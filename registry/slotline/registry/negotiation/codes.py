@@ -123,6 +123,14 @@ _ALL = (
         "Set `dtype` or `cache.dtype` to a pair that it offers, or choose another backend.",
     ),
     _code(
+        "N121",
+        _R,
+        "cache scales",
+        "The eight-bit cache has scales, from the checkpoint or to be calculated, and the backend takes every "
+        "scale for 1.",
+        "Choose another backend or cache dtype, or drop `cache.calculate_kv_scales` where that asks for them.",
+    ),
+    _code(
         "N130",
         _R,
         "head size",
@@ -222,8 +230,9 @@ _ALL = (
         "N174",
         _R,
         "cascade",
-        "Attention over a shared prefix apart from the rest was asked for; the backend cannot do it.",
-        "Switch it off, or choose another backend.",
+        "`attention.cascade = true` insists on backends that serve a prefix which all requests share once for all; "
+        "this one cannot.",
+        "Set `attention.cascade` to 'auto' or false, or choose another backend.",
     ),
     _code(
         "N175",
@@ -483,6 +492,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "kv_kinds": "N110",
         "attention_types": "N111",
         "dtypes": "N120",
+        "kv_scales": "N121",
         "head_sizes": "N130",
         "different_value_head": "N131",
         "group_sizes": "N132",

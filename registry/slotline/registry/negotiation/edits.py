@@ -26,6 +26,8 @@ def edits_for(request: PlanRequest, key: str, solution: Solution) -> Iterator[Ed
     elif key.startswith("need."):
         kept = tuple(need for need in request.needs if need.capability != key.removeprefix("need."))
         yield f"do without what needs {key.removeprefix('need.')}", evolve(request, needs=kept)
+    elif key == "cache.calculate_kv_scales":
+        yield f"{key} = false", evolve(request, kv_scales=Asked(""))
     elif key == "drafter.tokens":
         yield from _draft_edits(request, solution)
     else:
@@ -79,7 +81,7 @@ def _value_edits(request: PlanRequest, key: str, solution: Solution) -> Iterator
         "scheduler.max_batched_tokens": ("max_query_len", length),
         "batch_invariant": ("batch_invariant", False),
         "drafter.tree": ("tree_mask", False),
-        "cascade": ("cascade", False),
+        "attention.cascade": ("cascade", False),
         "cache.prefix_caching": ("prefix_caching", False),
     }[key]
     yield value_edit(request, key, field, value)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from textwrap import fill
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.columns import LABEL, hang, place, row, rows, table
 from slotline.registry.negotiation.plan import (
+    NONE,
     CacheGroupPlan,
     Conflict,
     Failure,
@@ -24,6 +26,13 @@ from slotline.registry.negotiation.plan import (
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a parameter, by the plan's dtype."""
 
+_SCALES: Mapping[str, str] = MappingProxyType(
+    {
+        "checkpoint": "of the cache: the checkpoint's",
+        "calculate": "of the cache: calculated from the first step, which runs without graphs",
+        "1": "of the cache: 1",
+    }
+)
 _AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | GroupFailure
 
 
@@ -134,6 +143,10 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     lines += row("blocks", blocks, width, indent=2)
     lines += row("queries", f"{group.query_len} in uniform batches, {group.max_query_len} at most", width, indent=2)
     lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
+    if group.cascade != NONE:
+        lines += row("cascade", f"a prefix that all requests share is read once, {group.cascade}", width, indent=2)
+    if group.kv_scales:
+        lines += row("scales", _SCALES[group.kv_scales], width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, PlanRequest
+from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, GroupRequest, PlanRequest
 
 Pair = tuple[str, str]
 """(dtype, cache dtype)."""
@@ -64,7 +64,7 @@ class GroupNeed:
 
 def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[GroupNeed, ...]:
     """The needs of a group that hold for one candidate by itself; blocks, layout and graphs are decided jointly."""
-    needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group))
+    needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group, pair))
     insisted = tuple(need for need in needs if need.active() and problem.insists(need.key))
     return (_pair_need(problem.request, pair), *insisted)
 
@@ -112,19 +112,32 @@ def _pair_need(request: PlanRequest, pair: Pair) -> GroupNeed:
     return GroupNeed(key="dtype", capability="dtypes", value=pair, origin=request.dtype.origin + kv_origin)
 
 
-def _asked_needs(request: PlanRequest, group: GroupRequest) -> Iterator[GroupNeed]:
+def _asked_needs(request: PlanRequest, group: GroupRequest, pair: Pair) -> Iterator[GroupNeed]:
     for key, capability, asked in (
         ("drafter.tokens", "query_len", request.query_len),
         ("scheduler.max_batched_tokens", "query_len", request.max_query_len),
         ("batch_invariant", "batch_invariant", request.batch_invariant),
         ("drafter.tree", "tree_mask", request.tree_mask),
-        ("cascade", "cascade", request.cascade),
     ):
         yield GroupNeed(key=key, capability=capability, value=asked.value, origin=asked.origin)
+    must = request.cascade.value is True and sees_all(group)
+    yield GroupNeed(key="attention.cascade", capability="cascade", value=must, origin=request.cascade.origin)
+    scaled = bool(request.kv_scales.value) and pair[1] in EIGHT_BIT and group.has_cache
+    yield GroupNeed(key=scales_key(request), capability="kv_scales", value=scaled, origin=request.kv_scales.origin)
     for need in request.needs:
         if need.group in (None, group.name):
             key = f"need.{need.capability}"
             yield GroupNeed(key=key, capability=need.capability, value=need.value, origin=need.origin)
+
+
+def sees_all(group: GroupRequest) -> bool:
+    """Whether a prefix that requests share is seen by all of their later tokens."""
+    return group.layer.window is None and group.layer.attention_type == "decoder"
+
+
+def scales_key(request: PlanRequest) -> str:
+    """The setting that brings scales into play."""
+    return "cache.calculate_kv_scales" if request.kv_scales.value == "calculate" else "cache.dtype"
 
 
 def conditions(needs: Sequence[GroupNeed], query_len: int, pair: Pair) -> frozenset[str]:
@@ -144,14 +157,14 @@ def dtype_pairs(problem: Problem) -> tuple[Pair, ...]:
     """The pairs to try, best first: what was asked, then fallbacks where the dtype was left open."""
     request = problem.request
     dtypes = (request.dtype.value, *(() if request.dtype.explicit else request.dtype_fallbacks))
-    cache = request.kv_dtype.value
+    cache = request.cache_dtype
     asked = [(dtype, dtype if cache == AUTO else cache) for dtype in dtypes]
     return tuple(dict.fromkeys([*asked, *_pairs_once_waived(problem, dtypes)]))
 
 
 def _pairs_once_waived(problem: Problem, dtypes: tuple[str, ...]) -> list[Pair]:
     free_dtype, free_cache = not problem.insists("dtype"), not problem.insists("cache.dtype")
-    cache = problem.request.kv_dtype.value
+    cache = problem.request.cache_dtype
     if not (free_dtype or free_cache):
         return []
     return [
@@ -190,7 +203,8 @@ def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
         "scheduler.max_batched_tokens": (request.max_query_len, request.max_query_len.value > 1),
         "batch_invariant": (request.batch_invariant, request.batch_invariant.value),
         "drafter.tree": (request.tree_mask, request.tree_mask.value),
-        "cascade": (request.cascade, request.cascade.value),
+        "attention.cascade": (request.cascade, request.cascade.value is True),
+        "cache.calculate_kv_scales": (request.kv_scales, request.kv_scales.value == "calculate"),
         "cache.prefix_caching": (
             request.prefix_caching,
             request.prefix_caching.value and request.prefix_caching.explicit,
@@ -206,7 +220,7 @@ def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
 def inherent_keys(problem: Problem) -> dict[str, Asked[Any]]:
     """The needs that model and device bring, by key."""
     found: dict[str, Asked[Any]] = {}
-    pair = (problem.request.dtype.value, problem.request.kv_dtype.value)
+    pair = (problem.request.dtype.value, problem.request.cache_dtype)
     for group in problem.request.groups:
         for need in group_needs(problem, group, pair):
             if need.inherent:

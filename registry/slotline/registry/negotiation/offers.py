@@ -19,8 +19,9 @@ from slotline.registry.negotiation.needs import (
     conditions,
     group_needs,
     model_key,
+    sees_all,
 )
-from slotline.registry.negotiation.plan import CAPTURED, Reason
+from slotline.registry.negotiation.plan import CAPTURED, EAGER, NONE, Reason
 from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, Need
 
 
@@ -261,6 +262,8 @@ def graph_refusals(
 ) -> list[str]:
     """Why a candidate's forward cannot be captured in a phase; empty if it can."""
     level = graphs.required_level(phase)
+    # What narrows graphs with a cascade concerns the steps that have one; the others are captured as ever.
+    active = active - {"cascade", "cascade=True"}
     texts = [offer.refusal(level) for offer in _effective(candidate, "graphs", active)]
     values: dict[str, Any] = {need.capability: need.value for need in needs} | {"query_len": query_len}
     for limit in candidate.capabilities.limits:
@@ -268,6 +271,23 @@ def graph_refusals(
             refusal = limit.offer.refusal(values[limit.capability])
             texts.append(refusal and f"{limit.capability.replace('_', ' ')} in graphs: {refusal}")
     return [text for text in texts if text]
+
+
+def cascade_state(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> str:
+    """Whether a chosen candidate serves a group's common prefixes apart, and whether graphs can hold that."""
+    request = problem.request
+    if not request.cascade.value or request.batch_invariant.value or not sees_all(group):
+        return NONE
+    needs = group_needs(problem, group, pair)
+    active = conditions(needs, request.query_len.value, pair) | {"cascade"}
+    if any(offer.refusal(True) for offer in _effective(candidate, "cascade", active)):
+        return NONE
+    inside = not any(
+        offer.refusal(graphs.required_level("decode")) for offer in _effective(candidate, "graphs", active)
+    )
+    return (
+        CAPTURED if inside and dict(_graph_states(problem, candidate, needs, active))["decode"] == CAPTURED else EAGER
+    )
 
 
 def _loss(problem: Problem, states: Sequence[tuple[str, str]]) -> int:

@@ -173,6 +173,9 @@ class GroupPlan:
         dtype, kv_dtype: names.
         query_len: most query tokens of a uniform decode batch; max_query_len: of any batch.
         graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
+        cascade: how a prefix that all requests share is served apart: ``captured`` where graphs hold it, ``eager``, or
+            ``none`` where it is not.
+        kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``; empty for other caches.
         reason: why this backend.
         rejected: the others, in the candidates' order.
     """
@@ -194,6 +197,8 @@ class GroupPlan:
     query_len: int = 1
     max_query_len: int = 1
     graphs: tuple[tuple[str, str], ...] = ()
+    cascade: str = NONE
+    kv_scales: str = ""
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
 
@@ -220,6 +225,8 @@ class GroupPlan:
             "query_len": self.query_len,
             "max_query_len": self.max_query_len,
             "graphs": dict(self.graphs),
+            "cascade": self.cascade,
+            "kv_scales": self.kv_scales,
         }
 
     def to_json(self) -> dict[str, Any]:

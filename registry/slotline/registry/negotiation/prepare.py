@@ -8,7 +8,19 @@ from typing import Any, Protocol
 from slotline.registry.config.load import LoadedConfig
 from slotline.registry.contracts.model_family import ModelFacts
 from slotline.registry.descriptor import HOST_CONTRACTS, Descriptor, DeviceInfo, Kind
-from slotline.registry.negotiation.request import AUTO, Asked, Candidate, Need, Part, PlanRequest, Setting, group_layers
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation.request import (
+    AUTO,
+    CACHE_DTYPES,
+    EIGHT_BIT,
+    Asked,
+    Candidate,
+    Need,
+    Part,
+    PlanRequest,
+    Setting,
+    group_layers,
+)
 from slotline.registry.probing import probe
 from slotline.registry.records import PluginRecord, PluginState
 
@@ -46,6 +58,9 @@ def prepare_request(
         needs: what further plugins need of attention backends.
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
+
+    Raises:
+        NegotiationError: if scales are to be calculated for a cache that has none.
     """
     config, source = loaded.config, _Source(loaded)
     dtypes = (config.dtype,) if config.dtype != AUTO else tuple(dtype_fallbacks) or (facts.dtype,)
@@ -57,6 +72,7 @@ def prepare_request(
         dtype=_dtype(source.asked("dtype", config.dtype), dtypes[0], facts, device),
         dtype_fallbacks=dtypes[1:],
         kv_dtype=source.asked("cache.dtype", config.cache.dtype),
+        kv_scales=_kv_scales(source, facts),
         backend=source.asked("attention.backend", config.attention.backend),
         block_size=source.asked("cache.block_size", config.cache.block_size),
         layout=source.asked("attention.layout", config.attention.layout),
@@ -69,6 +85,7 @@ def prepare_request(
         query_len=Asked(1 + draft_tokens, drafter, True) if draft_tokens else Asked(1),
         max_query_len=source.asked("scheduler.max_batched_tokens", longest),
         tree_mask=Asked(tree, drafter, tree),
+        cascade=source.asked("attention.cascade", config.attention.cascade),
         prefix_caching=source.asked("cache.prefix_caching", config.cache.prefix_caching),
         needs=tuple(needs),
         strict=config.strict,
@@ -122,6 +139,7 @@ class _Source:
     """Looks origins up by key."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
+        self.config = loaded.config
         self._origins = loaded.origins
 
     def asked(self, key: str, value: Any) -> Asked[Any]:
@@ -133,6 +151,21 @@ class _Source:
         if isinstance(value, Mapping):
             value = dict(value)
         return Asked(value, f"{origin.where} {key}", value != AUTO)
+
+
+def _kv_scales(source: _Source, facts: ModelFacts) -> Asked[str]:
+    """Where the scales of an eight-bit cache come from; what is asked for goes before what the checkpoint has."""
+    asked = source.asked("cache.calculate_kv_scales", source.config.cache.calculate_kv_scales)
+    if asked.value:
+        if source.config.cache.dtype not in EIGHT_BIT | CACHE_DTYPES.keys():
+            raise NegotiationError(
+                f"{asked.origin} = true: a cache of dtype {source.config.cache.dtype!r} has no scales",
+                fix='set cache.dtype = "fp8", or remove cache.calculate_kv_scales',
+            )
+        return Asked("calculate", asked.origin, True)
+    if any(scale != 1.0 for pair in facts.kv_scales.values() for scale in pair):
+        return Asked("checkpoint", "checkpoint: scales of the cache", True)
+    return Asked("")
 
 
 def _dtype(asked: Asked[str], name: str, facts: ModelFacts, device: DeviceInfo) -> Asked[str]:

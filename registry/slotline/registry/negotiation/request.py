@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from attrs import field, frozen
@@ -19,6 +20,12 @@ AUTO_GRAPHS = "full_and_piecewise"
 """The graph mode that `auto` aims at where nothing was measured."""
 DEFAULT_BLOCK_SIZE = 16
 """Tokens in a block of the pool when nobody asks for another size."""
+CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
+)
+"""Short names of cache dtypes, as vLLM has them."""
+EIGHT_BIT = frozenset(CACHE_DTYPES.values())
+"""Cache dtypes that are kept with scales."""
 
 
 @frozen
@@ -157,7 +164,9 @@ class PlanRequest:
         device: the machine.
         groups: attention groups, from `group_layers`.
         dtype: of weights and activations; `dtype_fallbacks` are tried in order where it is not explicit.
-        kv_dtype: of the cache; ``auto`` follows dtype.
+        kv_dtype: of the cache, as asked; ``auto`` follows dtype. `cache_dtype` is its full name.
+        kv_scales: where the scales of an eight-bit cache come from, ``checkpoint`` or ``calculate``; empty where all
+            are 1.
         backend: ``auto``, a name, names in order of preference (``auto`` among them admits the rest), or a mapping
             from cache kind to any of these.
         block_size: tokens of a manager block; ``auto`` starts from `default_block_size`.
@@ -167,7 +176,8 @@ class PlanRequest:
         uncaptured: why no forward pass of this model can be captured, whatever the backends; "" if it can.
         query_len: most query tokens of a uniform decode batch, 1 + draft tokens.
         max_query_len: most query tokens of one request in a mixed batch.
-        batch_invariant, tree_mask, cascade: features that backends must have.
+        batch_invariant, tree_mask: features that backends must have.
+        cascade: whether common prefixes are served apart: True where backends must be able to, ``auto`` where they can.
         prefix_caching: whether blocks are to be shared between requests.
         needs: more needs, from plugins.
         strict: whether each downgrade is an error; `allow` lists the codes that may pass.
@@ -183,6 +193,7 @@ class PlanRequest:
     dtype: Asked[str] = Asked("float32")
     dtype_fallbacks: tuple[str, ...] = ()
     kv_dtype: Asked[str] = Asked(AUTO)
+    kv_scales: Asked[str] = Asked("")
     backend: Asked[Any] = Asked(AUTO)
     block_size: Asked[int | str] = Asked(AUTO)
     default_block_size: int = DEFAULT_BLOCK_SIZE
@@ -195,7 +206,7 @@ class PlanRequest:
     max_query_len: Asked[int] = Asked(1)
     batch_invariant: Asked[bool] = Asked(False)
     tree_mask: Asked[bool] = Asked(False)
-    cascade: Asked[bool] = Asked(False)
+    cascade: Asked[bool | str] = Asked(False)
     prefix_caching: Asked[bool] = Asked(True)
     needs: tuple[Need, ...] = ()
     strict: bool = False
@@ -205,6 +216,11 @@ class PlanRequest:
     facts: Mapping[str, Any] = field(factory=dict)
     measured: Measured | None = None
     stages: tuple[Stage, ...] = ()
+
+    @property
+    def cache_dtype(self) -> str:
+        """The full name of the cache's dtype, or ``auto``."""
+        return CACHE_DTYPES.get(self.kv_dtype.value, self.kv_dtype.value)
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
         """The names asked for layers of one kind, best first; empty where any will do."""

@@ -52,7 +52,8 @@ class World:
 
     Attributes:
         case, layer: what it was made from.
-        queries, keys, values: of each request, [q, H, D], [L, Hkv, D], [L, Hkv, Dv]; on the host.
+        queries, keys, values: of each request, [q, H, D], [L, Hkv, D], [L, Hkv, Dv]; on the host. Keys and values are
+            as the cache holds them: where it has scales, the model's are so many times larger.
         sinks: [H] or None.
         block_table, cache, batch: what a backend sees.
         host_table, owned: the block table on the host, and the blocks of each request.
@@ -196,9 +197,9 @@ class World:
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
         rows = [self.queries]
-        for dense in (self.keys, self.values):
+        for dense, scale in zip((self.keys, self.values), self.case.kv_scales or (1.0, 1.0), strict=True):
             pairs = zip(dense, self.case.requests, strict=True)
-            rows.append([each[length - q :].to(self.case.dtype) for each, (q, length) in pairs])
+            rows.append([each[length - q :].to(self.case.dtype) * scale for each, (q, length) in pairs])
         shapes = [
             (self.case.num_heads, self.case.head_size),
             (self.case.num_kv_heads, self.case.head_size),
@@ -312,6 +313,10 @@ class World:
     @cached_property
     def dense(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each request that its queries attend to."""
+        if self.case.kv_scales is not None:
+            scale_k, scale_v = self.case.kv_scales
+            pairs = zip(self.keys, self.values, strict=True)
+            return [(k.to(self.case.dtype) * scale_k, v.to(self.case.dtype) * scale_v) for k, v in pairs]
         if self.case.attention_type != "encoder_only":
             return list(zip(self.keys, self.values, strict=True))
         both = zip(self.keys, self.values, self.case.requests, strict=True)

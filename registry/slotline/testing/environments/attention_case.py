@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import evolve, field, frozen
 
-from slotline.registry.contracts.attention import AttentionContext, AttentionLayer
+from slotline.registry.contracts.attention import AttentionContext, AttentionLayer, KVScales
 
 NULL_BLOCK = 0
 POISON_BLOCK = 1
@@ -26,6 +26,7 @@ class Case:
         manager_blocks: kernel blocks in one block of the manager, which are neighbours.
         layout: physical order of a page, ``NHD`` or ``HND``.
         dtype, kv_dtype: of the activations and of the cache; kv_dtype None for dtype.
+        kv_scales: scales of keys and values in an eight-bit cache, powers of two; None for 1 and 1.
         scale: None for ``head_size ** -0.5``.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
         amplitude: factor on the queries.
@@ -50,6 +51,7 @@ class Case:
     layout: str = "NHD"
     dtype: torch.dtype = torch.float32
     kv_dtype: torch.dtype | None = None
+    kv_scales: tuple[float, float] | None = None
     scale: float | None = None
     window: int | None = None
     soft_cap: float | None = None
@@ -81,6 +83,10 @@ class Case:
         wide = [dtype for dtype in (self.dtype, self.cache_dtype) if dtype.itemsize > 1]
         return max(wide, key=lambda dtype: torch.finfo(dtype).eps)
 
+    def scale_tensors(self, device: str) -> KVScales:
+        """The scales as a backend gets them, new tensors in each call."""
+        return KVScales(*(torch.tensor(scale, device=device) for scale in self.kv_scales or (1.0, 1.0)))
+
     def layer(self, index: int = 0) -> AttentionLayer:
         """The layer at place `index` of its group."""
         return AttentionLayer(
@@ -101,6 +107,7 @@ class Case:
     def context(self, device: str = "cpu", *, layers: int = 1) -> AttentionContext:
         """What a factory gets for this case; `contract` and `options` are filled in by `Subject.build`."""
         longest = max((query_len for query_len, _ in self.requests), default=1)
+        scales = () if self.kv_scales is None else range(layers)
         return AttentionContext(
             contract=1,
             layers=tuple(self.layer(index) for index in range(layers)),
@@ -114,4 +121,5 @@ class Case:
             max_requests=256,
             max_tokens=8192,
             max_model_len=65536,
+            kv_scales={index: self.scale_tensors(device) for index in scales},
         )

@@ -86,6 +86,7 @@ def needs_of(case: Case) -> dict[str, Any]:
         "sliding_window": case.window is not None,
         "soft_cap": case.soft_cap is not None,
         "sinks": case.sinks,
+        "kv_scales": case.kv_scales is not None,
     }
 
 

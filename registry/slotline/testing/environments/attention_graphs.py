@@ -15,6 +15,7 @@ from slotline.registry.contracts.attention import AttentionBatch
 from slotline.testing.check import Failed
 from slotline.testing.environments.attention import threads
 from slotline.testing.environments.attention_history import Pool, Step
+from slotline.testing.environments.attention_variants import announce_prefix
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Runs a function once and returns what repeats its work on the device."""
@@ -54,6 +55,16 @@ class GraphPool(Pool):
         return Step(self, new_tokens)
 
 
+def announce_common_prefix(step: Step) -> int:
+    """Put the prefix that a step's requests share into its batch, in whole blocks; returns its length."""
+    size = step.case.block_size
+    most = min(length - query_len for query_len, length in step.case.requests) // size
+    same = (step.host_table[:, :most] == step.host_table[0, :most]).all(0).tolist()
+    length = (same.index(False) if False in same else most) * size
+    announce_prefix(step, length)
+    return length
+
+
 class CapturedStep:
     """Write and forward for one shape of batch, captured on made-up requests.
 
@@ -63,14 +74,24 @@ class CapturedStep:
         query_len: query tokens of each; in a mixed shape, on average.
         mixed: whether requests may have different query lengths.
         record: `cuda_graph` or `call_again`.
+        cascade: whether the batches have a common prefix.
     """
 
-    def __init__(self, pool: GraphPool, rows: int, query_len: int, *, mixed: bool, record: Recorder) -> None:
+    def __init__(
+        self,
+        pool: GraphPool,
+        rows: int,
+        query_len: int,
+        *,
+        mixed: bool,
+        record: Recorder,
+        cascade: bool = False,
+    ) -> None:
         self.pool, self.rows, self.query_len, self.mixed = pool, rows, query_len, mixed
         case, layer, device = pool.case, pool.home.layer, pool.home.device
         self.tokens = rows * query_len
         self.width = -(-pool.longest // case.block_size) + 2
-        ints = {"query_start_loc": rows + 1, "seq_lens": rows}
+        ints = {"query_start_loc": rows + 1, "seq_lens": rows, "common_prefix": 1}
         longs = {"slot_mapping": self.tokens, "positions": self.tokens}
         self.tensors = {name: torch.zeros(size, dtype=torch.int32, device=device) for name, size in ints.items()}
         self.tensors |= {name: torch.zeros(size, dtype=torch.int64, device=device) for name, size in longs.items()}
@@ -84,7 +105,10 @@ class CapturedStep:
         self.tensors["slot_mapping"].fill_(-1)
         self.tensors["seq_lens"].fill_(pool.longest)
         lengths = np.full(rows, pool.longest, np.int32)
-        self._replay = self._captured(self._batch(starts, lengths, self.width), record)
+        before = pool.longest - query_len
+        prefix = before // case.block_size * case.block_size if cascade else 0
+        self.tensors["common_prefix"].fill_(prefix)
+        self._replay = self._captured(self._batch(starts, lengths, self.width, prefix), record)
 
     def _captured(self, batch: AttentionBatch, record: Recorder) -> Callable[[], None]:
         pool = self.pool
@@ -98,7 +122,7 @@ class CapturedStep:
 
             return record(step)
 
-    def _batch(self, starts: Int, lengths: Int, width: int) -> AttentionBatch:
+    def _batch(self, starts: Int, lengths: Int, width: int, prefix: int) -> AttentionBatch:
         counts = np.diff(starts)
         longest = int(counts.max(initial=0))
         singles = next((row for row, count in enumerate(counts) if count != 1), self.rows)
@@ -115,6 +139,8 @@ class CapturedStep:
             query_start_loc_cpu=starts,
             seq_lens_cpu=lengths,
             num_decodes=singles,
+            common_prefix_len=prefix,
+            common_prefix=self.tensors["common_prefix"] if prefix else None,
         )
 
     def launch(self, step: Step) -> torch.Tensor:
@@ -162,4 +188,5 @@ class CapturedStep:
         for static, new in zip(self.inputs, step.new_tokens(), strict=True):
             static.zero_()
             static[:real].copy_(new[:real])
-        return self._batch(starts, lengths, width)
+        self.tensors["common_prefix"].fill_(made.common_prefix_len)
+        return self._batch(starts, lengths, width, made.common_prefix_len)

@@ -66,8 +66,14 @@ def leave_stale_needles(world: World) -> None:
             fill(rest, torch.tensor([0], device=world.device), STALE_VALUE)
 
 
-def share_prefix(world: World, length: int) -> None:
-    """Let requests with a prefix of `length` tokens, whole blocks, share the first request's blocks."""
+def share_prefix(world: World, length: int, *, announced: bool = False) -> None:
+    """Let requests with a prefix of `length` tokens, whole blocks, share the first request's blocks.
+
+    Args:
+        world: changed in place.
+        length: tokens.
+        announced: whether the batch says so, as a common prefix.
+    """
     count = length // world.case.block_size
     lender = world.owned[0][:count]
     for request, (query_len, total) in enumerate(world.case.requests):
@@ -82,6 +88,14 @@ def share_prefix(world: World, length: int) -> None:
         world.host_table[request, :count] = torch.tensor(lender, dtype=torch.int32)
     world.block_table.copy_(world.host_table)
     world.batch = world.make_batch()
+    if announced:
+        announce_prefix(world, length)
+
+
+def announce_prefix(world: World, length: int) -> None:
+    """Put a common prefix into a world's batch."""
+    world.batch.common_prefix_len = length
+    world.batch.common_prefix = torch.tensor([length], dtype=torch.int32, device=world.device)
 
 
 def redrawn(world: World, index: int | None = None) -> World:

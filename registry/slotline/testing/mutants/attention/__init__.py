@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
-from slotline.testing.mutants.attention import arithmetic, contract, masks, outputs, paging, plans
-from slotline.testing.mutants.attention.correct import CORRECT
+from slotline.testing.mutants.attention import (
+    arithmetic,
+    cascade,
+    contract,
+    correct,
+    masks,
+    outputs,
+    paging,
+    plans,
+    scales,
+)
 
 MUTANTS = (
     *contract.MUTANTS,
@@ -12,6 +21,9 @@ MUTANTS = (
     *paging.MUTANTS,
     *outputs.MUTANTS,
     *plans.MUTANTS,
+    *scales.MUTANTS,
+    *cascade.MUTANTS,
 )
+CORRECT = (*correct.CORRECT, *cascade.CORRECT)
 
 __all__ = ["CORRECT", "MUTANTS"]

@@ -32,6 +32,7 @@ class EagerAttention:
 
     def __init__(self, context: AttentionContext) -> None:
         self.block_size = context.kernel_block_size
+        self.kv_scales = context.kv_scales
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """The batch as Python lists and the two tensors that kernels index."""
@@ -42,13 +43,33 @@ class EagerAttention:
         """Store the step's tokens, but for those with slot -1."""
         slots = plan.slot_mapping[: plan.starts[-1]]
         kept = slots >= 0
-        for view, new in zip(cache, (key, value), strict=True):
-            self.store(view, slots[kept], new[: len(slots)][kept])
+        for view, new, scale in zip(cache, (key, value), self.write_scales(layer), strict=True):
+            rows = new[: len(slots)][kept]
+            self.store(view, slots[kept], rows if scale is None else rows.float() / scale)
+
+    def scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """The scales of a layer's cache, None for 1."""
+        return self.kv_scales.get(layer.index, (None, None))
+
+    def write_scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What new keys and values are divided by."""
+        return self.scales(layer)
+
+    def read_scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """What stored keys and values are multiplied by."""
+        return self.scales(layer)
 
     def store(self, view: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
         """Put rows of `new` [n, Hkv, D] into slots [n] of one view of the cache."""
         place = (slots // self.block_size, slots % self.block_size)
-        raw(view)[place] = raw(new.to(view.dtype))
+        raw(view)[place] = raw(self.narrow(new, view.dtype))
+
+    def narrow(self, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """In the cache's dtype; what an eight-bit float cannot hold becomes the largest that it can."""
+        if dtype.itemsize > 1:
+            return new.to(dtype)
+        most = torch.finfo(dtype).max
+        return new.float().clamp(-most, most).to(dtype)
 
     def forward(
         self,
@@ -75,10 +96,19 @@ class EagerAttention:
                     length = plan.lengths[request]
                     first = self.first_key(layer, rows.stop - rows.start, length)
                     keys, values = self.gather(cache, plan, request, first, length)
+                    keys, values = self.scaled(layer, keys, values)
                 seen = self.visible(layer, plan, rows.stop - rows.start, first, length)
                 own, lse[:, rows] = self.attend(layer, query[rows], keys, values, seen.to(out.device), sinks)
                 out[rows] = own.to(out.dtype)
         return lse
+
+    def scaled(
+        self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What was stored, times the layer's scales."""
+        both = zip((keys, values), self.read_scales(layer), strict=True)
+        keys, values = (stored if scale is None else stored.float() * scale for stored, scale in both)
+        return keys, values
 
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
         """The first position that any query of a request sees; blocks before it may be gone."""

@@ -1,0 +1,61 @@
+"""The scales of an eight-bit cache: one pair of device scalars a layer, from the checkpoint or from the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from slotline.registry.contracts import AttentionLayer, KVScales
+
+HEADROOM = 4.0
+"""How far above the first step's largest key or value later ones may be before they are clamped.
+
+Eight-bit floats lose no precision by it: their relative rounding is the same at any size but the smallest.
+"""
+
+
+class KVScaleTable:
+    """The scales of the layers that own a cache; layers that read another's cache have its scales.
+
+    Attributes:
+        by_layer: what backends get, by layer index.
+        pending: whether they are still to be calculated.
+
+    Args:
+        layers: all attention layers of the model.
+        values: scales (of keys, of values) by layer index; a layer without has scales of 1.
+        devices: of the layers, by layer index.
+        dtype: of the cache.
+        calculate: whether the first step's keys and values give them instead.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        values: Mapping[int, tuple[float, float]],
+        *,
+        devices: Mapping[int, str],
+        dtype: torch.dtype,
+        calculate: bool,
+    ) -> None:
+        self.pending = calculate
+        self._most = torch.finfo(dtype).max / HEADROOM
+        self.by_layer: dict[int, KVScales] = {}
+        for layer in layers:
+            if layer.shares_kv_with is None:
+                pair = (1.0, 1.0) if calculate else values.get(layer.index, (1.0, 1.0))
+                self.by_layer[layer.index] = KVScales(
+                    *(torch.tensor(each, device=devices[layer.index]) for each in pair)
+                )
+        for layer in layers:
+            if layer.shares_kv_with is not None:
+                self.by_layer[layer.index] = self.by_layer[layer.shares_kv_with]
+
+    def calculate(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Set a layer's scales from a step's keys and values [num_tokens, num_kv_heads, size], on the device."""
+        if layer.shares_kv_with is not None:
+            return
+        for scale, new in zip(self.by_layer[layer.index], (key, value), strict=True):
+            largest = new.abs().amax().float()
+            scale.copy_(torch.where(largest > 0, largest / self._most, 1.0))
