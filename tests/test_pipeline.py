@@ -20,6 +20,8 @@ from slotline.core.block_tables import DeviceTables
 from slotline.core.inputs import StepInputs
 from slotline.core.planning import make_plan
 from slotline.core.stages import balanced
+from slotline.core.tuning.cases import cases_for
+from slotline.core.tuning.tuner import Tuner
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
 from slotline.registry.contracts import ModelParts
@@ -366,3 +368,10 @@ def test_a_cache_read_across_stages_is_refused(tiny: Tiny, monkeypatch: pytest.M
 def test_a_pool_that_one_stage_cannot_hold_is_refused(tiny: Tiny) -> None:
     with pytest.raises(CapacityError, match="one block takes"):
         LLM(tiny("llama"), device="cpu", memory="1KiB", **over(2))
+
+
+def test_stages_are_not_tuned(tiny: Tiny) -> None:
+    loaded = planned(tiny("llama"), **{"parallel.pipeline": 2}).loaded
+    cases = cases_for("cpu", max_requests=8, max_model_len=256, max_batched_tokens=64)
+    with pytest.raises(NegotiationError, match="2 pipeline stages: what is measured is kept"):
+        Tuner(lambda _: loaded, cases, date="2026-11-21").run()

@@ -13,6 +13,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from slotline.core.build import EngineBuilder
+from slotline.core.device import device_scope
 from slotline.core.engine import Engine
 from slotline.core.planning import Planned, make_plan
 from slotline.core.tuning.cases import Cases
@@ -106,10 +107,15 @@ class Tuner:
         """Backends first, then block sizes of the good ones, then graph modes of the best.
 
         Raises:
-            SlotlineError: if not even a plan for the configuration as it is can be made.
+            SlotlineError: if not even a plan for the configuration as it is can be made, or if it has stages.
         """
         planned = make_plan(self.configure({}), use_measurements=False)
         plan, origins = planned.plan, planned.loaded.origins
+        if plan.stages:
+            raise NegotiationError(
+                f"{len(plan.stages)} pipeline stages: what is measured is kept for the model on one device",
+                fix="remove parallel.pipeline; what was measured on one device counts for stages too",
+            )
         aim, self._pair = _aim(plan), (plan.dtype, plan.kv_dtype)
         self._refused += refused_backends(plan)
         self._try("backends", list(backend_trials(plan)), aim)
@@ -170,9 +176,10 @@ class Tuner:
             return Outcome(trial=trial, failure=f"resolves to {planned.plan.graphs.resolved}")
         run, start, before = _run_of(planned.plan, aim), perf_counter(), None
         try:
-            model = self._load(planned)
-            before = _allocated(planned.device)
-            outcome = self._timed(trial, run, planned, model)
+            with device_scope(planned.device):
+                model = self._load(planned)
+                before = _allocated(planned.device)
+                outcome = self._timed(trial, run, planned, model)
         except Exception as error:  # a plugin may fail in any way, and the others are still to be measured
             logger.debug("a trial failed", exc_info=True)
             failure = _first_line(error)
