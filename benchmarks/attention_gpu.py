@@ -1,86 +1,135 @@
-"""Paged attention alone on a GPU: time of a decode step's kernel, and the share of copy bandwidth that it reaches.
+"""Paged attention alone on a GPU: time of one layer's call by backend, and the share of the card's limits it reaches.
 
-    python benchmarks/attention_gpu.py [--backend triton] [--block-size 16] [--kv-dtype float8_e4m3fn] [--json out.json]
+    python benchmarks/attention_gpu.py [--backend triton --backend flashinfer] [--kv-dtype float8_e4m3fn] [--json FILE]
     python benchmarks/attention_gpu.py --cascade
-    python benchmarks/attention_gpu.py --prefill
 
-Requests of 2,048 tokens by default, 32 query and 8 KV heads of 128, bfloat16; caches of four layers in turn, so that
-nothing is found in the L2 cache. Times are medians of replays of a captured graph of 20 calls. `--cascade` compares
-requests that share a prefix with and without serving it apart; `--prefill` gives the rate of causal prompts.
+32 query and 8 KV heads of 128, bfloat16, pages of 16 tokens or the smallest that the backend takes; caches of four
+layers in turn, so that nothing is found in the L2 cache. Times are medians of replays of a captured graph of 20 calls;
+of 20 eager calls where the backend declares no capture for such a batch, which is marked. `plan` is the host's time for
+one step. Bytes are the keys and values that must be read, operations those of the two products under the mask.
+`--cascade` compares requests that share a prefix with and without serving it apart.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, KVScales
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
-CALLS = 20
+CALLS, ROUNDS = 20, 30
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+LAYER = AttentionLayer(
+    name="layer",
+    index=0,
+    num_heads=HEADS,
+    num_kv_heads=KV_HEADS,
+    head_size=SIZE,
+    head_size_v=SIZE,
+    scale=SIZE**-0.5,
+)
 
 
-def context(layer: AttentionLayer, block_size: int, requests: int, length: int, kv_dtype: str) -> AttentionContext:
+class Shape(NamedTuple):
+    """A batch: (query tokens, keys) of each request; the first `shared` keys are the same blocks for all."""
+
+    name: str
+    requests: tuple[tuple[int, int], ...]
+    shared: int = 0
+
+    @property
+    def level(self) -> GraphSupport:
+        """The graph support that capturing it takes."""
+        counts = {count for count, _ in self.requests}
+        if counts == {1}:
+            return GraphSupport.SINGLE_TOKEN
+        return GraphSupport.UNIFORM if len(counts) == 1 else GraphSupport.ALWAYS
+
+    @property
+    def elements(self) -> int:
+        return sum(length for _, length in self.requests) * 2 * KV_HEADS * SIZE
+
+    @property
+    def operations(self) -> int:
+        return sum(4 * HEADS * SIZE * (count * length - count * (count - 1) // 2) for count, length in self.requests)
+
+
+SHAPES = (
+    Shape("decode 64 x 2,048", ((1, 2048),) * 64),
+    Shape("decode 256 x 512", ((1, 512),) * 256),
+    Shape("decode 8 x 32,768", ((1, 32768),) * 8),
+    Shape("decode 1 x 2,048", ((1, 2048),)),
+    Shape("verify 32 x 5 of 2,048", ((5, 2048),) * 32),
+    Shape("prefill 1 x 8,192", ((8192, 8192),)),
+    Shape("prefill 4 x 2,048", ((2048, 2048),) * 4),
+    Shape("mixed 64 x 2,048, 1 x 2,048 new", (*((1, 2048),) * 64, (2048, 2048))),
+)
+
+SHARED = tuple(
+    Shape(f"{requests} x {shared + 128:,}, {shared:,} shared", ((1, shared + 128),) * requests, shared)
+    for requests, shared in ((8, 8192), (16, 1024), (32, 512), (64, 512), (64, 2048), (64, 8192), (256, 1024))
+)
+
+
+def context(shape: Shape, block_size: int, kv_dtype: str) -> AttentionContext:
+    half = {0: KVScales(*(torch.tensor(0.5, device="cuda") for _ in range(2)))}
     return AttentionContext(
         contract=1,
-        layers=(layer,),
+        layers=(LAYER,),
         device="cuda",
         dtype="bfloat16",
         kv_dtype=kv_dtype,
+        kv_scales={} if kv_dtype == "bfloat16" else half,
         block_size=block_size,
         kernel_block_size=block_size,
         layout="NHD",
-        max_query_len=length,
-        max_requests=requests,
+        max_query_len=max(count for count, _ in shape.requests),
+        max_requests=len(shape.requests),
         max_tokens=8192,
-        max_model_len=length,
-        kv_scales={}
-        if kv_dtype == "bfloat16"
-        else {0: KVScales(*(torch.tensor(0.5, device="cuda") for _ in range(2)))},
+        max_model_len=max(length for _, length in shape.requests),
     )
 
 
-def batch(
-    requests: int,
-    query_len: int,
-    length: int,
-    block_size: int,
-    num_blocks: int,
-    shared: int = 0,
-    *,
-    apart: bool = False,
-) -> AttentionBatch:
-    """Requests of equal length over shuffled blocks; their first `shared` tokens lie in the same ones."""
-    width = -(-length // block_size)
-    blocks = torch.randperm(num_blocks - 1)[: requests * width] + 1
-    table = blocks.view(requests, width).int().cuda()
-    table[:, : shared // block_size] = table[:1, : shared // block_size]
-    starts, lens = np.arange(requests + 1, dtype=np.int32) * query_len, np.full(requests, length, np.int32)
-    positions = torch.arange(length - query_len, length).repeat(requests).cuda()
-    rows = torch.arange(requests).repeat_interleave(query_len).cuda()
-    slots = table[rows, positions // block_size].long() * block_size + positions % block_size
-    return AttentionBatch(
-        num_requests=requests,
-        num_tokens=requests * query_len,
-        max_query_len=query_len,
-        max_seq_len=length,
+def batch(shape: Shape, block_size: int, *, apart: bool) -> tuple[AttentionBatch, int]:
+    """The batch over shuffled blocks, its prefix marked as common if `apart`, and how many blocks that takes."""
+    counts, lens = (np.array(column, np.int32) for column in zip(*shape.requests, strict=True))
+    widths = -(-lens // block_size)
+    blocks = torch.randperm(int(widths.sum())).int() + 1
+    table = torch.zeros(len(lens), int(widths.max()), dtype=torch.int32)
+    for row, part in enumerate(blocks.split(widths.tolist())):
+        table[row, : len(part)] = part
+    table[:, : shape.shared // block_size] = table[:1, : shape.shared // block_size]
+    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    rows = np.repeat(np.arange(len(lens)), counts)
+    positions = torch.from_numpy(np.arange(starts[-1]) - starts[rows] + (lens - counts)[rows]).long()
+    slots = table[torch.from_numpy(rows), positions // block_size].long() * block_size + positions % block_size
+    made = AttentionBatch(
+        num_requests=len(lens),
+        num_tokens=int(starts[-1]),
+        max_query_len=int(counts.max()),
+        max_seq_len=int(lens.max()),
         query_start_loc=torch.from_numpy(starts).cuda(),
         seq_lens=torch.from_numpy(lens).cuda(),
-        block_table=table,
-        slot_mapping=slots,
-        positions=positions,
+        block_table=table.cuda(),
+        slot_mapping=slots.cuda(),
+        positions=positions.cuda(),
         query_start_loc_cpu=starts,
         seq_lens_cpu=lens,
-        num_decodes=requests if query_len == 1 else 0,
-        common_prefix_len=shared if apart else 0,
-        common_prefix=torch.tensor([shared], dtype=torch.int32, device="cuda") if apart else None,
+        num_decodes=next((i for i, count in enumerate(counts) if count != 1), len(counts)),
+        common_prefix_len=shape.shared if apart else 0,
+        common_prefix=torch.tensor([shape.shared], dtype=torch.int32, device="cuda") if apart else None,
     )
+    return made, int(widths.sum()) + 1
 
 
 def copy_bandwidth() -> float:
@@ -99,113 +148,106 @@ def elapsed(work: Any) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def measure(
-    name: str,
-    requests: int,
-    query_len: int,
-    length: int,
-    block_size: int,
-    kv_dtype: str = "bfloat16",
-    shared: int = 0,
-    *,
-    apart: bool = False,
-) -> dict[str, Any]:
-    """Median seconds of one call, and the bytes of keys and values that it must read."""
-    layer = AttentionLayer(
-        name="layer", index=0, num_heads=32, num_kv_heads=8, head_size=128, head_size_v=128, scale=128**-0.5
-    )
-    num_blocks = requests * -(-length // block_size) + 1
+def measure(name: str, shape: Shape, kv_dtype: str = "bfloat16", *, apart: bool = False) -> dict[str, Any]:
+    """Median seconds of one call and of one plan."""
     descriptor = PluginRegistry.discover(tolerant=True).load(Kind.ATTENTION, name)
-    backend = resolve_factory(descriptor)(context(layer, block_size, requests, length, kv_dtype))
-    shape = (num_blocks, block_size, 8, 128)
+    offer = descriptor.capabilities
+    block_size = next(size for size in (16, 32, 64, 128, 256) if offer.kernel_block_sizes.refusal(size) is None)
+    backend = resolve_factory(descriptor)(context(shape, block_size, kv_dtype))
+    made, num_blocks = batch(shape, block_size, apart=apart)
+    pages = (num_blocks, block_size, KV_HEADS, SIZE)
     dtype = getattr(torch, kv_dtype)
     caches = [
-        KVCache(*(torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
+        KVCache(*(torch.randn(pages, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)))
         for _ in range(4)
     ]
-    plan = backend.plan(batch(requests, query_len, length, block_size, num_blocks, shared, apart=apart))
-    query = torch.randn(requests * query_len, 32, 128, device="cuda", dtype=torch.bfloat16)
-    new = torch.randn(requests * query_len, 8, 128, device="cuda", dtype=torch.bfloat16)
+    plan = backend.plan(made)
+    query = torch.randn(made.num_tokens, HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
+    new = torch.randn(made.num_tokens, KV_HEADS, SIZE, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(query)
 
-    def call(index: int) -> None:
-        backend.forward(layer, query, new, new, caches[index % 4], plan, out)
+    def calls() -> None:
+        for index in range(CALLS):
+            backend.forward(LAYER, query, new, new, caches[index % 4], plan, out)
 
+    captured = offer.graphs.refusal(shape.level) is None
+    work = graph_of(calls) if captured else calls
+    work()
+    rounds = ROUNDS if captured else ROUNDS // 3
+    times = sorted(elapsed(work) / CALLS for _ in range(rounds))
+    return {
+        "backend": name,
+        "shape": shape.name,
+        "block_size": block_size,
+        "captured": captured,
+        "seconds": times[len(times) // 2],
+        "plan_seconds": host_time(lambda: backend.plan(made)),
+        "bytes": shape.elements * dtype.itemsize,
+        "operations": shape.operations,
+    }
+
+
+def graph_of(calls: Callable[[], None]) -> Callable[[], None]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        for index in range(4):
-            call(index)
+        calls()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for index in range(CALLS):
-            call(index)
-    times = sorted(elapsed(graph.replay) / CALLS for _ in range(30))
-    read = 2 * requests * length * 8 * 128 * dtype.itemsize
-    return {"seconds": times[len(times) // 2], "bytes": read}
+        calls()
+    return graph.replay
 
 
-def cascade(name: str, block_size: int, kv_dtype: str) -> None:
-    """Requests with a common prefix and 128 tokens of their own: time with and without serving it apart."""
-    for requests, shared in (
-        (8, 512),
-        (8, 8192),
-        (16, 1024),
-        (32, 512),
-        (64, 512),
-        (64, 2048),
-        (64, 8192),
-        (256, 1024),
-    ):
-        shape = (name, requests, 1, shared + 128, block_size, kv_dtype, shared)
-        without, apart = (measure(*shape, apart=flag)["seconds"] for flag in (False, True))
-        print(
-            f"{requests:4} requests, {shared:5} shared tokens: {without * 1e6:8.1f} us, apart {apart * 1e6:8.1f} us, "
-            f"{without / apart:5.2f} times"
-        )
+def host_time(work: Callable[[], Any]) -> float:
+    """Median seconds of a call on the host, with the device idle."""
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
 
 
-def prefill(name: str, block_size: int, kv_dtype: str) -> None:
-    """Causal prompts: time, and the rate of the two matrix products over what the mask leaves."""
-    for requests, length in ((1, 1024), (1, 8192), (4, 2048), (1, 16384)):
-        seconds = measure(name, requests, length, length, block_size, kv_dtype)["seconds"]
-        work = requests * 4 * 32 * 128 * length * (length + 1) / 2
-        print(
-            f"{requests:3} prompts of {length:6} tokens: {seconds * 1e6:9.1f} us  {work / seconds / 1e12:6.1f} TFLOP/s"
-        )
+def cascade(names: list[str], kv_dtype: str) -> None:
+    """Time with and without serving a common prefix apart; 128 tokens are each request's own."""
+    for shape in SHARED:
+        for name in names:
+            without, apart = (measure(name, shape, kv_dtype, apart=flag)["seconds"] for flag in (False, True))
+            print(
+                f"{shape.name:32} {name:12} {without * 1e6:9.1f} us, apart {apart * 1e6:9.1f} us, "
+                f"{without / apart:5.2f} times",
+                flush=True,
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", default="triton")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--backend", action="append", help="repeatable; triton by default")
+    parser.add_argument("--shape", default="", help="shapes whose name begins so")
     parser.add_argument("--kv-dtype", default="bfloat16")
     parser.add_argument("--cascade", action="store_true")
-    parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     if arguments.cascade:
-        cascade(arguments.backend, arguments.block_size, arguments.kv_dtype)
-    elif arguments.prefill:
-        prefill(arguments.backend, arguments.block_size, arguments.kv_dtype)
-    else:
-        decode(arguments)
-
-
-def decode(arguments: argparse.Namespace) -> None:
-    """Decode and verification over a range of batches, against copy bandwidth."""
+        cascade(arguments.backend or ["triton"], arguments.kv_dtype)
+        return
     limit = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copy bandwidth {limit:.2f} TB/s; backend {arguments.backend}")
+    print(f"{torch.cuda.get_device_name()}, copy bandwidth {limit:.2f} TB/s")
     figures = []
-    for requests, query_len, length in ((64, 1, 2048), (1, 1, 2048), (256, 1, 512), (8, 1, 32768), (32, 5, 2048)):
-        found = measure(arguments.backend, requests, query_len, length, arguments.block_size, arguments.kv_dtype)
-        rate = found["bytes"] / found["seconds"] / 1e12
-        figures.append({"requests": requests, "query_len": query_len, "length": length, **found})
-        print(
-            f"{requests:4} requests x {query_len} query tokens, {length:6} keys: {found['seconds'] * 1e6:8.1f} us  "
-            f"{rate:5.2f} TB/s  {rate / limit:4.0%} of copy bandwidth"
-        )
+    for shape in (shape for shape in SHAPES if shape.name.startswith(arguments.shape)):
+        for name in arguments.backend or ["triton"]:
+            found = measure(name, shape, arguments.kv_dtype)
+            torch.cuda.empty_cache()
+            figures.append(found)
+            rate, flops = found["bytes"] / found["seconds"] / 1e12, found["operations"] / found["seconds"] / 1e12
+            print(
+                f"{shape.name:32} {name:12} {found['seconds'] * 1e6:9.1f} us  {rate:5.2f} TB/s {rate / limit:4.0%}  "
+                f"{flops:6.1f} TFLOP/s  plan {found['plan_seconds'] * 1e6:6.0f} us"
+                + ("" if found["captured"] else "  (eager)"),
+                flush=True,
+            )
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump({"copy_tb_per_s": limit, "figures": figures}, file, indent=1)

@@ -192,7 +192,7 @@ def test_an_explicit_backend_that_cannot_serve_is_an_error_with_all_reasons_and_
     weak = backend("weak", head_sizes=Range(128, 128), dtypes=Set((("float16", "float16"),)))
     error = failure(request(backend=explicit("weak", "run.toml:3 attention.backend")), [weak, backend("torch")])
     texts = {reason.code: reason.text for reason in error.reasons}
-    assert texts["N130"] == "head size: needs 64, offers 128 to 128"
+    assert texts["N130"] == "head size: needs 64, offers 128"
     assert texts["N120"] == "dtype pair: needs float32/float32, offers float16/float16"
     assert 'attention.backend = "torch"' in str(error)
     assert "run.toml:3" in str(error)
@@ -226,7 +226,7 @@ def test_a_list_of_backends_is_an_order_of_preference_and_falling_back_is_record
     assert plan.groups[0].backend == "second"
     (note,) = plan.downgrades
     assert note.code == "N303"
-    assert note.because == ("first: N130 head size: needs 64, offers 128 to 128",)
+    assert note.because == ("first: N130 head size: needs 64, offers 128",)
     assert note.to_avoid == ('attention.backend = "second"',)
     better = negotiate(asked, [second, backend("first")], [FULL])
     assert (better.groups[0].backend, better.downgrades) == ("first", ())

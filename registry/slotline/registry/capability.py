@@ -177,6 +177,8 @@ class Range:
         return f"needs {need}, offers {self.describe()}"
 
     def describe(self) -> str:
+        if self.minimum == self.maximum:
+            return _join(map(str, (self.minimum, *self.extra)))
         top = "" if self.maximum is None else f" to {self.maximum}"
         step = "" if self.step == 1 else f" in steps of {self.step}"
         extra = f", or {_join(map(str, self.extra))}" if self.extra else ""

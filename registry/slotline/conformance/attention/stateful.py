@@ -33,7 +33,7 @@ def _pool(run: Run, **fields: Any) -> Pool:
     case = chosen(run, ((min(limit, 1024), 1024),), block_size=size, **fields)
     blocks = max(24, -(-384 // size))
     backend = build(run, case)
-    longest = max(192, 3 * size)
+    longest = max(192, 3 * size + 1)
     device = device_of(run.subject)
     return Pool(case, backend, num_blocks=blocks, longest=longest, device=device, writes_cache=writes_cache(run))
 

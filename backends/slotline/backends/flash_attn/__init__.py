@@ -1,0 +1,77 @@
+"""Descriptors of the attention backends `flash_attn` and `flash_attn_3`: FlashAttention 2 and 3 over a paged cache."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Range, Set
+from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, if the package is there."""
+    if device.type == "cuda" and find_spec("flash_attn") is None:
+        return "the package flash_attn is not installed; `pip install flash-attn` makes this backend available"
+    return descriptor.capabilities
+
+
+def probe_3(device: DeviceInfo) -> Any:
+    """The offer, if the package is there; its kernels are Hopper's alone."""
+    if device.type != "cuda":
+        return descriptor_3.capabilities
+    if device.compute_capability is None or device.compute_capability[0] != 9:
+        return f"FlashAttention 3 runs on Hopper (compute capability 9.0), this is {device.name}"
+    if find_spec("flash_attn_interface") is None:
+        return (
+            "the package flash_attn_interface is not installed; build it from the folder hopper of flash-attention's "
+            "sources"
+        )
+    return descriptor_3.capabilities
+
+
+descriptor = Descriptor(
+    kind=Kind.ATTENTION,
+    name="flash_attn",
+    capabilities=AttentionCapabilities(
+        devices=Set(("cuda",)),
+        min_compute_capability=(8, 0),
+        dtypes=Set((("bfloat16", "bfloat16"), ("float16", "float16"))),
+        head_sizes=Range(minimum=8, maximum=256, step=8),
+        kernel_block_sizes=Align(multiple_of=256),
+        layouts=Choice(("NHD", "HND")),
+        sliding_window=Flag(True),
+        soft_cap=Flag(True),
+        sinks=Flag(True, "applied to the output by the log-sum-exp"),
+        # Query lengths are an argument of the launch, so that only batches of equal ones can be replayed.
+        graphs=Level(GraphSupport.UNIFORM),
+        lse=Flag(True, "natural log; a sink counts as one more key"),
+        priority=8,
+        priority_reason="two faults that the suite found on a GPU are mended, and it has not run again there",
+    ),
+    factory="slotline.backends.flash_attn.backend:FlashAttnBackend",
+    probe="slotline.backends.flash_attn:probe",
+    summary="FlashAttention 2 with split keys, pages of a multiple of 256 tokens",
+)
+
+descriptor_3 = Descriptor(
+    kind=Kind.ATTENTION,
+    name="flash_attn_3",
+    capabilities=AttentionCapabilities(
+        devices=Set(("cuda",)),
+        min_compute_capability=(9, 0),
+        dtypes=Set((("bfloat16", "bfloat16"), ("float16", "float16"))),
+        head_sizes=Range(minimum=8, maximum=256, step=8),
+        layouts=Choice(("NHD", "HND")),
+        sliding_window=Flag(True),
+        soft_cap=Flag(True),
+        sinks=Flag(True, "applied to the output by the log-sum-exp"),
+        lse=Flag(True, "natural log; a sink counts as one more key"),
+        priority=1,
+        priority_reason="no machine that has the package has run it yet, and no capture is claimed before",
+    ),
+    factory="slotline.backends.flash_attn.hopper:FlashAttn3Backend",
+    probe="slotline.backends.flash_attn:probe_3",
+    summary="FlashAttention 3 on Hopper, pages of any size; not run yet",
+)

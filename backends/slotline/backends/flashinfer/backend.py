@@ -1,0 +1,140 @@
+"""FlashInfer's paged kernels behind the attention contract (Ye et al. 2025, FlashInfer)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+from slotline.backends.flashinfer import FlashInferOptions
+from slotline.backends.flashinfer.plans import Planner
+from slotline.backends.sinks import add_sinks
+from slotline.backends.triton.backend import Plan as StorePlan
+from slotline.backends.triton.backend import TritonBackend
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.errors import ConfigError, PluginError
+
+logger = logging.getLogger("slotline")
+LONG_QUERY = 64
+"""Mean query tokens from which `auto` takes fa3: its tiles hold 128 and it does not split keys."""
+
+
+class Part(NamedTuple):
+    """Query tokens `first` .. `end` of a step, and the planned wrapper that computes them."""
+
+    first: int
+    end: int
+    wrapper: Any
+
+
+class Plan(NamedTuple):
+    """One step."""
+
+    store: StorePlan
+    parts: tuple[Part, ...]
+
+
+class FlashInferBackend:
+    """Paged attention by FlashInfer. Implements `AttentionBackend`.
+
+    Requests at the front of a batch that decode go to the decode wrapper, the others to the prefill wrapper.
+
+    Raises:
+        ConfigError: if `prefill = "fa3"` cannot run here.
+        PluginError: if FlashInfer's kernels cannot be compiled.
+    """
+
+    def __init__(self, context: AttentionContext) -> None:
+        options = context.options or FlashInferOptions()
+        self._store = TritonBackend(context)
+        self._hopper = _takes_fa3(options.prefill, context)
+        self._long = 0 if options.prefill == "fa3" else LONG_QUERY
+        compile_kernels(context, ("fa2", "fa3") if self._hopper else ("fa2",))  # decode runs on fa2's
+        self._planner = Planner(context)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        decodes, parts = batch.num_decodes, []
+        if decodes:
+            parts.append(Part(0, decodes, self._planner.decode(batch, decodes)))
+        if batch.num_tokens > decodes:
+            wrapper = self._planner.prefill(batch, decodes, self._kernel(batch))
+            parts.append(Part(decodes, batch.num_tokens, wrapper))
+        return Plan(StorePlan(batch, ()), tuple(parts))
+
+    def _kernel(self, batch: AttentionBatch) -> str:
+        """fa3 for long queries; it gives no numbers for a padded request, which has no key."""
+        rest = batch.num_decodes
+        mean = (batch.num_tokens - rest) / (batch.num_requests - rest)
+        return "fa3" if self._hopper and mean >= self._long and batch.seq_lens_cpu[rest:].all() else "fa2"
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        self._store.write(layer, key, value, cache, plan.store)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tokens = plan.store.batch.num_tokens
+        if out.shape[0] > tokens:
+            out[tokens:].zero_()
+        lse = torch.empty((out.shape[0], layer.num_heads), dtype=torch.float32, device=out.device)
+        query = query if query.stride(2) == 1 else query.contiguous()
+        target = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+        pages = (cache.key, cache.value)
+        for first, end, wrapper in plan.parts:
+            wrapper.run(query[first:end], pages, out=target[first:end], lse=lse[first:end], return_lse=True)
+        if sinks is not None:
+            lse[:tokens] = add_sinks(target[:tokens], lse[:tokens], sinks, base="2")
+        if target is not out:
+            out[:tokens] = target[:tokens]
+        return lse.T
+
+
+def _takes_fa3(asked: str, context: AttentionContext) -> bool:
+    """Whether fa3 is allowed and runs."""
+    hopper = torch.cuda.get_device_capability(context.device)[0] == 9
+    runs = hopper and context.dtype == context.kv_dtype
+    if asked == "fa3" and not runs:
+        raise ConfigError(
+            f"backend.flashinfer.prefill = 'fa3' runs on Hopper with a cache in the dtype of the model, this is "
+            f"{torch.cuda.get_device_name(context.device)} with a cache in {context.kv_dtype}",
+            fix="set it to 'auto' or 'fa2'",
+        )
+    return runs and asked != "fa2"
+
+
+def compile_kernels(context: AttentionContext, kernels: tuple[str, ...]) -> None:
+    """Compile what this group needs, all at once; FlashInfer keeps the result on disk.
+
+    Raises:
+        PluginError: with the compiler's complaint.
+    """
+    from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
+
+    layer = context.layers[0]
+    dtype, kv_dtype = getattr(torch, context.dtype), getattr(torch, context.kv_dtype)
+    size, window, cap = layer.head_size, layer.window is not None, layer.soft_cap is not None
+    specs = [
+        gen_batch_prefill_module(kernel, dtype, kv_dtype, dtype, torch.int32, size, size, 0, window, cap, False)
+        for kernel in kernels
+    ]
+    missing = [spec for spec in specs if not spec.is_compiled]
+    if not missing:
+        return
+    logger.info("compiling %d modules of FlashInfer, which takes a minute or more the first time", len(missing))
+    try:
+        build_jit_specs(missing)
+    except RuntimeError as error:
+        lines = str(error).strip().splitlines()
+        raise PluginError(
+            f"flashinfer cannot compile its kernels: {lines[-1] if lines else error}",
+            fix="run `flashinfer show-config` and see that nvcc fits the driver, or set attention.backend to another",
+        ) from error

@@ -1,0 +1,42 @@
+"""Descriptor of the `flex` attention backend: PyTorch's FlexAttention, which compiles a kernel for any mask."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from itertools import product
+from typing import Any
+
+from slotline.registry.capability import Choice, Flag, Set
+from slotline.registry.contracts.attention import AttentionCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+FLOATS = ("float32", "bfloat16", "float16")
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, where torch can compile it: on a GPU that takes Triton."""
+    if device.type == "cuda" and find_spec("triton") is None:
+        return "FlexAttention needs the package triton on a GPU; `pip install triton`"
+    return descriptor.capabilities
+
+
+descriptor = Descriptor(
+    kind=Kind.ATTENTION,
+    name="flex",
+    capabilities=AttentionCapabilities(
+        devices=Set(("cpu", "cuda")),
+        dtypes=Set((*product(FLOATS, FLOATS), *product(FLOATS, EIGHT_BITS))),
+        different_value_head=Flag(True),
+        layouts=Choice(("NHD", "HND")),
+        sliding_window=Flag(True),
+        soft_cap=Flag(True),
+        sinks=Flag(True, "applied to the output by the log-sum-exp"),
+        lse=Flag(True, "natural log; a sink counts as one more key"),
+        priority=5,
+        priority_reason="gathers the cache before it computes, and compiles for each shape of layer",
+    ),
+    factory="slotline.backends.flex.backend:FlexBackend",
+    probe="slotline.backends.flex:probe",
+    summary="PyTorch's FlexAttention over gathered pages; the place to try another mask or score",
+)

@@ -1,0 +1,247 @@
+"""FlexAttention behind the attention contract (Dong et al. 2024, Flex Attention).
+
+Pages of all requests are gathered into one long sequence, what no request owns is zeroed, and a mask keeps requests
+apart. Query tokens of a step lie in the order of the requests, and so do their pages: each block of query tokens sees
+one run of blocks of keys, which makes the block mask a handful of array operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from slotline.backends.sinks import add_sinks
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+BLOCK = 128
+MOST_COMPILED = 64
+"""Variants of the kernel that dynamo may keep: shapes of layers, short and long batches."""
+Int = npt.NDArray[np.int64]
+
+
+class Keys(NamedTuple):
+    """The keys of some requests, gathered page by page.
+
+    Attributes:
+        pages: [P] int64, where they lie in the cache, in the order of the requests.
+        owner: [P * page] int64, which of the requests a slot belongs to; -1 for nobody.
+        position: [P * page] int64, in the owner's text.
+        ends: [R] int64, the slot behind each request's last page.
+    """
+
+    pages: torch.Tensor
+    owner: Int
+    position: Int
+    ends: Int
+
+
+class Plan(NamedTuple):
+    """One step.
+
+    Attributes:
+        num_tokens: of the batch.
+        rows: new tokens to store, None for all; `blocks`, `offsets`: where they go, int64.
+        tokens: [T] int64, query tokens that have a key to see; None for all.
+        pages: [P] int64, gathered pages in the order of their requests.
+        owned: [P * page, 1, 1] bool, slots that hold a key of their request.
+        mask: who sees what; None if nobody sees anything.
+    """
+
+    num_tokens: int
+    rows: torch.Tensor | None
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    tokens: torch.Tensor | None
+    pages: torch.Tensor
+    owned: torch.Tensor
+    mask: BlockMask | None
+
+
+class FlexBackend:
+    """Attention by FlexAttention, compiled on a GPU, unfused on a CPU. Implements `AttentionBackend`."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        layer = context.layers[0]
+        self._page, self._window = context.kernel_block_size, layer.window
+        self._device = torch.device(context.device)
+        self._score = _capped(layer.soft_cap) if layer.soft_cap else None
+        compiler = "inductor" if self._device.type == "cuda" else "eager"
+        self._attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=compiler)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        slots = batch.slot_mapping[: batch.num_tokens]
+        rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
+        slots = slots if rows is None else slots[rows]
+        blocks = slots // self._page
+        counts = np.diff(batch.query_start_loc_cpu[: batch.num_requests + 1]).astype(np.int64)
+        lens = batch.seq_lens_cpu[: batch.num_requests].astype(np.int64)
+        requests = np.flatnonzero((counts > 0) & (lens > 0))  # those that read
+        counts, lens = counts[requests], lens[requests]
+        owner, place = _ragged(counts)
+        tokens = batch.query_start_loc_cpu[requests][owner] + place
+        keys = self._keys(batch, requests, counts, lens)
+        return Plan(
+            batch.num_tokens,
+            rows,
+            blocks,
+            slots - blocks * self._page,
+            None if len(tokens) == batch.num_tokens else self._put(tokens),
+            keys.pages,
+            self._put(keys.owner >= 0)[:, None, None],
+            self._mask(keys, owner, (lens - counts)[owner] + place, batch.causal) if len(tokens) else None,
+        )
+
+    def _keys(self, batch: AttentionBatch, requests: Int, counts: Int, lens: Int) -> Keys:
+        """All keys of some requests with so many query tokens and keys; but for pages before every query's window."""
+        skipped = np.zeros_like(lens)
+        if self._window is not None:
+            skipped = np.maximum(lens - counts - self._window + 1, 0) // self._page
+        num_pages = -(-lens // self._page) - skipped
+        owner, column = _ragged(num_pages)
+        column = column + skipped[owner]
+        pages = batch.block_table[self._put(requests[owner]), self._put(column)].long()
+        owner = np.repeat(owner, self._page)
+        position = (column[:, None] * self._page + np.arange(self._page)).ravel()
+        owner = np.where(position < lens[owner], owner, -1)
+        return Keys(pages, owner, position, np.cumsum(num_pages) * self._page)
+
+    def _mask(self, keys: Keys, owner: Int, position: Int, causal: bool) -> BlockMask:
+        """Who sees what, for query tokens of such requests at such positions."""
+        how_many, which = _blocks_of_keys(owner, keys.ends)
+        queries = self._put(owner), self._put(position)
+        visible = _visible(queries, (self._put(keys.owner), self._put(keys.position)), self._window, causal)
+        return BlockMask.from_kv_blocks(
+            self._put(how_many),
+            self._put(which),
+            BLOCK_SIZE=BLOCK,
+            mask_mod=visible,
+            seq_lengths=(len(owner), len(keys.owner)),
+            compute_q_blocks=False,
+        )
+
+    def _put(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        if not plan.blocks.numel():
+            return
+        for new, stored in ((key, cache.key), (value, cache.value)):
+            rows = new[: plan.num_tokens] if plan.rows is None else new[plan.rows]
+            _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        lse = torch.full((out.shape[0], layer.num_heads), -torch.inf, device=out.device)
+        if plan.tokens is not None or out.shape[0] != plan.num_tokens:
+            out.zero_()  # padding, and requests that have no key at all
+        if plan.mask is None:
+            return lse.T
+        tokens = slice(plan.num_tokens) if plan.tokens is None else plan.tokens
+        keys, values = (self._gathered(part, plan, query.dtype) for part in cache)
+        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, specialize_float=True):
+            found, aux = self._attend(
+                query[tokens].transpose(0, 1)[None],
+                keys,
+                values,
+                score_mod=self._score,
+                block_mask=plan.mask,
+                scale=layer.scale,
+                enable_gqa=layer.num_heads != layer.num_kv_heads,
+                return_aux=AuxRequest(lse=True),
+            )
+        found, norms = found[0].transpose(0, 1), aux.lse[0].T  # [T, H, Dv], [T, H]
+        lse[tokens] = norms if sinks is None else add_sinks(found, norms, sinks)
+        out[tokens] = found
+        return lse.T
+
+    def _gathered(self, part: torch.Tensor, plan: Plan, dtype: torch.dtype) -> torch.Tensor:
+        """Keys or values [1, num_kv_heads, slots, size]; zero where nobody's are, since masked values count as zero
+        times what they are, and that may be NaN.
+        """
+        slots = _raw(part)[plan.pages].view(part.dtype).flatten(0, 1).to(dtype)
+        return torch.where(plan.owned, slots, 0).transpose(0, 1)[None]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Eight-bit floats as bytes, because they cannot be indexed everywhere."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """As the cache keeps them: eight-bit floats clamped, lest they become NaN or infinity."""
+    if dtype.itemsize == 1:
+        most = torch.finfo(dtype).max
+        rows = rows.float().clamp(-most, most)
+    return rows.to(dtype)
+
+
+def _ragged(counts: Int) -> tuple[Int, Int]:
+    """Of each element of rows of so many elements: its row, and its place there."""
+    owner = np.repeat(np.arange(len(counts)), counts)
+    starts = np.cumsum(counts) - counts
+    return owner, np.arange(len(owner)) - starts[owner]
+
+
+def _blocks_of_keys(owner: Int, ends: Int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """For each block of query tokens, how many blocks of keys hold any of its requests' keys, and which.
+
+    Args:
+        owner: request of each query token, ascending.
+        ends: the slot behind each request's keys.
+    """
+    first = owner[::BLOCK]
+    last = owner[np.minimum(np.arange(1, len(first) + 1) * BLOCK, len(owner)) - 1]
+    low = np.concatenate([[0], ends[:-1]])[first] // BLOCK
+    high = -(-ends[last] // BLOCK)
+    total = -(-ends[-1] // BLOCK)
+    indices = np.minimum(low[:, None] + np.arange(total), total - 1)
+    return (high - low)[None, None].astype(np.int32), indices[None, None].astype(np.int32)
+
+
+def _visible(
+    queries: tuple[torch.Tensor, torch.Tensor],
+    keys: tuple[torch.Tensor, torch.Tensor],
+    window: int | None,
+    causal: bool,
+) -> Callable[..., torch.Tensor]:
+    """FlexAttention's mask: keys of the query's own request, not after it, and in its window.
+
+    Args:
+        queries, keys: the owner and the position of each.
+        window, causal: as everywhere.
+    """
+    query_owner, query_position = queries
+    key_owner, key_position = keys
+
+    def mask(_batch: torch.Tensor, _head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = query_owner[query] == key_owner[key]
+        if causal:
+            seen = seen & (key_position[key] <= query_position[query])
+        if window is not None:
+            seen = seen & (key_position[key] > query_position[query] - window)
+        return seen
+
+    return mask
+
+
+def _capped(cap: float) -> Callable[..., torch.Tensor]:
+    """FlexAttention's score: ``cap * tanh(score / cap)``."""
+
+    def score(value: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
+        return cap * torch.tanh(value / cap)
+
+    return score
