@@ -11,12 +11,15 @@ from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, NormWeig
 
 pytest.importorskip("triton")
 
-from slotline.plugins.model_families.passes.fused_kernels import PRODUCT_ROWS, ROWS_BY_HEAD, TritonKernels
+from slotline.plugins.model_families.passes.fused_kernels import EARLIEST, ROWS_BY_HEAD, TritonKernels
+from slotline.plugins.model_families.passes.products import DOT_ROWS, PRODUCT_ROWS
+from slotline.registry.contracts.attention import CacheSlots, KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if DEVICE == "cuda" else ()))  # not interpreted
 ROUNDINGS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-KERNELS = TritonKernels()
+EARLY = DEVICE == "cuda" and torch.cuda.get_device_capability() >= EARLIEST
+KERNELS = TritonKernels(early=EARLY)
 EPS = 1e-5
 
 
@@ -96,11 +99,54 @@ def test_rotation_with_and_without_head_norms(
     if norms:
         weights = torch.stack([query.weight] * query_heads + [key.weight] * key_heads)  # [turned, size]
         expected[:, :, :turned] = expected_norm(expected[:, :, :turned], weights, 1.0)
-        KERNELS.norm_and_rotate(states, query, key, query_heads, key_heads, cos, sin, rotary_size)
+        KERNELS.rotate_and_store(states, query, key, query_heads, key_heads, cos, sin, rotary_size)
     else:
         KERNELS.rotate(states, turned, cos, sin, rotary_size)
     expected[:, :, :turned] = expected_rotation(expected[:, :, :turned], cos, sin)
     assert close(states, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norms", [False, True])
+@pytest.mark.parametrize(("size", "rotary_size", "layout"), [(16, 16, "NHD"), (80, 20, "HND")])
+@pytest.mark.parametrize("num_tokens", [1, ROWS_BY_HEAD + 2])
+def test_rotation_that_stores_keys_and_values(
+    num_tokens: int, size: int, rotary_size: int, layout: str, norms: bool, dtype: torch.dtype
+) -> None:
+    query_heads, key_heads, page, blocks = 4, 2, 4, 1 + ROWS_BY_HEAD // 2
+    states = random(1, num_tokens, query_heads + 2 * key_heads, size, dtype=dtype)
+    angles = random(1, num_tokens, rotary_size, dtype=torch.float32)
+    factors = (NormWeight(random(size, dtype=dtype), EPS, 0.0), NormWeight(random(size, dtype=dtype) + 1, EPS, 0.0))
+    query, key = factors if norms else (None, None)
+    arguments = (query, key, query_heads, key_heads, angles.cos(), angles.sin(), rotary_size)
+    expected = states.clone()
+    KERNELS.rotate_and_store(expected, *arguments)
+    shape = (blocks, page, key_heads, size) if layout == "NHD" else (blocks, key_heads, page, size)
+    whole = torch.full((2, *shape), torch.nan, dtype=dtype, device=DEVICE)
+    cache = KVCache(*(whole if layout == "NHD" else whole.transpose(2, 3)))
+    mapping = torch.randperm(blocks * page - page, generator=torch.Generator().manual_seed(0))[:num_tokens] + page
+    if num_tokens > 1:
+        mapping[3] = -1
+    KERNELS.rotate_and_store(states, *arguments, CacheSlots(cache, mapping.to(DEVICE)))
+    assert torch.equal(states, expected)
+    written = mapping[mapping >= 0]
+    made = expected[0, (mapping >= 0).to(DEVICE)]
+    for part, first in ((cache.key, query_heads), (cache.value, query_heads + key_heads)):
+        flat = part.reshape(blocks * page, key_heads, size)
+        assert torch.equal(flat[written.to(DEVICE)], made[:, first : first + key_heads])
+        assert int((~flat.isnan()).sum()) == len(written) * key_heads * size
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [24, 48])
+def test_angles(width: int, dtype: torch.dtype) -> None:
+    positions = torch.tensor([[0, 1, 77, 40959, 131071]], device=DEVICE)
+    frequencies = (1 / 10000.0 ** (torch.arange(24) / 24)).to(DEVICE)
+    expected = positions[..., None].float() * frequencies  # rounded, as transformers does
+    expected = torch.cat((expected, expected), -1)[..., :width].double()
+    cos, sin = KERNELS.angles(positions, frequencies, 1.5, width, dtype)
+    assert close(cos, 1.5 * expected.cos(), dtype)
+    assert close(sin, 1.5 * expected.sin(), dtype)
 
 
 def test_rotation_with_half_as_many_angles_and_in_float32_for_another_dtype() -> None:
@@ -144,6 +190,65 @@ def test_products_of_few_and_of_many_rows(n: int, k: int, rows: int, bias: bool,
     assert close(found, expected, dtype)
     residual = random(1, rows, n, dtype=dtype)
     expected += residual.double()
+    before, kept = residual.clone(), KERNELS.norms_inside(x)
     total = KERNELS.add_linear(residual, x, weight, shift if bias else None)
-    assert total is residual
+    assert kept == (rows <= PRODUCT_ROWS)
+    assert torch.equal(residual, before) == kept
     assert relative_difference(total, expected) <= (2 if bias else 1) * ROUNDINGS[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [2, 17, DOT_ROWS])
+@pytest.mark.parametrize(("n", "k"), [(70, 72), (64, 640)])
+def test_products_on_the_matrix_units(n: int, k: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
+    products = KERNELS._products
+    x, weight = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype) / k
+    shift = random(n, dtype=dtype) if bias else None
+    assert products.suits(x, weight)
+    expected = functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert close(products.dot(x, weight, shift)[0], expected, dtype)
+    parts = products.dot(x, weight, shift, in_parts=True)
+    assert relative_difference(parts.sum(0), expected) <= ROUNDINGS[dtype]
+    gate, up = expected.chunk(2, -1)
+    assert close(products.dot(x, weight, shift, "silu")[0], functional.silu(gate) * up, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm_of_parts(dtype: torch.dtype) -> None:
+    parts, residual = random(4, 1, 5, 72, dtype=torch.float32), random(1, 5, 72, dtype=dtype)
+    norm = NormWeight(random(72, dtype=dtype), EPS, 0.0)
+    total, normed = KERNELS.add_rms_norm(parts, residual, norm, norm)
+    assert close(total, residual.double() + expected_norm(parts.double().sum(0), norm.weight, 0.0), dtype)
+    assert close(normed, expected_norm(total, norm.weight, 0.0), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_projections_to_float32(rows: int, dtype: torch.dtype) -> None:
+    x, weight = random(1, rows, 72, dtype=dtype), random(301, 72, dtype=dtype)
+    found = KERNELS.project(x, weight)
+    assert found.dtype == torch.float32
+    kept = DEVICE == "cuda" or rows == 1
+    assert relative_difference(found, x.double() @ weight.double().T) <= (1e-5 if kept else ROUNDINGS[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, PRODUCT_ROWS, PRODUCT_ROWS + 1])
+@pytest.mark.parametrize(("n", "k"), [(14, 24), (36, 2500)])
+def test_products_of_normed_rows(
+    n: int, k: int, rows: int, bias: bool, activation: str | None, dtype: torch.dtype
+) -> None:
+    x, weight, shift = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype) / k, random(n, dtype=dtype)
+    norm = NormWeight(random(k, dtype=dtype), EPS, 1.0)
+    expected = expected_norm(x, norm.weight, 1.0) @ weight.double().T + (shift.double() if bias else 0)
+    if activation is None:
+        found = KERNELS.linear(x, weight, shift if bias else None, norm)
+    else:
+        found = KERNELS.gated_linear(x, weight, shift if bias else None, activation, norm)
+        gate, up = expected.chunk(2, -1)
+        expected = functional.silu(gate) * up
+    roundings = 1 if KERNELS.norms_inside(x) else 4  # of the norm, and of gate and up
+    assert close(found, expected, dtype) or relative_difference(found, expected) <= roundings * ROUNDINGS[dtype]

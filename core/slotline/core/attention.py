@@ -10,7 +10,7 @@ from attrs import define, evolve
 
 from slotline.core.device import device_scope
 from slotline.core.kv_scales import KVScaleTable
-from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError
 
 Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -41,6 +41,7 @@ class AttentionGroup:
         layers: in call order.
         device: torch device string.
         cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
+        plain_writes: whether the model may store new keys and values in the backend's place.
     """
 
     name: str
@@ -51,6 +52,36 @@ class AttentionGroup:
     device: str = "cpu"
     cascade: bool = False
     cascade_captured: bool = False
+    plain_writes: bool = False
+
+
+@define(eq=False)
+class RoutedAttend:
+    """What a model gets as `attend`. Implements `slotline.registry.contracts.model_family.StoringAttend`."""
+
+    _router: AttentionRouter
+    _serve: Callable[..., torch.Tensor]
+    _broken: Container[int] = ()
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        return self._serve(layer, query, key, value, sinks, written)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
+
+        None where a graph is broken at the layer, since what its attention reads may lie elsewhere in each replay.
+        """
+        return None if layer.index in self._broken else self._router.slots(layer, key)
 
 
 class AttentionRouter:
@@ -64,6 +95,7 @@ class AttentionRouter:
         self.groups = tuple(groups)
         self.calculating: KVScaleTable | None = None
         self._plans: list[Any] = []
+        self._slot_mappings: list[torch.Tensor] = []
         self._one_device = len({group.device for group in groups}) < 2
         self._routes = {
             layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
@@ -94,7 +126,15 @@ class AttentionRouter:
             self._plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
         else:
             self._plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
-        return self.attend
+        self._slot_mappings = [batches[group.batch].slot_mapping for group in self.groups]
+        return RoutedAttend(self, self.attend)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """Where a model may store new keys like `key` and the values of a layer in the backend's place."""
+        write, _, cache, position = self._routes[layer.index]
+        if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
+            return None
+        return CacheSlots(cache, self._slot_mappings[position])
 
     def attend(
         self,
@@ -103,10 +143,14 @@ class AttentionRouter:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        written: bool = False,
     ) -> torch.Tensor:
-        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
+
+        `written` says that the new keys and values are in the cache.
+        """
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-        self._serve(layer, query, key, value, sinks, out)
+        self._serve(layer, query, key, value, sinks, out, written)
         return out
 
     def breaking(
@@ -126,6 +170,7 @@ class AttentionRouter:
             key: torch.Tensor,
             value: torch.Tensor,
             sinks: torch.Tensor | None = None,
+            written: bool = False,
         ) -> torch.Tensor:
             make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
             out = make((query.shape[0], layer.num_heads, layer.head_size_v))
@@ -133,10 +178,10 @@ class AttentionRouter:
                 q, k, v, o = (unowned(tensor) for tensor in (query, key, value, out))
                 cut(lambda: self._serve(layer, q, k, v, sinks, o))
             else:
-                self._serve(layer, query, key, value, sinks, out)
+                self._serve(layer, query, key, value, sinks, out, written)
             return out
 
-        return attend
+        return RoutedAttend(self, attend, broken)
 
     def _serve(
         self,
@@ -146,12 +191,13 @@ class AttentionRouter:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
         out: torch.Tensor,
+        written: bool = False,
     ) -> None:
         write, forward, cache, position = self._routes[layer.index]
         plan = self._plans[position]
         if self.calculating is not None:
             self.calculating.calculate(layer, key, value)
-        if write is not None:
+        if write is not None and not written:
             write(layer, key, value, cache, plan)
         forward(layer, query, key, value, cache, plan, out, sinks)
 

@@ -252,6 +252,7 @@ class EngineBuilder:
             device=context.device,
             cascade=group.cascade != "none",
             cascade_captured=group.cascade == "captured",
+            plain_writes=descriptor.capabilities.plain_writes,
         )
 
     def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:

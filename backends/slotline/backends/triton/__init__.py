@@ -36,6 +36,7 @@ descriptor = Descriptor(
         cascade=Flag(True),
         kv_scales=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
+        plain_writes=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         priority=50,
         priority_reason="reads the cache in place, for decode, prefill and verification",

@@ -17,7 +17,7 @@ import torch
 from attrs import define
 from transformers import AttentionInterface
 
-from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
@@ -64,6 +64,11 @@ class AttentionSlot:
     layer: AttentionLayer
     holder: AttendHolder
 
+    def slots(self, key: torch.Tensor) -> CacheSlots | None:
+        """Where the model may store the layer's new keys like `key`, and the values, in this step."""
+        slots = getattr(self.holder.attend, "slots", None)  # of a `StoringAttend`
+        return None if slots is None else slots(self.layer, key)
+
 
 def slot_attention(
     module: Any,
@@ -72,6 +77,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
+    written: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls. Scale, window and soft cap are known from the layer's facts.
@@ -79,15 +85,16 @@ def slot_attention(
     Args:
         query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads.
         s_aux: the sink logits [num_heads] of models that learn them.
+        written: whether the model has stored keys and values in the cache, where `AttentionSlot.slots` says.
 
     Returns:
         [1, num_tokens, num_heads, head_size_v], and no weights.
     """
     slot = module.slotline_slot
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
-    out = slot.holder.attend(
-        slot.layer, query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0], s_aux
-    )
+    states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
+    options = {"written": True} if written else {}
+    out = slot.holder.attend(slot.layer, *states, s_aux, **options)
     return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from slotline.plugins.model_families.binding import AttendHolder, no_attend
+from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.stages import Crossing, Part
 from slotline.registry.contracts.attention import AttentionLayer
@@ -86,15 +87,11 @@ class LeanLoop:
             with part.scope():
                 hidden_states, positions = part.receive(hidden_states), part.receive(positions)
                 embeddings = self._position_embeddings(part, hidden_states, positions)
-                for layer, embedding in zip(layers[part.first : part.end], embeddings, strict=True):
-                    hidden_states = layer(hidden_states, position_embeddings=embedding)
+                hidden_states = run_layers(layers[part.first : part.end], embeddings, hidden_states)
         with last.scope():
             hidden_states, positions = last.receive(hidden_states), last.receive(positions)
-            *embeddings, final = self._position_embeddings(last, hidden_states, positions)
-            for layer, embedding in zip(layers[last.first : -1], embeddings, strict=True):
-                hidden_states = layer(hidden_states, position_embeddings=embedding)
-            normed: torch.Tensor = self._base.norm(_last_layer(layers[-1], hidden_states, final, wanted))
-        return normed
+            embeddings = self._position_embeddings(last, hidden_states, positions)
+            return run_layers(layers[last.first :], embeddings, hidden_states, self._base.norm, wanted)
 
     def _embed(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [1, num_tokens, hidden_size] in front of the first layer."""
@@ -113,18 +110,6 @@ class LeanLoop:
         types = self._layer_types[part.first : part.end]
         by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(types)}
         return [by_type[name] for name in types]
-
-
-def _last_layer(layer: Any, hidden_states: torch.Tensor, embedding: Any, wanted: torch.Tensor | None) -> torch.Tensor:
-    """The last layer; only the `wanted` tokens go past its attention where its forward can do that."""
-    if wanted is None:
-        return layer(hidden_states, position_embeddings=embedding)  # type: ignore[no-any-return]
-    found = None
-    if (narrow := getattr(layer.forward, "narrow", None)) is not None:
-        found = narrow(hidden_states, embedding, wanted)
-    if found is None:
-        found = layer(hidden_states, position_embeddings=embedding)[:, wanted]
-    return found  # type: ignore[no-any-return]
 
 
 def choose_loop(

@@ -88,6 +88,18 @@ def stored_before(run: Run) -> None:
     made.check(out, run=run)
 
 
+@check(Kind.ATTENTION, "attention.write.plain", Level.HOSTILE)
+def stored_by_the_model(run: Run) -> None:
+    """With plain_writes, new tokens that the model stored at their slots are served, though `write` is not called."""
+    if not run.subject.capabilities.plain_writes:
+        raise NotApplicable("write may do more than store: plain_writes is not declared")
+    made = world(run, chosen(run, mixed))
+    for request, (_, length) in enumerate(made.case.requests):
+        made.store(request, range(length))
+    out, _ = made.run(build(run, made.case), writes_cache=True)
+    made.check(out, run=run)
+
+
 @check(Kind.ATTENTION, "attention.write.again", Level.HOSTILE)
 def written_again(run: Run) -> None:
     """A slot that was written before takes the new token, as after a rejected draft."""

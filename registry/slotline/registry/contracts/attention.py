@@ -78,6 +78,8 @@ class AttentionCapabilities:
         graphs: which batches `forward` can be captured for.
         lse: whether `forward` can return the log-sum-exp, and `lse_base` in which base (``e`` or ``2``).
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
+        plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
+            else; then whoever makes them may store them, and `write` is not called.
         batch_invariant: a request's output is bitwise the same in any batch.
         limits: offers that shrink when another feature is needed.
         priority: `auto` prefers the higher figure on this device; give the reason in `priority_reason`.
@@ -102,6 +104,7 @@ class AttentionCapabilities:
     lse: Flag = Flag(False)
     lse_base: str = "e"
     writes_cache: bool = False
+    plain_writes: bool = False
     batch_invariant: Flag = Flag(False)
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
@@ -161,6 +164,18 @@ class KVScales(NamedTuple):
 
     key: torch.Tensor
     value: torch.Tensor
+
+
+class CacheSlots(NamedTuple):
+    """Where the new keys and values of one layer's step belong.
+
+    Attributes:
+        cache: the layer's.
+        slot_mapping: [num_tokens] int64, `kernel_block * kernel_block_size + offset`; -1 for a token that has none.
+    """
+
+    cache: KVCache
+    slot_mapping: torch.Tensor
 
 
 @frozen(kw_only=True)

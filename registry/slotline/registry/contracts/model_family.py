@@ -9,13 +9,38 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from slotline.registry.capability import Flag, Set
-from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.contracts.pooling import Pooler
 
 if TYPE_CHECKING:
     import torch
 
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+class StoringAttend(Protocol):
+    """An `attend` of a step with a cache that a model may write to itself."""
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """Where new keys like `key` and the values of a layer go; None if its backend stores them in its own way.
+
+        A model that stores them there before it attends says so: ``attend(layer, query, key, value, sinks,
+        written=True)``. It passes them all the same.
+        """
+        ...
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """As `attend` in `Model.forward`."""
+        ...
 
 
 @frozen(kw_only=True)
@@ -181,7 +206,7 @@ class Model(Protocol):
             positions: [num_tokens] int64.
             attend: called once per attention layer as ``attend(layer, query, key, value, sinks)`` with query
                 [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads]
-                or None; returns [num_tokens, num_heads, head_size_v].
+                or None; returns [num_tokens, num_heads, head_size_v]. It may be a `StoringAttend`.
             wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer attends over all
                 tokens, but what follows the last layer's attention is needed for these alone.
 

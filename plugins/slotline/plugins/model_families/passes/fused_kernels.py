@@ -2,43 +2,40 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch.nn import functional
 
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import NormWeight
+from slotline.plugins.model_families.passes.products import PRODUCT_ROWS, Products
+from slotline.registry.contracts.attention import CacheSlots
 
 ACTIVATION_BLOCK = 1024
 ROWS_BY_HEAD, MANY_HEADS = 64, 8
 """Up to so many rows a program turns one head, to use many multiprocessors; above, several, to need fewer programs."""
-PRODUCT_ROWS = 2
-"""Up to so many rows our product fetches a weight faster than torch's library, which is made for more."""
-
-
-class ProductShape(NamedTuple):
-    """Outputs of a program of the product, how many elements it reads of each at a time, and its warps."""
-
-    outputs: int
-    elements: int
-    warps: int
-
-
-PRODUCT = ProductShape(2, 1024, 4)
-"""The fastest of twelve on an H200 for the products of a layer of 1,024 elements."""
+EARLIEST = (9, 0)
+"""The compute capability from which a kernel may start before the one in front of it ends."""
 
 
 class TritonKernels:
-    """Row kernels on a GPU; capturable, and compiled at their first call for each dtype and width."""
+    """Row kernels on a GPU; capturable, and compiled at their first call for each dtype and width.
+
+    Args:
+        early: whether kernels may start early (programmatic dependent launch).
+    """
+
+    def __init__(self, *, early: bool = False) -> None:
+        self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
+        self._products = Products(self._early)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """See `kernels.RowKernels.rms_norm`."""
         x = x.contiguous()
         out = torch.empty_like(x)
         n = weight.numel()
-        triton_kernels.rms_norm[(x.numel() // n,)](x, weight, out, eps, offset, n=n, **_row_options(n))
+        grid = (x.numel() // n,)
+        triton_kernels.rms_norm[grid](x, weight, out, eps, offset, n=n, **_row_options(n), **self._early)
         return out
 
     def add_rms_norm(
@@ -46,9 +43,10 @@ class TritonKernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `kernels.FusedKernels.add_rms_norm`."""
         n = x.shape[-1]
+        rows = residual.numel() // n
         total = torch.empty_like(residual)
         out = total if outer is None else torch.empty_like(residual)
-        triton_kernels.add_rms_norm[(x.numel() // n,)](
+        triton_kernels.add_rms_norm[(rows,)](
             x,
             residual,
             x if inner is None else inner.weight,
@@ -59,45 +57,51 @@ class TritonKernels:
             0.0 if inner is None else inner.offset,
             0.0 if outer is None else outer.eps,
             0.0 if outer is None else outer.offset,
+            residual.numel(),
             n=n,
+            parts=x.numel() // residual.numel() if rows else 1,
             has_inner=inner is not None,
             has_outer=outer is not None,
             **_row_options(n),
+            **self._early,
         )
         return total, out
 
+    def angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, width: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `kernels.FusedKernels.angles`."""
+        cos, sin = torch.empty((2, *positions.shape, width), dtype=dtype, device=positions.device)
+        half, padded = frequencies.numel(), triton.next_power_of_2(width)
+        positions = positions.contiguous()
+        triton_kernels.angles[(positions.numel(),)](
+            positions, frequencies, cos, sin, float(scaling), half=half, width=width, padded=padded, **self._early
+        )
+        return cos, sin
+
     def rotate(self, states: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, rotary_size: int) -> None:
         """See `kernels.RowKernels.rotate`."""
-        self._rotate(states, None, None, heads, heads, cos, sin, rotary_size)
+        self.rotate_and_store(states, None, None, heads, 0, cos, sin, rotary_size)
 
-    def norm_and_rotate(
-        self,
-        states: torch.Tensor,
-        query: NormWeight,
-        key: NormWeight,
-        query_heads: int,
-        key_heads: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        rotary_size: int,
-    ) -> None:
-        """See `kernels.FusedKernels.norm_and_rotate`."""
-        self._rotate(states, query, key, query_heads, query_heads + key_heads, cos, sin, rotary_size)
-
-    def _rotate(
+    def rotate_and_store(
         self,
         states: torch.Tensor,
         query: NormWeight | None,
         key: NormWeight | None,
         query_heads: int,
-        heads: int,
+        key_heads: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
         rotary_size: int,
+        slots: CacheSlots | None = None,
     ) -> None:
+        """See `kernels.FusedKernels.rotate_and_store`."""
         _, _, held, size = states.shape
         width = cos.shape[-1]
-        rows = cos.numel() // width
+        rows, turned = cos.numel() // width, query_heads + key_heads
+        heads = turned if slots is None else turned + key_heads
+        keys, values = (states, states) if slots is None else slots.cache
+        strides = (*keys.stride()[:3], *values.stride()[:3])
         block_heads = 1 if rows <= ROWS_BY_HEAD else min(MANY_HEADS, triton.next_power_of_2(heads))
         triton_kernels.rotate[(rows, triton.cdiv(heads, block_heads))](
             states,
@@ -105,10 +109,16 @@ class TritonKernels:
             sin,
             cos if query is None else query.weight,
             cos if key is None else key.weight,
+            keys,
+            values,
+            states if slots is None else slots.slot_mapping,
             0.0 if query is None else query.eps,
             0.0 if query is None else query.offset,
             held * size,
+            *strides,
+            0 if slots is None else keys.shape[1],
             query_heads=query_heads,
+            turned=turned,
             heads=heads,
             size=size,
             rotary_size=rotary_size,
@@ -117,63 +127,78 @@ class TritonKernels:
             padded_half=triton.next_power_of_2(rotary_size // 2),
             padded_rest=triton.next_power_of_2(max(1, size - rotary_size)),
             has_norms=query is not None,
+            has_cache=slots is not None,
             num_warps=1 if block_heads == 1 else 4,
+            **self._early,
         )
 
     def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
-        """See `kernels.FusedKernels.act_and_mul`."""
+        """``activation(gate) * up`` of merged [..., 2 * n] contiguous, gate first, to [..., n]."""
         n = merged.shape[-1] // 2
         out = merged.new_empty((*merged.shape[:-1], n))
         block = min(ACTIVATION_BLOCK, triton.next_power_of_2(n))
         grid = (out.numel() // n, triton.cdiv(n, block))
-        triton_kernels.act_and_mul[grid](merged, out, n, activation=activation, block=block)
+        triton_kernels.act_and_mul[grid](merged, out, n, activation=activation, block=block, **self._early)
         return out
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: NormWeight | None = None
+    ) -> torch.Tensor:
         """See `kernels.FusedKernels.linear`."""
-        n, k = weight.shape
-        if x.numel() > PRODUCT_ROWS * k:
-            return functional.linear(x, weight, bias)
-        out = x.new_empty((*x.shape[:-1], n))
-        _product(x.contiguous(), weight, bias, None, out)
-        return out
+        if self.norms_inside(x):
+            return self._products.linear(x, weight, bias, norm)
+        x = self._normed(x, norm)
+        if self._products.suits(x, weight):
+            return self._products.dot(x, weight, bias)[0]
+        return functional.linear(x, weight, bias)
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """See `kernels.FusedKernels.linear_parts`."""
+        if self._products.suits(x, weight):
+            return self._products.dot(x, weight, bias, in_parts=True)
+        return self.linear(x, weight, bias)[None]
+
+    def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """See `kernels.FusedKernels.project`."""
+        if self.norms_inside(x):
+            return self._products.linear(x, weight, None, dtype=torch.float32)
+        if not x.is_cuda or x.dtype == torch.float32:  # torch has no such product there
+            return functional.linear(x, weight).float()
+        out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
+        return out.view(*x.shape[:-1], -1)
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        norm: NormWeight | None = None,
+    ) -> torch.Tensor:
+        """See `kernels.FusedKernels.gated_linear`."""
+        if self.norms_inside(x):
+            return self._products.linear(x, weight, bias, norm, activation=activation)
+        x = self._normed(x, norm)
+        if self._products.suits(x, weight, gated=True):
+            return self._products.dot(x, weight, bias, activation)[0]
+        return self.act_and_mul(functional.linear(x, weight, bias), activation)
 
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """See `kernels.FusedKernels.add_linear`."""
+        if self.norms_inside(x):
+            return self._products.linear(x, weight, bias, residual=residual)
         n, k = weight.shape
-        if x.numel() <= PRODUCT_ROWS * k:
-            _product(x.contiguous(), weight, bias, residual, residual)
-            return residual
         residual.view(-1, n).addmm_(x.reshape(-1, k), weight.t())
         return residual if bias is None else residual.add_(bias)
 
+    def norms_inside(self, x: torch.Tensor) -> bool:
+        """See `kernels.FusedKernels.norms_inside`."""
+        return x.numel() <= PRODUCT_ROWS * x.shape[-1]
 
-def _product(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    (n, k), (outputs, elements, warps) = weight.shape, PRODUCT
-    rows = x.numel() // k
-    triton_kernels.linear[(rows * triton.cdiv(n, outputs),)](
-        x,
-        weight,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        rows,
-        n,
-        k=k,
-        block_n=outputs,
-        block_k=min(elements, triton.next_power_of_2(k)),
-        has_bias=bias is not None,
-        has_residual=residual is not None,
-        num_warps=warps,
-    )
+    def _normed(self, x: torch.Tensor, norm: NormWeight | None) -> torch.Tensor:
+        return x if norm is None else self.rms_norm(x, norm.weight, norm.eps, norm.offset)
 
 
 def _row_options(n: int) -> dict[str, int]:

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 from attrs import frozen
 
+from slotline.registry.contracts.attention import CacheSlots
+
 
 @frozen(eq=False)
 class NormWeight:
@@ -45,20 +47,32 @@ class RowKernels(Protocol):
 class FusedKernels(RowKernels, Protocol):
     """Kernels of a device on which a launch costs more than a row, so that neighbouring operations share one."""
 
-    def norm_and_rotate(
+    def angles(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, width: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines of each position times each frequency, times `scaling`.
+
+        positions [batch, num_tokens] integers, frequencies [n] float32; returns two [batch, num_tokens, width], where
+        the width is n, or 2 * n with every angle twice.
+        """
+        ...
+
+    def rotate_and_store(
         self,
         states: torch.Tensor,
-        query: NormWeight,
-        key: NormWeight,
+        query: NormWeight | None,
+        key: NormWeight | None,
         query_heads: int,
         key_heads: int,
         cos: torch.Tensor,
         sin: torch.Tensor,
         rotary_size: int,
+        slots: CacheSlots | None = None,
     ) -> None:
         """An RMS norm of each query and key head over its head_size elements, then `rotate` of both, in place.
 
-        `states` hold the query heads first, then the key heads; `query` and `key` have the same eps and offset.
+        `states` hold the query heads first, then the key heads, then as many value heads; `query` and `key` are both
+        None or have the same eps and offset. With `slots`, of as many tokens, keys and values are stored there, too.
         """
         ...
 
@@ -67,27 +81,52 @@ class FusedKernels(RowKernels, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``total = residual + norm(x)`` by `inner` and the norm of the rounded total by `outer`; None is no norm.
 
-        x and residual are [..., n] contiguous. Returns both, [..., n]; without `outer` the total twice.
+        The residual is [..., n] contiguous, x the same or parts [parts, ..., n] whose sum it is.
+        Returns both, [..., n]; without `outer` the total twice.
         """
         ...
 
-    def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of merged [..., 2 * n] contiguous, gate first, to [..., n].
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: NormWeight | None = None
+    ) -> torch.Tensor:
+        """``norm(x) @ weight.T + bias``: x [..., in_features], weight [out_features, in_features] contiguous."""
+        ...
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """`linear` as parts [parts, ..., out_features] whose sum it is, for `add_rms_norm`."""
+        ...
+
+    def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``x @ weight.T`` in float32 for a wide weight: x [..., in_features], weight [out_features, in_features]."""
+        ...
+
+    def gated_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        norm: NormWeight | None = None,
+    ) -> torch.Tensor:
+        """``activation(gate) * up`` of the two halves of `linear`'s output, gate first: [..., out_features / 2].
 
         `activation` is one of `ACTIVATIONS`.
         """
         ...
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """``x @ weight.T + bias``: x [..., in_features], weight [out_features, in_features] contiguous."""
-        ...
-
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`linear` added in place to a contiguous residual [..., out_features], which is returned."""
+        """`linear` added to a contiguous residual [..., out_features], which may be overwritten by the result."""
+        ...
+
+    def norms_inside(self, x: torch.Tensor) -> bool:
+        """Whether products of inputs like x [..., in_features] norm them, and add residuals, at no cost worth naming.
+
+        Then `add_linear` leaves the residual as it was.
+        """
         ...
 
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
-"""What `FusedKernels.act_and_mul` knows."""
+"""What `FusedKernels.gated_linear` knows."""

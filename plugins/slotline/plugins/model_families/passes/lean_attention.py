@@ -16,11 +16,13 @@ from attrs import frozen
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from slotline.plugins.model_families.binding import slot_attention
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
 from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
-from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
+from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
+from slotline.registry.contracts.attention import CacheSlots
 
 
 @frozen
@@ -69,10 +71,11 @@ class LeanForward:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         others: dict[str, Any],
+        norm: KernelRMSNorm | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
         """What goes into the output projection, [batch, num_tokens, heads * size], and the attention's second result.
 
-        None if this is a case for the original.
+        A norm is taken of the hidden states first. None if this is a case for the original.
         """
         module, (cos, sin) = self._module, position_embeddings
         merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
@@ -81,25 +84,53 @@ class LeanForward:
         fits &= self._fused is not None or cos.dtype == hidden_states.dtype
         if not fits or merged is None or attend is None:
             return None
-        query, key, value = self._turned(merged(hidden_states), cos.contiguous(), sin.contiguous())
+        qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
+        slots = self._slots(attend, qkv)
+        query, key, value = self._turned(qkv, cos.contiguous(), sin.contiguous(), slots)
         options = self._options | others if others else self._options
+        if slots is not None:
+            options = options | {"written": True}
         out, weights = attend(module, query, key, value, None, **options)
         return out.reshape(*hidden_states.shape[:-1], -1), weights
 
+    def _of_norm(self, merged: Any, hidden_states: torch.Tensor, norm: KernelRMSNorm) -> torch.Tensor:
+        """The merged projection of normed hidden states, in one kernel where nobody listens to the projection."""
+        if self._fused is None or merged._forward_hooks or merged._forward_pre_hooks:
+            return merged(norm.forward(hidden_states))  # type: ignore[no-any-return]
+        return self._fused.linear(hidden_states, merged.weight, merged.bias, norm.factors)
+
+    def _slots(self, attend: Any, qkv: torch.Tensor) -> CacheSlots | None:
+        """Where the kernel that turns keys may store them and the values, if this step has a cache for that."""
+        if self._fused is None or attend is not slot_attention or not self._one_kernel():
+            return None
+        slots: CacheSlots | None = self._module.slotline_slot.slots(qkv)
+        return slots if slots is not None and slots.slot_mapping.numel() == qkv.shape[:-1].numel() else None
+
+    def _one_kernel(self) -> bool:
+        """Whether queries and keys are turned in one call, normed by head or not at all."""
+        query_norm, key_norm = self._norms()
+        return query_norm is None or (self._fused is not None and self._fuses(query_norm, key_norm))
+
+    def _norms(self) -> tuple[Any, Any]:
+        children = self._module._modules
+        return children.get("q_norm"), children.get("k_norm")
+
     def _turned(
-        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: CacheSlots | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key, value [batch, heads, num_tokens, size] of qkv [batch, num_tokens, all heads * size]."""
-        heads, norms = self._heads, self._module._modules
-        query_norm, key_norm = norms.get("q_norm"), norms.get("k_norm")
-        if query_norm is None or (self._fused is not None and self._fuses(query_norm, key_norm)):
+        heads, (query_norm, key_norm) = self._heads, self._norms()
+        if self._one_kernel():
             states = qkv.view(*qkv.shape[:-1], -1, heads.size)  # [batch, num_tokens, all heads, size]
             cut = heads.query + heads.key
-            if query_norm is None:
+            if self._fused is None:
                 self._rotate(states, cut, cos, sin, heads.rotary_size)
             else:
-                factors = query_norm.factors, key_norm.factors
-                self._fused.norm_and_rotate(states, *factors, heads.query, heads.key, cos, sin, heads.rotary_size)  # type: ignore[union-attr]
+                first = None if query_norm is None else query_norm.factors
+                second = None if key_norm is None else key_norm.factors
+                self._fused.rotate_and_store(
+                    states, first, second, heads.query, heads.key, cos, sin, heads.rotary_size, slots
+                )
             query, key, value = states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
         else:
             query, key, value = self._turned_apart(qkv, query_norm, key_norm, cos, sin)

@@ -19,7 +19,7 @@ from slotline.plugins.model_families.passes.lean_attention import LeanForward
 from slotline.plugins.model_families.passes.lean_mlp import LeanMLP
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.residuals import Residuals, residuals_of
-from slotline.plugins.model_families.passes.rms_norm import is_kernel_norm
+from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 
 KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
@@ -65,45 +65,87 @@ class LeanLayer:
             if options.get("attention_mask") is None and options.get("past_key_values") is None:
                 found = self._run(hidden_states, options["position_embeddings"], passed)
                 if found is not None:
-                    return found
+                    return found[0]
         return self._original(hidden_states, *args, **options)
 
-    def narrow(self, hidden_states: torch.Tensor, embeddings: Any, wanted: torch.Tensor) -> torch.Tensor | None:
-        """The layer's output [batch, n, hidden_size] for the `wanted` [n] tokens: all attend, these alone go on.
+    @property
+    def entrance(self) -> KernelRMSNorm | None:
+        """The norm that this layer begins with, if the layer in front may compute it."""
+        norm = None if self._norms.before is None else self._layer._modules.get(self._norms.before)
+        return norm if is_kernel_norm(norm) else None
 
-        None if this is a case for the original, or somebody listens to the layer.
+    def chain(
+        self,
+        hidden_states: torch.Tensor,
+        embeddings: Any,
+        normed: torch.Tensor | None,
+        behind: nn.Module | None,
+        wanted: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The layer's output [batch, n, hidden_size], and its norm by `behind` where that costs nothing.
+
+        Args:
+            hidden_states: [batch, num_tokens, hidden_size].
+            embeddings: cosines and sines.
+            normed: the hidden states under `entrance`, if they are there already.
+            behind: the norm that follows the layer, if it is known.
+            wanted: [n] int64: all tokens attend, these alone go on; None for all.
+
+        Returns:
+            None if this is a case for the original, or somebody listens to the layer.
         """
         layer = self._layer
         if layer._forward_hooks or layer._forward_pre_hooks or not self._is_lean():
             return None
-        return self._run(hidden_states, embeddings, {}, wanted)
+        return self._run(hidden_states, embeddings, {}, normed, behind if is_kernel_norm(behind) else None, wanted)
 
     def _is_lean(self) -> bool:
         return is_lean(self._layer, self._norms, self._residuals)
 
     def _run(
-        self, hidden_states: torch.Tensor, embeddings: Any, options: dict[str, Any], wanted: torch.Tensor | None = None
-    ) -> torch.Tensor | None:
+        self,
+        hidden_states: torch.Tensor,
+        embeddings: Any,
+        options: dict[str, Any],
+        normed: torch.Tensor | None = None,
+        behind: KernelRMSNorm | None = None,
+        wanted: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         children, residuals = self._layer._modules, self._residuals
         attention, mlp = children["self_attn"], children["mlp"]
         before, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self._norms]
-        normed = hidden_states if before is None else before.forward(hidden_states)
-        attended = attention.forward.attended(normed, embeddings, options)
+        if normed is None and residuals.keeps(hidden_states):
+            attended = attention.forward.attended(hidden_states, embeddings, options, before)
+        else:
+            if normed is None:
+                normed = hidden_states if before is None else before.forward(hidden_states)
+            attended = attention.forward.attended(normed, embeddings, options)
         if attended is None:
             return None
         mixed = attended[0]
         if wanted is not None:
             mixed, hidden_states = mixed[:, wanted], hidden_states[:, wanted]
         o_proj = attention._modules["o_proj"]
-        hidden_states, normed = residuals.add_and_norm(o_proj, mixed, hidden_states, after, before_mlp)
-        gated = gated_of(mlp)(normed)  # type: ignore[misc]
+        gated_mlp = gated_of(mlp)
+        normed = None
+        if after is None and residuals.keeps(hidden_states):
+            hidden_states = residuals.add(o_proj, mixed, hidden_states, None)
+            gated = gated_mlp(hidden_states, before_mlp)  # type: ignore[misc]
+        else:
+            hidden_states, normed = residuals.add_and_norm(o_proj, mixed, hidden_states, after, before_mlp)
+            gated = gated_mlp(normed)  # type: ignore[misc]
         if gated is None:  # its projections were replaced
+            if normed is None:
+                normed = hidden_states if before_mlp is None else before_mlp.forward(hidden_states)
             branch = mlp(normed)
-            return hidden_states + (branch if after_mlp is None else after_mlp(branch))  # type: ignore[no-any-return]
-        return residuals.add(mlp._modules["down_proj"], gated, hidden_states, after_mlp)
+            return hidden_states + (branch if after_mlp is None else after_mlp(branch)), None
+        down = mlp._modules["down_proj"]
+        if behind is None or not residuals.norms_behind(hidden_states):
+            return residuals.add(down, gated, hidden_states, after_mlp), None
+        return residuals.add_and_norm(down, gated, hidden_states, after_mlp, behind)
 
 
-def gated_of(mlp: nn.Module | None) -> Callable[[torch.Tensor], torch.Tensor | None] | None:
+def gated_of(mlp: nn.Module | None) -> Callable[..., torch.Tensor | None] | None:
     """What computes the input of an MLP's down projection, if the MLP is one of the passes'."""
     if type(mlp) is FusedGatedMLP:
         return mlp.gated

@@ -16,6 +16,7 @@ from slotline.plugins.model_families.passes.equality import TOLERANCES, equal, r
 from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, FusedKernels
 from slotline.plugins.model_families.passes.merged_projections import GATE_UP, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
+from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
 
@@ -31,17 +32,23 @@ class LeanMLP:
     def __init__(self, module: nn.Module, fused: FusedKernels, activation: str) -> None:
         self._module: Any = module
         self._original: Callable[..., Any] = module.forward
-        self._act_and_mul, self._activation = fused.act_and_mul, activation
+        self._gated_linear, self._activation = fused.gated_linear, activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to [..., hidden_size]."""
         gated = self.gated(x)
         return self._original(x) if gated is None else self._module.down_proj(gated)  # type: ignore[no-any-return]
 
-    def gated(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What goes into the down projection, [..., intermediate_size]; None if this is a case for the original."""
-        merged = merged_of(self._module, "gate_up_proj", GATE_UP)
-        return None if merged is None else self._act_and_mul(merged(x), self._activation)
+    def gated(self, x: torch.Tensor, norm: KernelRMSNorm | None = None) -> torch.Tensor | None:
+        """What goes into the down projection for x or its norm, [..., intermediate_size].
+
+        None if this is a case for the original.
+        """
+        merged: Any = merged_of(self._module, "gate_up_proj", GATE_UP)
+        if merged is None:
+            return None
+        factors = None if norm is None else norm.factors
+        return self._gated_linear(x, merged.weight, merged.bias, self._activation, factors)
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
@@ -75,8 +82,9 @@ def _activation(module: nn.Module, fused: FusedKernels, device: torch.device) ->
     if function is None:
         return None
     x = torch.linspace(-6.0, 6.0, 193, device=device)
-    merged, expected = torch.cat([x, torch.ones_like(x)]), function(x)
+    weight, expected = torch.cat([x, torch.ones_like(x)])[:, None], function(x)  # the product with one is [x, 1]
+    one = torch.ones(1, 1, device=device)
     for name in ACTIVATIONS:
-        if relative_difference(fused.act_and_mul(merged, name), expected) <= TOLERANCES[torch.float32]:
+        if relative_difference(fused.gated_linear(one, weight, None, name), expected) <= TOLERANCES[torch.float32]:
             return name
     return None

@@ -101,10 +101,11 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 
 
 def merged_of(module: nn.Module, fused_name: str, siblings: tuple[str, ...]) -> Callable[..., torch.Tensor] | None:
-    """The module's one projection, by itself or of merged siblings, if nothing has been put in front of its parts."""
+    """The module's one projection, by itself or of merged siblings, if nobody listens to it or its parts."""
     children = module._modules
-    if type(children.get(fused_name)) in (PackedLinear, nn.Linear):
-        return children[fused_name]
+    whole = children.get(fused_name)
+    if type(whole) in (PackedLinear, nn.Linear):
+        return None if whole._forward_hooks or whole._forward_pre_hooks else whole  # type: ignore[union-attr]
     for name in siblings:
         part = children.get(name)
         if type(part) is not MergedProjection or part._forward_hooks or part._forward_pre_hooks:

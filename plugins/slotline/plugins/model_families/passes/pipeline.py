@@ -9,17 +9,21 @@ from torch import nn
 from slotline.plugins.model_families.passes import (
     gated_mlp,
     lean_attention,
+    lean_head,
     lean_layer,
     lean_mlp,
     merged_projections,
     packed_linear,
     rms_norm,
+    rotary,
 )
 from slotline.plugins.model_families.passes.target import Target, target_of
 
 # Packing takes every linear layer that merging and fusing have left; the short forwards need both done.
 PASSES = (
     rms_norm.apply,
+    rotary.apply,
+    lean_head.apply,
     gated_mlp.apply,
     merged_projections.apply,
     packed_linear.apply,

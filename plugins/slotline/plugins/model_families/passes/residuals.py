@@ -16,6 +16,9 @@ from slotline.plugins.model_families.passes.packed_linear import PackedLinear
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
+ROWS_BEHIND = 1024
+"""Up to so many rows a launch of its own for a norm takes longer than reading a residual once more."""
+
 
 class Residuals(Protocol):
     """How a target adds to residuals.
@@ -38,7 +41,15 @@ class Residuals(Protocol):
         ...
 
     def add(self, linear: Any, x: torch.Tensor, residual: torch.Tensor, inner: Any) -> torch.Tensor:
-        """``residual + inner(linear(x))``; the residual may be overwritten."""
+        """``residual + inner(linear(x))``; the residual may be overwritten, unless `keeps` says no."""
+        ...
+
+    def keeps(self, hidden_states: torch.Tensor) -> bool:
+        """Whether, for so few tokens, products norm their own input and `add` leaves the residual as it was."""
+        ...
+
+    def norms_behind(self, hidden_states: torch.Tensor) -> bool:
+        """Whether, for so many tokens, `add_and_norm` costs less than `add` and a norm by itself."""
         ...
 
 
@@ -58,6 +69,14 @@ class PackedResiduals:
     def add(self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None) -> torch.Tensor:
         """See `Residuals.add`."""
         return linear.plus(x, residual)
+
+    def keeps(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.keeps`: oneDNN's products do not norm."""
+        return False
+
+    def norms_behind(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.norms_behind`: it is the same here."""
+        return False
 
 
 class FusedResiduals:
@@ -80,7 +99,7 @@ class FusedResiduals:
         """See `Residuals.add_and_norm`."""
         first = None if inner is None else inner.factors
         second = None if outer is None else outer.factors
-        branch = self._kernels.linear(x, linear.weight, linear.bias)
+        branch = self._kernels.linear_parts(x, linear.weight, linear.bias)
         return self._kernels.add_rms_norm(branch, residual.contiguous(), first, second)
 
     def add(
@@ -90,6 +109,14 @@ class FusedResiduals:
         if inner is not None:
             return self.add_and_norm(linear, x, residual, inner, None)[0]
         return self._kernels.add_linear(residual, x, linear.weight, linear.bias)
+
+    def keeps(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.keeps`."""
+        return self._kernels.norms_inside(hidden_states)
+
+    def norms_behind(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.norms_behind`: the library's product adds a residual while it writes, but has no norm."""
+        return not self.keeps(hidden_states) and hidden_states.numel() <= ROWS_BEHIND * hidden_states.shape[-1]
 
 
 def residuals_of(target: Target) -> Residuals | None:

@@ -11,6 +11,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+@triton.jit
+def _begin(early: tl.constexpr):
+    """Let the kernel behind this one start, and wait for the one before. What is not started early need not wait."""
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit
@@ -21,8 +30,9 @@ def _normed(values, weight, n: tl.constexpr, eps, offset):
 
 
 @triton.jit
-def rms_norm(x, weight, out, eps, offset, n: tl.constexpr, padded: tl.constexpr):
+def rms_norm(x, weight, out, eps, offset, n: tl.constexpr, padded: tl.constexpr, early: tl.constexpr):
     """One program a row."""
+    _begin(early)
     at = tl.arange(0, padded)
     row = tl.program_id(0).to(tl.int64) * n + at
     values = tl.load(x + row, mask=at < n, other=0.0).to(tl.float32)
@@ -42,16 +52,25 @@ def add_rms_norm(
     inner_offset,
     outer_eps,
     outer_offset,
+    part_stride,
     n: tl.constexpr,
     padded: tl.constexpr,
+    parts: tl.constexpr,
     has_inner: tl.constexpr,
     has_outer: tl.constexpr,
+    early: tl.constexpr,
 ):
-    """One program a row: total = residual + x or its norm; out = the norm of the total as it was rounded."""
+    """One program a row: total = residual + x or its norm; out = the norm of the total as it was rounded.
+
+    x may be the sum of several parts of rows.
+    """
+    _begin(early)
     at = tl.arange(0, padded)
     keep = at < n
     row = tl.program_id(0).to(tl.int64) * n + at
     values = tl.load(x + row, mask=keep, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        values += tl.load(x + part * part_stride + row, mask=keep, other=0.0).to(tl.float32)
     before = tl.load(residual + row, mask=keep, other=0.0).to(tl.float32)
     if has_inner:
         values = _normed(values, tl.load(inner + at, mask=keep, other=0.0).to(tl.float32), n, inner_eps, inner_offset)
@@ -64,16 +83,50 @@ def add_rms_norm(
 
 
 @triton.jit
+def angles(
+    positions,
+    frequencies,
+    cos,
+    sin,
+    scaling,
+    half: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    early: tl.constexpr,
+):
+    """One program a token: cosines and sines [tokens, width] of position times frequency, scaled."""
+    _begin(early)
+    at = tl.arange(0, padded)
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.load(positions + row).to(tl.float32)
+    angle = position * tl.load(frequencies + at % half, mask=at < width, other=0.0)
+    to = row * width + at
+    tl.store(cos + to, (tl.cos(angle) * scaling).to(cos.dtype.element_ty), mask=at < width)
+    tl.store(sin + to, (tl.sin(angle) * scaling).to(sin.dtype.element_ty), mask=at < width)
+
+
+@triton.jit
 def rotate(
     states,
     cos,
     sin,
     query_weight,
     key_weight,
+    keys,
+    values,
+    slots,
     eps,
     offset,
     row_stride,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    page,
     query_heads: tl.constexpr,
+    turned: tl.constexpr,
     heads: tl.constexpr,
     size: tl.constexpr,
     rotary_size: tl.constexpr,
@@ -82,42 +135,71 @@ def rotate(
     padded_half: tl.constexpr,
     padded_rest: tl.constexpr,
     has_norms: tl.constexpr,
+    has_cache: tl.constexpr,
+    early: tl.constexpr,
 ):
-    """A program turns `block_heads` heads of one row in place, after their norms if there are any.
+    """A program serves `block_heads` heads of one row: those below `turned` are normed and turned in place.
 
-    A head lies in three parts: the first and second of each pair, and the rest that does not turn.
+    With a cache, those from `query_heads` on are also stored at the row's slot: the keys, and from `turned` on the
+    values, as many. A head lies in three parts: the first and second of each pair, and the rest that does not turn.
     """
+    _begin(early)
     half: tl.constexpr = rotary_size // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)[:, None]  # [block_heads, 1]
     pair = tl.arange(0, padded_half)[None, :]  # [1, padded_half]
-    keep = (head < heads) & (pair < half)
+    there = (head < heads) & (pair < half)
     left_at = states + row * row_stride + head * size + pair
-    left = tl.load(left_at, mask=keep, other=0.0).to(tl.float32)
-    right = tl.load(left_at + half, mask=keep, other=0.0).to(tl.float32)
+    left = tl.load(left_at, mask=there, other=0.0).to(tl.float32)
+    right = tl.load(left_at + half, mask=there, other=0.0).to(tl.float32)
+    other = rotary_size + tl.arange(0, padded_rest)[None, :]
+    rest_there = (head < heads) & (other < size)
+    rest_at = states + row * row_stride + head * size + other
+    rest = tl.zeros([block_heads, padded_rest], tl.float32)
+    if rotary_size < size:
+        rest = tl.load(rest_at, mask=rest_there, other=0.0).to(tl.float32)
+    is_turned = head < turned
     if has_norms:
         squares = tl.sum(left * left + right * right, axis=1, keep_dims=True)
-        is_query = head < query_heads
-        if rotary_size < size:
-            other = rotary_size + tl.arange(0, padded_rest)[None, :]
-            keep_rest = (head < heads) & (other < size)
-            rest_at = states + row * row_stride + head * size + other
-            rest = tl.load(rest_at, mask=keep_rest, other=0.0).to(tl.float32)
-            squares += tl.sum(rest * rest, axis=1, keep_dims=True)
+        squares += tl.sum(rest * rest, axis=1, keep_dims=True)
         scale = 1.0 / tl.sqrt(squares / size + eps)
-        left *= scale * (offset + _by_head(query_weight, key_weight, pair, pair < half, is_query))
-        right *= scale * (offset + _by_head(query_weight, key_weight, pair + half, pair < half, is_query))
+        is_query = head < query_heads
+        left_weight = _by_head(query_weight, key_weight, pair, pair < half, is_query)
+        right_weight = _by_head(query_weight, key_weight, pair + half, pair < half, is_query)
+        left = tl.where(is_turned, left * scale * (offset + left_weight), left)
+        right = tl.where(is_turned, right * scale * (offset + right_weight), right)
         if rotary_size < size:
-            rest *= scale * (offset + _by_head(query_weight, key_weight, other, other < size, is_query))
-            tl.store(rest_at, rest.to(states.dtype.element_ty), mask=keep_rest)
+            rest_weight = _by_head(query_weight, key_weight, other, other < size, is_query)
+            rest = tl.where(is_turned, rest * scale * (offset + rest_weight), rest)
+            tl.store(rest_at, rest.to(states.dtype.element_ty), mask=rest_there & is_turned)
     angle = row * cos_size + pair
     second: tl.constexpr = cos_size - half
     cos_left = tl.load(cos + angle, mask=pair < half, other=0.0).to(tl.float32)
     sin_left = tl.load(sin + angle, mask=pair < half, other=0.0).to(tl.float32)
     cos_right = tl.load(cos + angle + second, mask=pair < half, other=0.0).to(tl.float32)
     sin_right = tl.load(sin + angle + second, mask=pair < half, other=0.0).to(tl.float32)
-    tl.store(left_at, (left * cos_left - right * sin_left).to(states.dtype.element_ty), mask=keep)
-    tl.store(left_at + half, (right * cos_right + left * sin_right).to(states.dtype.element_ty), mask=keep)
+    new_left = tl.where(is_turned, left * cos_left - right * sin_left, left).to(states.dtype.element_ty)
+    new_right = tl.where(is_turned, right * cos_right + left * sin_right, right).to(states.dtype.element_ty)
+    tl.store(left_at, new_left, mask=there & is_turned)
+    tl.store(left_at + half, new_right, mask=there & is_turned)
+    if has_cache:
+        slot = tl.load(slots + row)
+        block, inside = slot // page, slot % page
+        stored = tl.where(slot >= 0, heads, 0)  # heads below this one
+        is_key = (head >= query_heads) & is_turned & (head < stored)
+        to = keys + block * k_block + inside * k_token + (head - query_heads) * k_head
+        _store_head(to, new_left, new_right, rest, pair, other, there & is_key, rest_there & is_key, half)
+        is_value = (head >= turned) & (head < stored)
+        to = values + block * v_block + inside * v_token + (head - turned) * v_head
+        _store_head(to, new_left, new_right, rest, pair, other, there & is_value, rest_there & is_value, half)
+
+
+@triton.jit
+def _store_head(to, left, right, rest, pair, other, keep, keep_rest, half: tl.constexpr):
+    """The three parts of each head at its place in a cache."""
+    tl.store(to + pair, left, mask=keep)
+    tl.store(to + pair + half, right, mask=keep)
+    tl.store(to + other, rest.to(left.dtype), mask=keep_rest)
 
 
 @triton.jit
@@ -129,13 +211,8 @@ def _by_head(query_weight, key_weight, at, keep, is_query):
 
 
 @triton.jit
-def act_and_mul(merged, out, n, activation: tl.constexpr, block: tl.constexpr):
-    """A program computes `block` elements of one row; merged [rows, 2 * n], out [rows, n]."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * block + tl.arange(0, block)
-    keep = at < n
-    gate = tl.load(merged + row * 2 * n + at, mask=keep, other=0.0).to(tl.float32)
-    up = tl.load(merged + row * 2 * n + n + at, mask=keep, other=0.0).to(tl.float32)
+def activated(gate, activation: tl.constexpr):
+    """One of `kernels.ACTIVATIONS` of float32 values."""
     if activation == "silu":
         active = gate * tl.sigmoid(gate)
     elif activation == "gelu_tanh":  # 1 + tanh(u) = 2 * sigmoid(2 * u)
@@ -144,41 +221,16 @@ def act_and_mul(merged, out, n, activation: tl.constexpr, block: tl.constexpr):
         active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     else:
         active = tl.where(gate < 0.0, 0.0, gate)  # a NaN stays one
-    tl.store(out + row * n + at, (active * up).to(out.dtype.element_ty), mask=keep)
+    return active
 
 
 @triton.jit
-def linear(
-    x,
-    weight,
-    bias,
-    residual,
-    out,
-    rows,
-    n,
-    k: tl.constexpr,
-    block_n: tl.constexpr,
-    block_k: tl.constexpr,
-    has_bias: tl.constexpr,
-    has_residual: tl.constexpr,
-):
-    """A program computes `block_n` outputs of one row: x [rows, k], weight [n, k], out and residual [rows, n].
-
-    Programs of the same outputs follow each other, so that only the first row's fetch the weight from memory. Few rows
-    make nothing but this fetch matter: the loop is unrolled to have many loads under way.
-    """
-    row = tl.program_id(0) % rows
-    output = (tl.program_id(0) // rows) * block_n + tl.arange(0, block_n)
-    part = tl.arange(0, block_k)
-    at = output.to(tl.int64)[:, None] * k + part[None, :]
-    sums = tl.zeros([block_n, block_k], tl.float32)
-    for start in tl.range(0, k, block_k, loop_unroll_factor=4):
-        values = tl.load(x + row * k + start + part, mask=start + part < k, other=0.0).to(tl.float32)
-        inside = (output < n)[:, None] & (start + part < k)[None, :]
-        sums += tl.load(weight + at + start, mask=inside, other=0.0).to(tl.float32) * values[None, :]
-    result = tl.sum(sums, axis=1)
-    if has_bias:
-        result += tl.load(bias + output, mask=output < n, other=0.0).to(tl.float32)
-    if has_residual:
-        result += tl.load(residual + row * n + output, mask=output < n, other=0.0).to(tl.float32)
-    tl.store(out + row * n + output, result.to(out.dtype.element_ty), mask=output < n)
+def act_and_mul(merged, out, n, activation: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
+    """A program computes `block` elements of one row; merged [rows, 2 * n], out [rows, n]."""
+    _begin(early)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * block + tl.arange(0, block)
+    keep = at < n
+    gate = tl.load(merged + row * 2 * n + at, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * 2 * n + n + at, mask=keep, other=0.0).to(tl.float32)
+    tl.store(out + row * n + at, (activated(gate, activation) * up).to(out.dtype.element_ty), mask=keep)

@@ -194,6 +194,26 @@ class WritesOncePerStep(_Remembers):
         self.kept["written"] = True
 
 
+class SeesWhatWriteStored(_Remembers):
+    """New tokens are seen once `write` was called, in spite of plain_writes."""
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        self.kept.clear()
+        return super().plan(batch)
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
+        super().write(layer, key, value, cache, plan)
+        self.kept["written"] = True
+
+    def gather(
+        self, cache: KVCache, plan: Plan, request: int, first: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().gather(cache, plan, request, first, length)
+        if not self.kept:
+            values[len(values) - (plan.starts[request + 1] - plan.starts[request]) :] = 0
+        return keys, values
+
+
 L2, L3 = Level.HOSTILE, Level.STATEFUL
 
 MUTANTS = (
@@ -210,5 +230,6 @@ MUTANTS = (
     mutant("plan-shared-by-groups", L3, "forward uses the plan of the group that planned last", PlanSharedByInstances),
     mutant("window-shared-by-groups", L3, "two built groups share one window", WindowSharedByInstances),
     mutant("cache-of-first-layer", L2, "all layers of a group read the first one's cache", CacheOfFirstLayer),
+    mutant("seen-once-written", L2, "declares plain_writes, but write counts", SeesWhatWriteStored, plain_writes=True),
     mutant("written-once-per-step", L2, "the first layer's tokens alone are stored", WritesOncePerStep),
 )

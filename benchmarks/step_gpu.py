@@ -1,0 +1,223 @@
+"""GPU time of a step of a dense decoder, by kind of kernel, against what the card could do at best.
+
+    python benchmarks/step_gpu.py benchmarks/models/qwen3-0.6b [--decode 1:270 32:270 256:840] [--prefill 4:2048]
+        [--kernels] [--set optimize=false]
+
+A shape is REQUESTS:TOKENS; a decode step has so many tokens of context. Weights are random and made on the device. A
+decode step is a replay of its captured graph: wall time is the median of replays by events, busy time the sum of its
+kernels as torch's profiler sees them. Prefill runs eagerly; its first step is profiled. The limit is the bytes of
+weights and keys over 4.3 TB/s, or the operations over 790 TFLOP/s, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from slotline.core import LLM, SamplingParams
+from slotline.plugins.model_families import binding, checkpoint, loading
+
+BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
+ROOM = 64
+"""Tokens that a request may give, so that none ends while others are still prefilled."""
+KINDS = {
+    "attention": r"attend|join|flash|fmha|prefill|BatchDecode|BatchPrefill",
+    "cache writes": r"^_?store|reshape_and_cache|AppendPaged|write_keys",
+    "norms": r"rms_norm",
+    "rotary": r"rotate|turn",
+    "activation": r"act_and_mul",
+    "products": r"gemm|gemv|nvjet|cutlass|splitK|cublas|linear",
+}
+"""Kinds of kernels by their names, first match; the rest is `other`."""
+
+
+class Kernel(NamedTuple):
+    """All launches of one kernel: how many, and their time in microseconds."""
+
+    name: str
+    count: int
+    time: float
+
+
+def random_model(context: Any) -> Any:
+    """Stands in for reading a checkpoint: random weights, made where they will lie."""
+    found = checkpoint.read(context.facts.path)
+    binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    torch.manual_seed(0)
+    with torch.device(context.device):
+        model = found.model_class._from_config(
+            found.config, dtype=loading.torch_dtype(context.dtype), attn_implementation=binding.ATTENTION_NAME
+        )
+    return model.eval().requires_grad_(False)
+
+
+def engine(folder: Path, longest: int, requests: int, tokens: int, settings: list[str]) -> LLM:
+    """An LLM over the folder's configuration, of so many requests."""
+    loading.load_transformers_model = random_model
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copy(folder / "config.json", name)
+        (Path(name) / "model.safetensors").touch()  # its header is never read
+        overrides = ["cache.prefix_caching=false", *settings]
+        return LLM(
+            model=name,
+            device="cuda",
+            dtype="bfloat16",
+            max_model_len=longest,
+            max_num_seqs=requests,
+            max_num_batched_tokens=tokens,
+            overrides=overrides,
+        )
+
+
+def kernels(work: Callable[[], Any]) -> list[Kernel]:
+    """What runs on the device during `work`, longest first."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Mem", "Activity")):
+            found[event.name].append(event.device_time)
+    return sorted((Kernel(n, len(t), sum(t)) for n, t in found.items()), key=lambda kernel: -kernel.time)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+def wall(replay: Callable[[], Any], times: int = 50) -> float:
+    """Median microseconds of a replay."""
+    taken = []
+    for _ in range(times):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        taken.append(1e3 * start.elapsed_time(end))
+    return median(taken)
+
+
+def show(title: str, measured: float, found: list[Kernel], limit: float, *, each: bool) -> None:
+    """One line of the step, one by kind, and if wanted one for each kernel."""
+    by_kind: dict[str, float] = defaultdict(float)
+    for kernel in found:
+        by_kind[kind_of(kernel.name)] += kernel.time
+    busy, launches = sum(by_kind.values()), sum(kernel.count for kernel in found)
+    print(
+        f"{title}: {measured:.0f} us, busy {busy:.0f} us, {launches} launches, limit {limit:.0f} us "
+        f"({100 * limit / measured:.0f} %)"
+    )
+    print("   " + ", ".join(f"{kind} {time:.0f}" for kind, time in sorted(by_kind.items(), key=lambda item: -item[1])))
+    for kernel in found[:16] if each else ():
+        print(f"   {kernel.time:9.1f} us {kernel.count:4d} x {kernel.time / kernel.count:8.2f}  {kernel.name[:90]}")
+
+
+def add(llm: LLM, requests: int, tokens: int, max_tokens: int) -> None:
+    generator = np.random.default_rng(0)
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    for index in range(requests):
+        llm.engine.add(f"{tokens}-{index}", generator.integers(0, 10_000, tokens).tolist(), params)
+
+
+def finish(llm: LLM) -> None:
+    while llm.engine.has_work:
+        llm.engine.step()
+
+
+def decode(llm: LLM, requests: int, tokens: int) -> tuple[float, list[Kernel]]:
+    """A replay of the decode step of requests that have all been prefilled."""
+    graphs, seen = llm.engine.runner.graphs, []
+    assert graphs is not None, llm.plan.explain()
+    original = graphs.replay
+
+    def remember(inputs: Any) -> Any:
+        seen.append(inputs)
+        return original(inputs)
+
+    graphs.replay = remember  # type: ignore[method-assign]
+    add(llm, requests, tokens, ROOM - 1)
+    while not seen or seen[-1].shape.query_len != 1 or seen[-1].num_tokens < requests:
+        llm.engine.step()
+    inputs = seen[-1]
+    for _ in range(3):
+        original(inputs)
+    result = wall(lambda: original(inputs)), kernels(lambda: original(inputs))
+    graphs.replay = original  # type: ignore[method-assign]
+    finish(llm)
+    return result
+
+
+def prefill(llm: LLM, requests: int, tokens: int) -> tuple[float, list[Kernel]]:
+    """The first step, which holds all tokens."""
+    for _ in range(2):
+        add(llm, requests, tokens, 1)
+        finish(llm)
+    taken = []
+    for _ in range(3):
+        add(llm, requests, tokens, 1)
+        taken.append(wall(llm.engine.step, times=1))
+        finish(llm)
+    add(llm, requests, tokens, 1)
+    found = kernels(llm.engine.step)
+    finish(llm)
+    return median(taken), found
+
+
+def limit(llm: LLM, requests: int, context: int, tokens: int) -> float:
+    """Microseconds at best: `tokens` new tokens of each request, the last at `context` keys."""
+    model, layers = llm.engine.runner.model, llm.engine.runner.model.facts.layers
+    config = model.hf_model.config
+    head = config.vocab_size * config.hidden_size
+    body = sum(p.numel() for name, p in model.hf_model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    body -= 0 if config.tie_word_embeddings else head
+    keys = sum(2 * layer.num_kv_heads * layer.head_size for layer in layers) * requests * context
+    pairs = requests * (context * tokens - tokens * (tokens - 1) / 2)
+    operations = 2 * body * requests * tokens + 2 * head * requests
+    operations += sum(4 * layer.num_heads * layer.head_size for layer in layers) * pairs
+    return 1e6 * max(2 * (body + head + keys) / BANDWIDTH, operations / MATRIX_RATE)
+
+
+def shape(text: str) -> tuple[int, int]:
+    requests, _, tokens = text.partition(":")
+    return int(requests), int(tokens)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--decode", type=shape, nargs="*", default=[(1, 270), (32, 270), (256, 840)])
+    parser.add_argument("--prefill", type=shape, nargs="*", default=[(4, 2048)])
+    parser.add_argument("--kernels", action="store_true", help="the sixteen longest kernels of each step, too")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
+    arguments = parser.parse_args()
+    shapes = arguments.decode + arguments.prefill
+    longest, largest = max(tokens for _, tokens in shapes) + ROOM, max((r for r, _ in arguments.decode), default=1)
+    batch = max([8192, *(requests * tokens for requests, tokens in arguments.prefill)])
+    sizes = ",".join(map(str, sorted({requests for requests, _ in arguments.decode}))) or "1"
+    llm = engine(arguments.folder, longest, largest, batch, [f"graphs.sizes=[{sizes}]", *arguments.settings])
+    print(llm.plan.summary(), "\n".join(llm.engine.notes), sep="\n")
+    for requests, tokens in arguments.decode:
+        measured, found = decode(llm, requests, tokens)
+        best = limit(llm, requests, tokens, 1)
+        show(f"decode {requests} x {tokens}", measured, found, best, each=arguments.kernels)
+    for requests, tokens in arguments.prefill:
+        measured, found = prefill(llm, requests, tokens)
+        best = limit(llm, requests, tokens, tokens)
+        show(f"prefill {requests} x {tokens}", measured, found, best, each=arguments.kernels)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Decoder layers one after the other, each adding its residual in the kernel that norms the next one's input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def run_layers(
+    layers: Sequence[Any],
+    embeddings: Sequence[Any],
+    hidden_states: torch.Tensor,
+    norm: Any = None,
+    wanted: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run decoder layers, and the norm behind the last one.
+
+    A layer whose forward has a `chain` (see `passes.lean_layer.LeanLayer`) takes its normed input and gives the next
+    one's; any other is called as it is.
+
+    Args:
+        layers: decoder layers of transformers.
+        embeddings: the position embeddings of each.
+        hidden_states: [1, num_tokens, hidden_size].
+        norm: the model's last norm, None if other layers follow.
+        wanted: [n] int64, the tokens to return; None for all. Only they go past the last layer's attention where its
+            forward can do that.
+
+    Returns:
+        [1, num_tokens or n, hidden_size].
+    """
+    norms = [getattr(layer.forward, "entrance", None) for layer in layers[1:]]
+    normed: torch.Tensor | None = None
+    for layer, embedding, behind in zip(layers, embeddings, [*norms, norm], strict=True):
+        kept = wanted if layer is layers[-1] else None
+        found = None
+        if (chain := getattr(layer.forward, "chain", None)) is not None:
+            found = chain(hidden_states, embedding, normed, behind, kept)
+        if found is None:
+            hidden_states, normed = layer(hidden_states, position_embeddings=embedding), None
+            hidden_states = hidden_states if kept is None else hidden_states[:, kept]
+        else:
+            hidden_states, normed = found
+    if norm is None:
+        return hidden_states
+    return norm(hidden_states) if normed is None else normed

@@ -1,0 +1,162 @@
+"""Launches of the products of few rows, and their sizes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from slotline.plugins.model_families.passes import product_kernels
+from slotline.plugins.model_families.passes.kernels import NormWeight
+
+PRODUCT_ROWS = 1
+"""Up to so many rows our product fetches a weight faster than torch's library, which is made for more."""
+MANY_PROGRAMS = 16384
+"""From so many programs on, starting early costs more than it gains: the next kernel's take the place of ours."""
+
+
+LARGE_WEIGHT = 1 << 23
+"""Elements of a weight from which on torch's library fetches it as fast as we do, unless we also activate."""
+DOT_ROWS = 32
+"""Up to so many rows our product on the matrix units is faster than torch's library."""
+
+
+class DotShape(NamedTuple):
+    """Sizes of the product on the matrix units.
+
+    Attributes:
+        outputs, elements: of a program's tile of the weight.
+        warps, stages: of a program, and of its pipeline.
+        parts: into how many the elements of a row are cut.
+        fetched: elements of each row to ask for before the kernel in front has ended.
+    """
+
+    outputs: int
+    elements: int
+    warps: int
+    stages: int
+    parts: int = 1
+    fetched: int = 0
+
+
+class Products:
+    """Products of few rows.
+
+    Args:
+        early: the launch's options, `early` among them.
+    """
+
+    def __init__(self, early: dict[str, bool]) -> None:
+        self._early = early
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        norm: NormWeight | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str = "none",
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """``residual + norm(x) @ weight.T + bias`` or ``activation(gate) * up`` of it, [..., outputs], a new tensor.
+
+        x [..., in_features], weight [out_features, in_features] contiguous, the residual like the output; `dtype` is
+        the output's, x's by default.
+        """
+        x, (n, k) = x.contiguous(), weight.shape
+        rows, gated = x.numel() // k, activation != "none"
+        n = n // 2 if gated else n
+        out = x.new_empty((*x.shape[:-1], n), dtype=dtype)
+        programs = rows * (n if gated else triton.cdiv(n, 2))
+        block_k, warps = _sizes(k)
+        options: dict[str, Any] = self._early if programs < MANY_PROGRAMS else {"early": False}
+        product_kernels.linear[(programs,)](
+            x,
+            weight,
+            x if bias is None else bias,
+            x if norm is None else norm.weight,
+            x if residual is None else residual,
+            out,
+            rows,
+            n,
+            0.0 if norm is None else norm.eps,
+            0.0 if norm is None else norm.offset,
+            k=k,
+            block_k=block_k,
+            has_bias=bias is not None,
+            has_norm=norm is not None,
+            has_residual=residual is not None,
+            activation=activation,
+            num_warps=warps,
+            **options,
+        )
+        return out
+
+    def suits(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
+        """Whether `dot` is the fastest product for as many rows as x [..., in_features] has.
+
+        Not in float32, which the matrix units would round.
+        """
+        if x.dtype == torch.float32 or x.numel() > DOT_ROWS * x.shape[-1]:
+            return False
+        return gated or weight.numel() <= LARGE_WEIGHT
+
+    def dot(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str = "none",
+        *,
+        in_parts: bool = False,
+    ) -> torch.Tensor:
+        """``x @ weight.T + bias`` or ``activation(gate) * up`` of it on the matrix units, [parts, ..., outputs].
+
+        Several parts are float32; there is one, of x's dtype, unless they are allowed.
+        """
+        x, (n, k) = x.contiguous(), weight.shape
+        rows, gated = x.numel() // k, activation != "none"
+        n = n // 2 if gated else n
+        shape = _dot_shape(n, k, gated=gated, in_parts=in_parts)
+        block_m = min(64, max(16, triton.next_power_of_2(rows)))
+        out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else None)
+        product_kernels.dot_linear[(triton.cdiv(n, shape.outputs), triton.cdiv(rows, block_m), shape.parts)](
+            x,
+            weight,
+            x if bias is None else bias,
+            out,
+            rows,
+            n,
+            k=k,
+            block_m=block_m,
+            block_n=shape.outputs,
+            block_k=shape.elements,
+            stages=shape.stages,
+            parts=shape.parts,
+            has_bias=bias is not None,
+            activation=activation,
+            fetched=shape.fetched,
+            num_warps=shape.warps,
+            **self._early,
+        )
+        return out
+
+
+def _dot_shape(n: int, k: int, *, gated: bool, in_parts: bool) -> DotShape:
+    """The sizes of a product of [n, k]; `in_parts` allows several."""
+    if gated:
+        return DotShape(64, 128, 4, 4)
+    if not in_parts:
+        return DotShape(64, 128, 4, 4)
+    return DotShape(32, 128, 2, 4, 4 if n <= 2048 else 1)
+
+
+def _sizes(k: int) -> tuple[int, int]:
+    """Elements that a program reads at a time and its warps, for rows of k: the fastest of eleven on an H200."""
+    if k <= 1024:
+        return triton.next_power_of_2(k), 1
+    if k <= 4096:
+        return 1 << (k.bit_length() - 1), 4
+    return 1024, 2
