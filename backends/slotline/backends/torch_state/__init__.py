@@ -1,0 +1,21 @@
+"""Descriptor of the `torch` state backend: plain PyTorch on any device, the one that others are compared with."""
+
+from __future__ import annotations
+
+from slotline.registry.capability import Flag, Set
+from slotline.registry.contracts.state import STATE_KINDS, StateCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+descriptor = Descriptor(
+    kind=Kind.STATE,
+    name="torch",
+    capabilities=StateCapabilities(
+        devices=Set(("cpu", "cuda")),
+        state_kinds=Set(STATE_KINDS),
+        dtypes=Set((dtype, "float32") for dtype in ("float32", "bfloat16", "float16")),
+        checkpoints=Flag(True),
+        priority=10,
+    ),
+    factory="slotline.backends.torch_state.backend:TorchState",
+    summary="chunks of a request as matrix products in float32; any device, any kind",
+)

@@ -1,0 +1,110 @@
+"""The `torch` state backend: every kind of contract version 1, in float32 matrix products of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from slotline.backends.torch_state.batches import Part, StatePlan, Stream, plan_of
+from slotline.backends.torch_state.recurrences import GatedDelta, Mamba1, Mamba2, Recurrence
+from slotline.registry.contracts.state import STATE_KINDS, StateBatch, StateContext, StateLayer
+
+Tensors = Mapping[str, Tensor]
+
+_RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
+    {"mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
+)
+
+
+class TorchState:
+    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps."""
+
+    def __init__(self, context: StateContext) -> None:
+        kinds = {layer.state_kind for layer in context.layers}
+        self._convolves = "short_conv" in kinds
+        self._recurs = bool(kinds - {"short_conv"})
+
+    def plan(self, batch: StateBatch) -> StatePlan:
+        """Index tensors of the step; nothing waits for the device."""
+        return plan_of(batch, recurs=self._recurs, convolves=self._convolves)
+
+    def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StatePlan) -> Tensor:
+        """See the contract."""
+        like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
+        output = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        if plan.stream is not None and layer.state_kind == "short_conv":
+            convolved = _convolve(layer, inputs, state["conv"], plan.stream)
+            output.index_copy_(0, plan.stream.tokens, convolved.to(like.dtype))
+        elif layer.state_kind in _RECURRENCES:
+            (tensor,) = state.values()
+            for part in plan.parts:
+                output.index_copy_(0, part.tokens, _advance(layer, inputs, tensor, part).to(like.dtype))
+        return output
+
+    def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
+        """All tokens count: rollback is not offered, so the core never asks for less."""
+
+    def copy(self, layer: StateLayer, state: Tensors, source: int, target: int) -> None:
+        """See the contract."""
+        for tensor in state.values():
+            tensor[target].copy_(tensor[source])
+
+
+def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> Tensor:
+    """Outputs [num_tokens, ...] float32 of the part's tokens; its slots hold the states after them."""
+    kind, recurrence, facts = STATE_KINDS[layer.state_kind], _RECURRENCES[layer.state_kind], layer.facts
+    own = {
+        name: value.index_select(0, part.tokens) if name in kind.token_inputs or name == "z" else value
+        for name, value in inputs.items()
+    }
+    pieces = recurrence.pieces(facts, own)
+    now = part.slots.read(state)
+    if part.chunk == 1:
+        output, now = recurrence.step(facts, own, pieces, now)
+    else:
+        spread = tuple(part.spread(piece) for piece in pieces)
+        outputs = now.new_empty((*spread[0].shape[:2], *own["v" if "v" in own else "x"].shape[1:]))
+        for chunks, places in part.slices():
+            count = chunks.stop - chunks.start
+            chunk = tuple(piece[chunks, places] for piece in spread)
+            outputs[chunks, places], now[:count] = recurrence.chunk(facts, own, chunk, now[:count])
+        output = part.gather(outputs)
+    part.slots.write(state, now)
+    return _finish(output, own)
+
+
+def _finish(output: Tensor, inputs: Tensors) -> Tensor:
+    """The skip connection, then the gate."""
+    if "D" in inputs:
+        skip = inputs["D"]
+        output = output + skip.view(*skip.shape, *[1] * (output.ndim - 1 - skip.ndim)) * inputs["x"].float()
+    return output * F.silu(inputs["z"].float()) if "z" in inputs else output
+
+
+def _convolve(layer: StateLayer, inputs: Tensors, state: Tensor, stream: Stream) -> Tensor:
+    """Outputs [num_tokens, C] float32: states and tokens in a row, request by request, and a sum over the taps."""
+    facts, x = layer.facts, inputs["x"].index_select(0, stream.tokens).float()
+    kept = facts["width"] - 1
+    before = stream.slots.read(state)  # [n, C, W - 1]
+    num_requests, channels = before.shape[:2]
+    # Behind `kept` columns of state for each request up to it; its own columns stand right before its first token.
+    place_of = torch.arange(len(x), device=x.device) + kept * (stream.request_of + 1)  # [num_tokens]
+    taps = torch.arange(kept, device=x.device)
+    ends = stream.ends + kept * torch.arange(1, num_requests + 1, device=x.device)  # [n], behind the last token
+    begins = torch.cat([ends.new_zeros(1), ends[:-1]])  # [n], the first column of state
+    line = x.new_empty((len(x) + kept * num_requests, channels))
+    line.index_copy_(0, (begins[:, None] + taps).flatten(), before.transpose(1, 2).reshape(-1, channels))
+    line.index_copy_(0, place_of, x)
+    weight = inputs["weight"].float()  # [C, W]
+    output = x * weight[:, kept]
+    for tap in range(kept):
+        output.addcmul_(line.index_select(0, place_of - kept + tap), weight[:, tap])
+    if "bias" in inputs:
+        output += inputs["bias"].float()
+    after = line.index_select(0, (ends[:, None] - kept + taps).flatten())  # [n * (W - 1), C]
+    stream.slots.write(state, after.view(num_requests, kept, channels).transpose(1, 2))
+    return F.silu(output) if facts["activation"] == "silu" else output

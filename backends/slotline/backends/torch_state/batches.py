@@ -1,0 +1,181 @@
+"""The host's work of a step: which tokens of which requests are advanced together, as index tensors.
+
+Requests with one token are advanced in one operation. Longer ones are cut into chunks; wave k holds the k-th chunk of
+every request that has one, requests with more chunks first, so that the requests of a wave are the first of the wave
+before it. Example with chunks of 4 and requests of 9, 2 and 5 tokens (sorted: 9, 5, 2): wave 0 holds 4, 4 and 2 tokens,
+wave 1 holds 4 and 1, wave 2 holds 1. The number of operations follows the longest request, not the number of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from slotline.registry.contracts.state import StateBatch
+
+Int = npt.NDArray[np.int64]
+State = Mapping[str, Tensor]
+
+CHUNK = 64
+"""Most tokens of a request that are computed as one matrix product."""
+
+
+class Slots:
+    """The slots of some requests of a batch, and how their states are read and written.
+
+    Args:
+        batch: the step's batch.
+        rows: [n] positions of the requests in it.
+
+    Where the batch lies in host memory, `rows` hold no padding. Elsewhere only the device knows which slots are -1: a
+    padded request then reads slot 0 as zeros and writes once more what a live one writes.
+    """
+
+    def __init__(self, batch: StateBatch, rows: Tensor) -> None:
+        self.index = batch.slots.index_select(0, rows).long()  # [n]
+        self.has_state = batch.has_initial_state.index_select(0, rows)  # [n]
+        self.source: Tensor | None = None
+        if self.index.device.type != "cpu":
+            live = self.index >= 0
+            self.any_live = live.any()
+            self.source = torch.where(live, torch.arange(len(rows), device=rows.device), live.int().argmax())
+            self.has_state = self.has_state & live
+            self.index = self.index.index_select(0, self.source).clamp(min=0)
+
+    def read(self, state: Tensor) -> Tensor:
+        """[n, *shape] float32, zeros for requests that start."""
+        found = state.index_select(0, self.index).float()
+        has_state = self.has_state.view(-1, *[1] * (found.ndim - 1))
+        return torch.where(has_state, found, 0.0)  # not a product: a slot may hold anything before its first use
+
+    def write(self, state: Tensor, values: Tensor) -> None:
+        """Store [n, *shape]."""
+        values = values.to(state.dtype)
+        if self.source is not None:
+            values = torch.where(self.any_live, values.index_select(0, self.source), state.index_select(0, self.index))
+        state.index_copy_(0, self.index, values)
+
+
+@frozen(kw_only=True, eq=False)
+class Part:
+    """Requests that are advanced together.
+
+    Attributes:
+        slots: of the n requests, most chunks first.
+        tokens: [num_tokens] int64, the part's tokens in the batch.
+        chunk: places of a chunk; 1 where every request has one token.
+        places: [num_tokens] int64, where each token stands among all chunks' places, wave by wave.
+        waves: (requests, longest chunk) of each wave.
+    """
+
+    slots: Slots
+    tokens: Tensor
+    chunk: int
+    places: Tensor
+    waves: tuple[tuple[int, int], ...]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[num_tokens, ...] -> [num_chunks, chunk, ...], zeros where a chunk is not full."""
+        num_chunks = sum(count for count, _ in self.waves)
+        if self.chunk == 1:
+            return values.unsqueeze(1)
+        spread = values.new_zeros((num_chunks * self.chunk, *values.shape[1:]))
+        return spread.index_copy_(0, self.places, values).view(num_chunks, self.chunk, *values.shape[1:])
+
+    def gather(self, spread: Tensor) -> Tensor:
+        """The way back: [num_chunks, chunk, ...] -> [num_tokens, ...]."""
+        return spread.flatten(0, 1).index_select(0, self.places)
+
+    def slices(self) -> Iterator[tuple[slice, slice]]:
+        """Of each wave, its chunks and the places that hold tokens."""
+        first = 0
+        for count, longest in self.waves:
+            yield slice(first, first + count), slice(0, longest)
+            first += count
+
+
+@frozen(kw_only=True, eq=False)
+class Stream:
+    """All tokens in a row, as a convolution sees them.
+
+    Attributes:
+        slots: of the n requests with tokens, in batch order.
+        tokens: [num_tokens] int64, their tokens in the batch.
+        request_of: [num_tokens] int64, whose each is: 0 to n - 1.
+        ends: [n] int64, number of tokens up to the last one of each.
+    """
+
+    slots: Slots
+    tokens: Tensor
+    request_of: Tensor
+    ends: Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class StatePlan:
+    """What `plan` hands to every `forward` of a step."""
+
+    parts: tuple[Part, ...] = ()
+    stream: Stream | None = None
+
+
+def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool) -> StatePlan:
+    """The plan of a batch; `recurs` and `convolves` say which of its halves will be used."""
+    starts = batch.query_start_loc_cpu[: batch.num_requests + 1].astype(np.int64)
+    lens = np.diff(starts)
+    active = lens > 0
+    if batch.slots.device.type == "cpu":
+        active &= batch.slots[: batch.num_requests].numpy() >= 0
+    rows = np.flatnonzero(active)
+    if not len(rows):
+        return StatePlan()
+    parts: list[Part] = []
+    if recurs:
+        singles, longer = rows[lens[rows] == 1], rows[lens[rows] > 1]
+        longer = longer[np.argsort(-lens[longer], kind="stable")]
+        parts = [
+            _part(batch, some, starts, lens, chunk) for some, chunk in ((singles, 1), (longer, CHUNK)) if len(some)
+        ]
+    return StatePlan(parts=tuple(parts), stream=_stream(batch, rows, starts, lens) if convolves else None)
+
+
+def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int) -> Part:
+    longest = int(lens[rows[0]])
+    request, offset = _expand(lens[rows])
+    counts = (lens[rows] > np.arange(0, longest, chunk)[:, None]).sum(1)  # [num_waves]
+    first = np.cumsum(counts) - counts
+    places = (first[offset // chunk] + request) * chunk + offset % chunk
+    device = batch.slots.device
+    return Part(
+        slots=Slots(batch, _upload(rows, device)),
+        tokens=_upload(starts[rows][request] + offset, device),
+        chunk=chunk,
+        places=_upload(places, device),
+        waves=tuple((count, min(chunk, longest - k * chunk)) for k, count in enumerate(counts.tolist())),
+    )
+
+
+def _stream(batch: StateBatch, rows: Int, starts: Int, lens: Int) -> Stream:
+    request, offset = _expand(lens[rows])
+    device = batch.slots.device
+    return Stream(
+        slots=Slots(batch, _upload(rows, device)),
+        tokens=_upload(starts[rows][request] + offset, device),
+        request_of=_upload(request, device),
+        ends=_upload(np.cumsum(lens[rows]), device),
+    )
+
+
+def _expand(lens: Int) -> tuple[Int, Int]:
+    """Of every token, whose it is and its offset in that request: lens [2, 1] give [0, 0, 1] and [0, 1, 0]."""
+    request = np.repeat(np.arange(len(lens)), lens)
+    return request, np.arange(len(request)) - np.repeat(np.cumsum(lens) - lens, lens)
+
+
+def _upload(values: Int, device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

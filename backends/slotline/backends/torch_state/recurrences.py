@@ -1,0 +1,140 @@
+"""The recurrences of mamba1, mamba2 and gated_delta for many requests at a time, in float32.
+
+Each has `pieces`, which makes of a layer's inputs what the recurrence runs over (one row per token; a row of zeros
+leaves the state as it is), `step` for one token of each request, and `chunk` for a chunk of each. R is requests, Q
+tokens of a chunk.
+
+Sources: the state-space dual form of a chunk, Dao and Gu, arXiv 2405.21060, section 6; the selective scan, Gu and Dao,
+arXiv 2312.00752, section 3; the chunked delta rule as a triangular system, Yang and others, arXiv 2412.06464,
+section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+Facts = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
+Pieces = tuple[Tensor, ...]
+
+
+class Recurrence(Protocol):
+    """What every kind has."""
+
+    def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
+        """What the recurrence runs over, [num_tokens, ...] float32 each, of `inputs` of as many tokens."""
+        ...
+
+    def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        """One token of each request: outputs [R, ...] and new states of `pieces` [R, ...] and states [R, *shape]."""
+        ...
+
+    def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The same with `pieces` [R, Q, ...]; outputs are [R, Q, ...]."""
+        ...
+
+
+def time_step(facts: Facts, inputs: Tensors) -> Tensor:
+    """dt with its bias, made positive, clamped: [num_tokens, ...] float32."""
+    dt = inputs["dt"].float()
+    if "dt_bias" in inputs:
+        dt = dt + inputs["dt_bias"]
+    if facts["dt_softplus"]:
+        dt = F.softplus(dt)
+    limit = facts.get("dt_limit")
+    return dt if limit is None else dt.clamp(*limit)
+
+
+def decays(logarithm: Tensor) -> tuple[Tensor, Tensor]:
+    """Of log decays [..., Q]: their running sum, and the decay from token s to token t [..., t, s], 0 where s > t."""
+    total = logarithm.cumsum(-1)
+    above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    return total, (total[..., :, None] - total[..., None, :]).masked_fill(above, float("-inf")).exp()
+
+
+class Mamba1:
+    """Selective scan with a decay for each channel and state: token by token, since no matrix product does it."""
+
+    def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
+        """d [.., D], d * x [.., D], B and C [.., N]."""
+        d = time_step(facts, inputs)
+        return d, d * inputs["x"].float(), inputs["B"].float(), inputs["C"].float()
+
+    def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        d, x, b, c = pieces
+        state = torch.addcmul(x[:, :, None] * b[:, None, :], torch.exp(d[:, :, None] * inputs["A"]), state)
+        return (state @ c[:, :, None]).squeeze(-1), state
+
+    def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = []
+        for token in zip(*(piece.unbind(1) for piece in pieces), strict=True):
+            output, state = self.step(facts, inputs, token, state)
+            outputs.append(output)
+        return torch.stack(outputs, dim=1), state
+
+
+class Mamba2:
+    """Selective scan with one decay for each head; heads [H] = groups [G] x heads of a group."""
+
+    def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
+        """d * A [.., H], d * x [.., H, P], B and C [.., G, N]."""
+        d = time_step(facts, inputs)
+        return d * inputs["A"], d[..., None] * inputs["x"].float(), inputs["B"].float(), inputs["C"].float()
+
+    def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        decay, x, b, c = pieces
+        each = facts["num_heads"] // facts["num_groups"]
+        b, c = b.repeat_interleave(each, 1), c.repeat_interleave(each, 1)  # [R, H, N]
+        state = torch.addcmul(x[..., None] * b[:, :, None, :], decay.exp()[..., None, None], state)
+        return (state @ c[..., None]).squeeze(-1), state
+
+    def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        groups = facts["num_groups"]
+        logarithm, x = pieces[0].transpose(1, 2), pieces[1].transpose(1, 2)  # [R, H, Q], [R, H, Q, P]
+        b, c = pieces[2].transpose(1, 2)[:, :, None], pieces[3].transpose(1, 2)[:, :, None]  # [R, G, 1, Q, N]
+        total, decay = decays(logarithm)
+        grouped = (groups, -1)
+        x, decay, before = x.unflatten(1, grouped), decay.unflatten(1, grouped), state.unflatten(1, grouped)
+        from_start = total.exp().unflatten(1, grouped)[..., None]
+        to_end = (total[..., -1:] - total).exp().unflatten(1, grouped)[..., None]
+        output = (c @ b.mT * decay) @ x + from_start * (c @ before.mT)  # [R, G, H / G, Q, P]
+        added = ((to_end * x).mT @ b).flatten(1, 2)  # [R, H, P, N]
+        return output.flatten(1, 2).transpose(1, 2), torch.addcmul(added, total[..., -1].exp()[..., None, None], state)
+
+
+class GatedDelta:
+    """The gated delta rule; value heads share key heads."""
+
+    def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
+        """g, beta [.., Hv], q, k [.., Hv, K], v [.., Hv, V]."""
+        q, k = inputs["q"].float(), inputs["k"].float()
+        if facts["qk_l2norm"]:
+            q, k = (value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))
+        each = facts["num_v_heads"] // facts["num_k_heads"]
+        q, k = (q * facts["scale"]).repeat_interleave(each, -2), k.repeat_interleave(each, -2)
+        return inputs["g"].float(), inputs["beta"].float(), q, k, inputs["v"].float()
+
+    def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, beta, q, k, v = pieces
+        state = state * g.exp()[..., None, None]
+        update = beta[..., None] * (v - (k[..., None, :] @ state).squeeze(-2))  # [R, Hv, V]
+        state = torch.addcmul(state, k[..., None], update[..., None, :])
+        return (q[..., None, :] @ state).squeeze(-2), state
+
+    def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
+        g, beta, q, k, v = (piece.transpose(1, 2) for piece in pieces)  # [R, Hv, Q, ...]
+        total, decay = decays(g)
+        from_start, beta = total.exp()[..., None], beta[..., None]
+        # Token t's correction depends on those before it in the chunk: (1 + system) update = wanted.
+        system = (beta * (k @ k.mT) * decay).tril(-1)
+        wanted = beta * (v - from_start * (k @ state))
+        update = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+        output = from_start * (q @ state) + (q @ k.mT * decay) @ update
+        to_end = (total[..., -1:] - total).exp()[..., None]
+        state = torch.addcmul((to_end * k).mT @ update, total[..., -1].exp()[..., None, None], state)
+        return output.transpose(1, 2), state
