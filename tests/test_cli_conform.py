@@ -184,12 +184,12 @@ def test_a_name_of_two_distributions_or_two_kinds_must_be_made_clear(
     with pytest.raises(PluginConflictError, match="name the object: tiny_one:descriptor"):
         find_target("logits_processor:tiny")
     assert find_target("tiny_one:descriptor").distribution in ("tiny-one", "tiny-two")
-    pretend_installed(monkeypatch, tmp_path / "three", "other", {"slotline.lora": {"torch": "x:y"}})
-    with pytest.raises(PluginConflictError, match=r"several plugins 'torch': attention:torch, lora:torch"):
-        find_target("torch")
-    assert find_target("torch", kind=Kind.ATTENTION).name == "attention:torch"
+    pretend_installed(monkeypatch, tmp_path / "three", "other", {"slotline.lora": {"cpu": "x:y"}})
+    with pytest.raises(PluginConflictError, match=r"several plugins 'cpu': attention:cpu, lora:cpu"):
+        find_target("cpu")
+    assert find_target("cpu", kind=Kind.ATTENTION).name == "attention:cpu"
     with pytest.raises(PluginLoadError, match="ModuleNotFoundError"):
-        find_target("lora:torch")
+        find_target("lora:cpu")
     with pytest.raises(PluginNotFoundError, match="no lora plugin 'cpu'"):
         find_target("cpu", kind=Kind.LORA)
 

@@ -16,7 +16,14 @@ import tiny_models
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS, DecoderOptions, descriptor
+from slotline.plugins.model_families.decoder import (
+    ARCHITECTURES,
+    CLASSIFIERS,
+    EMBEDDERS,
+    STATE_ARCHITECTURES,
+    DecoderOptions,
+    descriptor,
+)
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
@@ -439,7 +446,12 @@ def test_the_bare_transformers_model_can_be_reached(checkpoints: Callable[[str],
 @pytest.mark.behaviour(124)
 def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
     assert descriptor.capabilities.tasks.values == {"generate", "embed", "classify"}
-    assert descriptor.capabilities.architectures.values == {*ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS}
+    assert descriptor.capabilities.architectures.values == {
+        *ARCHITECTURES,
+        *STATE_ARCHITECTURES,
+        *EMBEDDERS,
+        *CLASSIFIERS,
+    }
     assert {tiny_models.family(name).architecture for name in tiny_models.FAMILIES} == set(ARCHITECTURES)
 
 

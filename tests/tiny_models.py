@@ -156,7 +156,149 @@ _FAMILIES: Mapping[str, TinyFamily] = {
 }
 
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
-"""The names that `build` knows."""
+"""The families with attention alone."""
+
+_MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 16,
+}
+_STATE_FAMILIES: Mapping[str, TinyFamily] = {
+    "mamba2": TinyFamily(
+        architecture="Mamba2ForCausalLM",
+        config="Mamba2Config",
+        settings={"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 16, "chunk_size": 16},
+        windows=(),
+    ),
+    "bamba": TinyFamily(
+        architecture="BambaForCausalLM",
+        config="BambaConfig",
+        settings={**_MAMBA2, "attn_layer_indices": [1, 3]},
+        windows=(None,) * 2,
+    ),
+    "mamba": TinyFamily(
+        architecture="MambaForCausalLM",
+        config="MambaConfig",
+        settings={"state_size": 16, "time_step_rank": 4, "expand": 2},
+        windows=(),
+    ),
+    "falcon_mamba": TinyFamily(
+        architecture="FalconMambaForCausalLM",
+        config="FalconMambaConfig",
+        settings={"state_size": 16, "time_step_rank": 4, "expand": 2},
+        windows=(),
+    ),
+    "jamba": TinyFamily(
+        architecture="JambaForCausalLM",
+        config="JambaConfig",
+        settings={
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 16,
+            "mamba_dt_rank": 4,
+            "use_mamba_kernels": False,
+        },
+        windows=(None,) * 2,
+    ),
+    "falcon_h1": TinyFamily(
+        architecture="FalconH1ForCausalLM",
+        config="FalconH1Config",
+        settings={
+            **_MAMBA2,
+            "mamba_d_ssm": 128,
+            "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 1.3],
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.9,
+            "attention_in_multiplier": 1.1,
+            "attention_out_multiplier": 0.9,
+            "key_multiplier": 0.8,
+            "embedding_multiplier": 1.4,
+            "lm_head_multiplier": 0.6,
+        },
+    ),
+    "granite_moe_hybrid": TinyFamily(
+        architecture="GraniteMoeHybridForCausalLM",
+        config="GraniteMoeHybridConfig",
+        settings={
+            **_MAMBA2,
+            "layer_types": ["mamba", "attention"] * 2,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 48,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+        },
+        windows=(None,) * 2,
+    ),
+    "nemotron_h": TinyFamily(
+        architecture="NemotronHForCausalLM",
+        config="NemotronHConfig",
+        settings={
+            "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 2,
+            "ssm_state_size": 16,
+            "chunk_size": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+        windows=(None,),
+    ),
+    "zamba2": TinyFamily(
+        architecture="Zamba2ForCausalLM",
+        config="Zamba2Config",
+        settings={
+            "mamba_d_state": 16,
+            "n_mamba_heads": 8,
+            "mamba_headdim": 16,
+            "mamba_ngroups": 2,
+            "chunk_size": 16,
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "hybrid", "hybrid", "mamba", "hybrid", "hybrid"],
+            "attention_head_dim": 32,
+            "time_step_min": 1e-30,
+            "num_mem_blocks": 2,  # the third and fourth hybrid layers share the first two's attention
+        },
+        windows=(None,) * 4,
+    ),
+    "lfm2": TinyFamily(
+        architecture="Lfm2ForCausalLM",
+        config="Lfm2Config",
+        settings={"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+        windows=(None,) * 2,
+    ),
+    "qwen3_next": TinyFamily(
+        architecture="Qwen3NextForCausalLM",
+        config="Qwen3NextConfig",
+        settings={
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 48,
+            "shared_expert_intermediate_size": 48,
+        },
+        windows=(None,) * 2,
+    ),
+}
+
+STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_FAMILIES)
+"""The families with state layers."""
 
 _LINES = (
     "def main(argv):",
@@ -169,7 +311,7 @@ _LINES = (
 
 def family(name: str) -> TinyFamily:
     """What is known of a family."""
-    return _FAMILIES[name]
+    return {**_FAMILIES, **_STATE_FAMILIES}[name]
 
 
 def build(name: str, path: Path, seed: int = 0, architecture: str = "", **settings: Any) -> Path:
@@ -177,7 +319,7 @@ def build(name: str, path: Path, seed: int = 0, architecture: str = "", **settin
 
     `architecture` names another transformers class than the family's causal language model.
     """
-    known = _FAMILIES[name]
+    known = family(name)
     config = getattr(transformers, known.config)(**{**_SIZES, **known.settings, **settings})
     torch.manual_seed(seed)
     model = getattr(transformers, architecture or known.architecture)(config)

@@ -22,7 +22,7 @@ from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
-from slotline.core.memory import MemoryReport, size_pool, zeroed_bytes
+from slotline.core.memory import DeviceMemory, MemoryReport, refuse_states, size_pool, zeroed_bytes
 from slotline.core.placement import batches_of, device_memory, later_feeds
 from slotline.core.planning import Planned, make_plan
 from slotline.core.pooling import Pooling
@@ -33,6 +33,7 @@ from slotline.core.runner import Runner
 from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
 from slotline.core.staging import Staging, staging_for
+from slotline.core.states import StateGroup, StateRouter, allocate, page_bytes
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
@@ -45,6 +46,7 @@ from slotline.registry.contracts import (
     LogitsProcessorContext,
     Model,
     ModelContext,
+    StateContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ContractError
@@ -267,6 +269,47 @@ class EngineBuilder:
                 caches[layer.index] = caches[layer.shares_kv_with]
         return AttentionRouter(attention, caches)
 
+    def _states(self) -> StateRouter | None:
+        """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
+
+        Raises:
+            CapacityError: if that many states do not fit.
+        """
+        planned, scheduler = self.planned, self.planned.loaded.config.scheduler
+        layers = [layer for group in planned.plan.state_groups for layer in group.layers]
+        if not layers:
+            return None
+        refuse_states(
+            self._state_bytes(),
+            scheduler.max_requests,
+            planned.loaded.config.cache.memory,
+            DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
+            explicit=planned.loaded.origins["cache.memory"].kind != "default",
+        )
+        groups = []
+        for group in planned.plan.state_groups:
+            descriptor = planned.registry.load(Kind.STATE, group.backend, required=True)
+            context = StateContext(
+                contract=group.contract,
+                layers=group.layers,
+                device=planned.device,
+                dtype=group.dtype,
+                max_query_len=group.max_query_len,
+                max_requests=scheduler.max_requests,
+                max_tokens=scheduler.max_batched_tokens,
+                options=self._options(descriptor),
+            )
+            groups.append(
+                StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
+            )
+        return StateRouter(
+            groups, {layer.index: allocate(layer, scheduler.max_requests, planned.device) for layer in layers}
+        )
+
+    def _state_bytes(self) -> int:
+        layers = (layer for group in self.planned.plan.state_groups for layer in group.layers)
+        return self.planned.loaded.config.scheduler.max_requests * sum(map(page_bytes, layers))
+
     def _runner(
         self,
         model: Model,
@@ -288,7 +331,16 @@ class EngineBuilder:
         last_tokens = LastTokens(vocab_size, rows.max_requests, stages[0].device) if stands_in else None
         most_drafts = drafting.num_tokens if drafting else 0
         gatherer = InputGatherer(
-            rows, groups, kernel_sizes, stagings[0], tables, budget, most_drafts, last_tokens, later
+            rows,
+            groups,
+            kernel_sizes,
+            stagings[0],
+            tables,
+            budget,
+            most_drafts,
+            last_tokens,
+            later,
+            has_states=bool(plan.state_groups),
         )
         runner = Runner(
             model,
@@ -300,6 +352,7 @@ class EngineBuilder:
             drafting,
             last_tokens,
             self._pooling(model, rows, stagings[-1]),
+            self._states(),
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             earlier=stagings[:-1],
@@ -356,8 +409,9 @@ class EngineBuilder:
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
             devices=device_memory(plan, self.planned.stages, specs),
-            useful_blocks=requests * sum(held),
+            useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
+            state_bytes=self._state_bytes(),
         )
         if report.num_blocks - 1 < sum(held):
             raise CapacityError(

@@ -23,7 +23,7 @@ from slotline.core.rows import Rows
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.scheduler import Schedule
 from slotline.core.staging import Staging, reserved_bytes
-from slotline.registry.contracts import AttentionBatch
+from slotline.registry.contracts import AttentionBatch, StateBatch
 
 Int = npt.NDArray[np.int64]
 PAD_SLOT = -1
@@ -44,7 +44,10 @@ class StepInputs:
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
+        query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included; `query_start_loc_cpu` and
+            `seq_lens_cpu` [num_requests] int32 on the host.
         batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads.
+        states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
             sampled where the next step is prepared before they are known; else None.
@@ -64,7 +67,11 @@ class StepInputs:
     logits_indices: torch.Tensor
     logits_rows: Int
     draft_positions: Int | None
+    query_start_loc: torch.Tensor
+    query_start_loc_cpu: npt.NDArray[np.int32]
+    seq_lens_cpu: npt.NDArray[np.int32]
     batches: tuple[AttentionBatch, ...]
+    states: StateBatch | None
     shape: GraphShape | None
     stand_ins: torch.Tensor | None
     sampling: SamplingBatch
@@ -116,12 +123,15 @@ class InputGatherer:
         max_drafts: int = 0,
         last_tokens: LastTokens | None = None,
         later: Sequence[Feed] = (),
+        *,
+        has_states: bool = False,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self.feeds = (Feed(staging, tables, tuple(range(len(groups)))), *later)
         self.last_tokens = last_tokens
+        self.has_states = has_states
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
@@ -131,7 +141,9 @@ class InputGatherer:
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
-            feed.staging.reserve(by_feed + 2 * by_request + 3 * by_logits + packed + feed.tables.num_bytes)
+            feed.staging.reserve(
+                by_feed + (2 + 3 * has_states) * by_request + 3 * by_logits + packed + feed.tables.num_bytes
+            )
 
     def gather(self, schedule: Schedule, shape: GraphShape | None = None, prefixes: Sequence[int] = ()) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
@@ -154,6 +166,7 @@ class InputGatherer:
         return self._assemble(
             rows=rows,
             table_rows=rows,
+            state_slots=rows,
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
@@ -177,7 +190,9 @@ class InputGatherer:
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
     ) -> StepInputs:
-        """Inputs of the given shape that write nowhere, for profiling, warm-up and capture.
+        """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
+
+        State layers write the first slots, so that their work is measured too: no request may live then.
 
         Args:
             query_lens: tokens of each made-up request.
@@ -195,6 +210,7 @@ class InputGatherer:
         return self._assemble(
             rows=rows,
             table_rows=np.full(len(counts), self.rows.max_requests),
+            state_slots=self._arange[: len(counts)],
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
@@ -234,6 +250,7 @@ class InputGatherer:
         *,
         rows: Int,
         table_rows: Int,
+        state_slots: Int,
         counts: Int,
         starts: Int,
         seq_lens: Int,
@@ -271,6 +288,19 @@ class InputGatherer:
         sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
         logits_indices_device = last.upload(logits_indices)
         stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
+        states = None
+        if self.has_states:
+            states = StateBatch(
+                num_requests=len(rows),
+                num_tokens=num_tokens,
+                max_query_len=longest,
+                query_start_loc=sent[0].query_start_loc,
+                slots=first.upload(state_slots.astype(np.int32)),
+                has_initial_state=first.upload(seq_lens[: len(rows)] > counts),
+                num_accepted=first.upload(np.ones(len(rows), np.int32)),
+                query_start_loc_cpu=starts32,
+                num_decodes=num_decodes,
+            )
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
         params = None if batch.all_greedy else last.upload(batch.packed())
         scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], last.upload)
@@ -308,7 +338,11 @@ class InputGatherer:
             logits_indices=logits_indices_device,
             logits_rows=logits_rows,
             draft_positions=draft_positions,
+            query_start_loc=sent[-1].query_start_loc,
+            query_start_loc_cpu=starts32,
+            seq_lens_cpu=seq_lens32,
             batches=batches,
+            states=states,
             shape=shape,
             stand_ins=stand_ins,
             sampling=batch,

@@ -33,7 +33,10 @@ def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype:
     """What a measurement holds for: the device, the model's shape, the dtypes, and torch. Plugins' versions stand
     beside each run, so that a new version of one costs the others nothing."""
     layers = [{key: value for key, value in asdict(layer).items() if key != "name"} for layer in facts.layers]
-    shape = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size, "parameters": facts.num_parameters}
+    shape: dict[str, Any] = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size}
+    shape |= {"parameters": facts.num_parameters}
+    if facts.state_layers:
+        shape["states"] = [[layer.state_kind, sorted(layer.facts.items())] for layer in facts.state_layers]
     return {
         "device": device.name or device.type,
         "cores": os.cpu_count() if device.type == "cpu" else device.cores,  # a CPU's name says too little

@@ -42,11 +42,13 @@ class MemoryReport:
 
     Attributes:
         devices: each by itself.
+        states: of every row, in state layers.
         num_blocks: blocks in the pool, the null block included.
     """
 
     devices: tuple[DeviceMemory, ...]
     num_blocks: int
+    states: int = 0
 
     @property
     def total(self) -> int:
@@ -69,6 +71,28 @@ class MemoryReport:
         return sum(device.block for device in self.devices)
 
 
+def refuse_states(num_bytes: int, num_slots: int, asked: float | str, memory: DeviceMemory, *, explicit: bool) -> None:
+    """Check that the states of every row fit, before they are allocated.
+
+    Args:
+        num_bytes: of all slots in all state layers.
+        num_slots: the rows.
+        asked, explicit: as for `size_pool`.
+        memory: of the device where they are to lie.
+
+    Raises:
+        CapacityError: naming the number of rows that would fit.
+    """
+    room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit)
+    each = num_bytes // num_slots
+    if num_bytes > room:
+        raise CapacityError(
+            f"the states of scheduler.max_requests = {num_slots} requests take {num_bytes} bytes, {each} each, and "
+            f"cache.memory = {asked!r} leaves {max(room, 0)}",
+            fix=f"set scheduler.max_requests = {room // each}" if room >= each else "raise cache.memory",
+        )
+
+
 def size_pool(
     asked: float | str,
     *,
@@ -76,6 +100,7 @@ def size_pool(
     devices: Sequence[DeviceMemory],
     useful_blocks: int,
     profile: Callable[[], float],
+    state_bytes: int = 0,
 ) -> MemoryReport:
     """The pool that `cache.memory` allows; the device with the least room for its part of a block decides.
 
@@ -85,6 +110,7 @@ def size_pool(
         devices: each device once, with its memory and its part of a block.
         useful_blocks: more than this no set of running requests can use at a time.
         profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
+        state_bytes: what state layers have been given already; it counts as cache.
 
     Raises:
         CapacityError: if not even one block fits.
@@ -95,7 +121,10 @@ def size_pool(
         rooms = [(size_in_bytes(asked), sum(device.block for device in devices), "")]
     else:
         rooms = [(_room(d, asked, explicit=explicit), d.block, f" on {d.device}") for d in devices]
+    # On a GPU the states are not free any more; elsewhere their memory is taken when it is first used.
+    taken = state_bytes if isinstance(asked, str) or not devices[0].device.startswith("cuda") else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
+    cache -= taken
     num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # one more for the null block
     if num_blocks < 2:
         where = where if len(devices) > 1 else ""
@@ -104,7 +133,7 @@ def size_pool(
             fix="raise cache.memory, lower scheduler.max_batched_tokens, or take a smaller model or dtype",
         )
     report = tuple(evolve(device, cache=num_blocks * device.block) for device in devices)
-    return MemoryReport(devices=report, num_blocks=num_blocks)
+    return MemoryReport(devices=report, num_blocks=num_blocks, states=state_bytes)
 
 
 def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:

@@ -49,7 +49,7 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
 
 
 def choose_drafter(
-    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, facts: ModelFacts
 ) -> Descriptor[Any] | None:
     """The drafter that the configuration names, if any.
 
@@ -71,6 +71,11 @@ def choose_drafter(
     ]
     if offer.tree.support:
         texts.append("proposes trees, and this version verifies chains")
+    if facts.state_layers:
+        kinds = ", ".join(dict.fromkeys(layer.state_kind for layer in facts.state_layers))
+        texts.append(
+            f"{facts.architecture} keeps states ({kinds}), which this version cannot take back to an accepted draft"
+        )
     if config.tokens >= max_model_len - 1:
         texts.append(f"{origin} does not fit beside a prompt into max_model_len={max_model_len}")
     if texts:

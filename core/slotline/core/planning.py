@@ -29,6 +29,7 @@ from slotline.registry.negotiation import (
     negotiate,
     prepare_request,
     review,
+    state_candidates,
     with_measurements,
 )
 
@@ -97,7 +98,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry) if task == "generate" else ()
-    drafter = choose_drafter(loaded, registry, info, max_model_len)
+    drafter = choose_drafter(loaded, registry, info, max_model_len, facts)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
     parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
@@ -117,14 +118,15 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
         measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
         request = with_measurements(request, measured, attention)
-    plan = negotiate(request, attention, specs)
+    states = state_candidates(registry, info) if facts.state_layers else ()
+    plan = negotiate(request, attention, specs, states)
     if plan.graphs.resolved != "none" and (refusal := _capture_refusal(family, facts, stages, plan, task)):
         _refuse_explicit_graphs(request.graphs, refusal)
         if task == "generate":
             request = evolve(request, uncaptured=refusal)
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
-        plan = negotiate(request, attention, specs)
+        plan = negotiate(request, attention, specs, states)
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
     return Planned(
@@ -177,6 +179,8 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
         return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
     if stages.divided:
         return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
+    if plan.state_groups:
+        return "this version captures no state layers"
     refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 
@@ -198,6 +202,8 @@ def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
     """Note in the plugin list what the plan uses."""
     for group in plan.groups:
         registry.mark_selected(Kind.ATTENTION, group.backend)
+    for state_group in plan.state_groups:
+        registry.mark_selected(Kind.STATE, state_group.backend)
     for cache_group in plan.cache_groups:
         registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
     for part in plan.parts:
@@ -273,13 +279,20 @@ def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descrip
 
 def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
     """Load every backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
-    asked = loaded.config.attention.backend
-    choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
-    names = [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
-    for kind, named in ((Kind.ATTENTION, names), (Kind.KV_SPEC, loaded.config.cache.kv_spec.values())):
+    for kind, named in (
+        (Kind.ATTENTION, _names(loaded.config.attention.backend)),
+        (Kind.STATE, _names(loaded.config.state.backend)),
+        (Kind.KV_SPEC, loaded.config.cache.kv_spec.values()),
+    ):
         for name in named:
             if name != "auto":
                 registry.load(kind, name, required=True)
+
+
+def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
+    """Every name in a choice of backends."""
+    choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+    return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
 
 
 def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:

@@ -130,7 +130,7 @@ class _Kept:
         that starts over after preemption has not: what its first attempt left, or another's, does not count.
         """
         states = self._states
-        begun = _upload(inputs.batches[0].seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
+        begun = _upload(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
         rows = _upload(inputs.rows, states.device)
         states[rows] = merge(states[rows], begun[:, None])
         return states[_upload(inputs.logits_rows, states.device)]
@@ -146,7 +146,7 @@ class FirstToken:
 
     def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
         """The first token of each chunk."""
-        return inputs.batches[-1].query_start_loc[: len(inputs.rows)].long()  # on the last stage's device
+        return inputs.query_start_loc[: len(inputs.rows)].long()
 
     def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """A prompt's first chunk decides."""

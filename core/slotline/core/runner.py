@@ -8,6 +8,7 @@ log-probabilities of a prompt are asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,7 @@ from slotline.core.rows import Rows
 from slotline.core.sampler import sample
 from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.staging import Staging
+from slotline.core.states import StateRouter
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.verification import reject, standing
 from slotline.registry.contracts import Model, MultimodalModel
@@ -42,6 +44,7 @@ class Runner:
         staging: of the device where tokens are sampled; `earlier` those of the pipeline stages before it.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
+        states: serves the model's state layers, where it has any.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Runner:
         drafting: Drafting | None = None,
         last_tokens: LastTokens | None = None,
         pooling: Pooling | None = None,
+        states: StateRouter | None = None,
         *,
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
@@ -70,6 +74,7 @@ class Runner:
         self.drafting = drafting
         self.last_tokens = last_tokens
         self.pooling = pooling
+        self.states = states
         self.graphs: GraphRunner | None = None
         when, _, what = logprobs_mode.partition("_")
         self.raw_logprobs = when == "raw"
@@ -86,6 +91,8 @@ class Runner:
         scope = self.profiler.scope
         with scope("plan"):
             attend = self.router.plan(inputs.batches)
+            if self.states is not None and inputs.states is not None:
+                self.states.plan(inputs.states)
             for staging in (*self.earlier, self.staging):
                 staging.mark()
         whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
@@ -164,10 +171,12 @@ class Runner:
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
+        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advance}
         if inputs.embeds is None:
-            return self.model.forward(token_ids, inputs.positions, attend, wanted)
+            return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
-        return model.forward(token_ids, inputs.positions, attend, wanted, inputs.embeds.merged(model, token_ids))
+        embeds = inputs.embeds.merged(model, token_ids)
+        return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
 
     def token_ids(self, inputs: StepInputs) -> torch.Tensor:
         """The step's tokens [num_padded_tokens] int64, those of a step in flight included."""
@@ -223,11 +232,11 @@ class Runner:
 
     def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
         """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
-        starts = inputs.batches[0].query_start_loc_cpu
+        starts = inputs.query_start_loc_cpu
         result = {}
         for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
             row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
-            first = int(inputs.batches[0].seq_lens_cpu[i]) - count
+            first = int(inputs.seq_lens_cpu[i]) - count
             count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
             if count <= 0:
                 continue

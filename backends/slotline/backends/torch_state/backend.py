@@ -21,16 +21,21 @@ _RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
 
 
 class TorchState:
-    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps."""
+    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps.
+
+    Attributes:
+        on_host: whether slots can be read without waiting for a device.
+    """
 
     def __init__(self, context: StateContext) -> None:
         kinds = {layer.state_kind for layer in context.layers}
         self._convolves = "short_conv" in kinds
         self._recurs = bool(kinds - {"short_conv"})
+        self.on_host = torch.device(context.device).type == "cpu"
 
     def plan(self, batch: StateBatch) -> StatePlan:
         """Index tensors of the step; nothing waits for the device."""
-        return plan_of(batch, recurs=self._recurs, convolves=self._convolves)
+        return plan_of(batch, recurs=self._recurs, convolves=self._convolves, on_host=self.on_host)
 
     def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StatePlan) -> Tensor:
         """See the contract."""
@@ -38,11 +43,11 @@ class TorchState:
         output = torch.zeros_like(like, memory_format=torch.contiguous_format)
         if plan.stream is not None and layer.state_kind == "short_conv":
             convolved = _convolve(layer, inputs, state["conv"], plan.stream)
-            output.index_copy_(0, plan.stream.tokens, convolved.to(like.dtype))
+            plan.stream.tokens.put(output, convolved)
         elif layer.state_kind in _RECURRENCES:
             (tensor,) = state.values()
             for part in plan.parts:
-                output.index_copy_(0, part.tokens, _advance(layer, inputs, tensor, part).to(like.dtype))
+                part.tokens.put(output, _advance(layer, inputs, tensor, part))
         return output
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
@@ -58,7 +63,7 @@ def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> T
     """Outputs [num_tokens, ...] float32 of the part's tokens; its slots hold the states after them."""
     kind, recurrence, facts = STATE_KINDS[layer.state_kind], _RECURRENCES[layer.state_kind], layer.facts
     own = {
-        name: value.index_select(0, part.tokens) if name in kind.token_inputs or name == "z" else value
+        name: part.tokens.take(value) if name in kind.token_inputs or name == "z" else value
         for name, value in inputs.items()
     }
     pieces = recurrence.pieces(facts, own)
@@ -87,7 +92,7 @@ def _finish(output: Tensor, inputs: Tensors) -> Tensor:
 
 def _convolve(layer: StateLayer, inputs: Tensors, state: Tensor, stream: Stream) -> Tensor:
     """Outputs [num_tokens, C] float32: states and tokens in a row, request by request, and a sum over the taps."""
-    facts, x = layer.facts, inputs["x"].index_select(0, stream.tokens).float()
+    facts, x = layer.facts, stream.tokens.take(inputs["x"]).float()
     kept = facts["width"] - 1
     before = stream.slots.read(state)  # [n, C, W - 1]
     num_requests, channels = before.shape[:2]

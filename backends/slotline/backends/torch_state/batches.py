@@ -31,34 +31,75 @@ class Slots:
     Args:
         batch: the step's batch.
         rows: [n] positions of the requests in it.
-
-    Where the batch lies in host memory, `rows` hold no padding. Elsewhere only the device knows which slots are -1: a
-    padded request then reads slot 0 as zeros and writes once more what a live one writes.
+        on_host: whether the host could tell padding, so that there is none among `rows`. Where only the device knows
+            which slots are -1, a padded request starts from zeros and writes once more what a live one writes.
     """
 
-    def __init__(self, batch: StateBatch, rows: Tensor) -> None:
+    def __init__(self, batch: StateBatch, rows: Tensor, *, on_host: bool) -> None:
         self.index = batch.slots.index_select(0, rows).long()  # [n]
         self.has_state = batch.has_initial_state.index_select(0, rows)  # [n]
         self.source: Tensor | None = None
-        if self.index.device.type != "cpu":
-            live = self.index >= 0
-            self.any_live = live.any()
-            self.source = torch.where(live, torch.arange(len(rows), device=rows.device), live.int().argmax())
-            self.has_state = self.has_state & live
-            self.index = self.index.index_select(0, self.source).clamp(min=0)
+        self.run: slice | None = None  # the slots, where they are one behind the other
+        if on_host:
+            first = int(self.index[0])
+            if torch.equal(self.index, torch.arange(first, first + len(rows))):
+                self.run = slice(first, first + len(rows))
+            return
+        live = self.index >= 0
+        self.any_live = live.any()
+        self.source = torch.where(live, torch.arange(len(rows), device=rows.device), live.int().argmax())
+        self.has_state = self.has_state & live
+        self.index = self.index.index_select(0, self.source).clamp(min=0)
 
     def read(self, state: Tensor) -> Tensor:
-        """[n, *shape] float32, zeros for requests that start."""
+        """[n, *shape] float32, zeros for requests that start; may be changed, for `write` to see.
+
+        Float32 states in a run are read where they are, which saves a decode two copies of them.
+        """
+        if self.run is not None and state.dtype == torch.float32:
+            found = state[self.run]
+            if not self.has_state.all():
+                found[~self.has_state] = 0.0
+            return found
         found = state.index_select(0, self.index).float()
         has_state = self.has_state.view(-1, *[1] * (found.ndim - 1))
         return torch.where(has_state, found, 0.0)  # not a product: a slot may hold anything before its first use
 
     def write(self, state: Tensor, values: Tensor) -> None:
         """Store [n, *shape]."""
+        if self.run is not None:
+            if values.data_ptr() != state[self.run].data_ptr():
+                state[self.run] = values.to(state.dtype)
+            return
         values = values.to(state.dtype)
         if self.source is not None:
             values = torch.where(self.any_live, values.index_select(0, self.source), state.index_select(0, self.index))
         state.index_copy_(0, self.index, values)
+
+
+class Tokens:
+    """Some tokens of a batch; taken and put without a copy of their numbers where they follow each other.
+
+    Args:
+        numbers: [n] int64, their positions in the batch.
+        device: of the tensors they are taken from.
+    """
+
+    def __init__(self, numbers: Int, device: torch.device) -> None:
+        first = int(numbers[0])
+        self.run = slice(first, first + len(numbers)) if (np.diff(numbers) == 1).all() else None
+        self.index = None if self.run else _upload(numbers, device)
+
+    def take(self, values: Tensor) -> Tensor:
+        """[num_tokens, ...] -> [n, ...]."""
+        return values[self.run] if self.index is None else values.index_select(0, self.index)
+
+    def put(self, target: Tensor, values: Tensor) -> None:
+        """Write [n, ...] into [num_tokens, ...]."""
+        if self.index is None:
+            target[self.run] = values
+        else:
+            target.index_copy_(0, self.index, values.to(target.dtype))
 
 
 @frozen(kw_only=True, eq=False)
@@ -67,14 +108,14 @@ class Part:
 
     Attributes:
         slots: of the n requests, most chunks first.
-        tokens: [num_tokens] int64, the part's tokens in the batch.
+        tokens: the part's tokens in the batch, request by request.
         chunk: places of a chunk; 1 where every request has one token.
         places: [num_tokens] int64, where each token stands among all chunks' places, wave by wave.
         waves: (requests, longest chunk) of each wave.
     """
 
     slots: Slots
-    tokens: Tensor
+    tokens: Tokens
     chunk: int
     places: Tensor
     waves: tuple[tuple[int, int], ...]
@@ -105,13 +146,13 @@ class Stream:
 
     Attributes:
         slots: of the n requests with tokens, in batch order.
-        tokens: [num_tokens] int64, their tokens in the batch.
+        tokens: their tokens in the batch.
         request_of: [num_tokens] int64, whose each is: 0 to n - 1.
         ends: [n] int64, number of tokens up to the last one of each.
     """
 
     slots: Slots
-    tokens: Tensor
+    tokens: Tokens
     request_of: Tensor
     ends: Tensor
 
@@ -124,12 +165,18 @@ class StatePlan:
     stream: Stream | None = None
 
 
-def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool) -> StatePlan:
-    """The plan of a batch; `recurs` and `convolves` say which of its halves will be used."""
+def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool, on_host: bool) -> StatePlan:
+    """The plan of a batch.
+
+    Args:
+        batch: the step's batch.
+        recurs, convolves: which halves of the plan will be used.
+        on_host: whether the batch lies in host memory, so that padding can be left out.
+    """
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1].astype(np.int64)
     lens = np.diff(starts)
     active = lens > 0
-    if batch.slots.device.type == "cpu":
+    if on_host:
         active &= batch.slots[: batch.num_requests].numpy() >= 0
     rows = np.flatnonzero(active)
     if not len(rows):
@@ -139,12 +186,16 @@ def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool) -> StatePlan:
         singles, longer = rows[lens[rows] == 1], rows[lens[rows] > 1]
         longer = longer[np.argsort(-lens[longer], kind="stable")]
         parts = [
-            _part(batch, some, starts, lens, chunk) for some, chunk in ((singles, 1), (longer, CHUNK)) if len(some)
+            _part(batch, some, starts, lens, chunk, on_host=on_host)
+            for some, chunk in ((singles, 1), (longer, CHUNK))
+            if len(some)
         ]
-    return StatePlan(parts=tuple(parts), stream=_stream(batch, rows, starts, lens) if convolves else None)
+    return StatePlan(
+        parts=tuple(parts), stream=_stream(batch, rows, starts, lens, on_host=on_host) if convolves else None
+    )
 
 
-def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int) -> Part:
+def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int, *, on_host: bool) -> Part:
     longest = int(lens[rows[0]])
     request, offset = _expand(lens[rows])
     counts = (lens[rows] > np.arange(0, longest, chunk)[:, None]).sum(1)  # [num_waves]
@@ -152,20 +203,20 @@ def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int) -> P
     places = (first[offset // chunk] + request) * chunk + offset % chunk
     device = batch.slots.device
     return Part(
-        slots=Slots(batch, _upload(rows, device)),
-        tokens=_upload(starts[rows][request] + offset, device),
+        slots=Slots(batch, _upload(rows, device), on_host=on_host),
+        tokens=Tokens(starts[rows][request] + offset, device),
         chunk=chunk,
         places=_upload(places, device),
         waves=tuple((count, min(chunk, longest - k * chunk)) for k, count in enumerate(counts.tolist())),
     )
 
 
-def _stream(batch: StateBatch, rows: Int, starts: Int, lens: Int) -> Stream:
+def _stream(batch: StateBatch, rows: Int, starts: Int, lens: Int, *, on_host: bool) -> Stream:
     request, offset = _expand(lens[rows])
     device = batch.slots.device
     return Stream(
-        slots=Slots(batch, _upload(rows, device)),
-        tokens=_upload(starts[rows][request] + offset, device),
+        slots=Slots(batch, _upload(rows, device), on_host=on_host),
+        tokens=Tokens(starts[rows][request] + offset, device),
         request_of=_upload(request, device),
         ends=_upload(np.cumsum(lens[rows]), device),
     )

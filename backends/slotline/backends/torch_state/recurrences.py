@@ -31,11 +31,11 @@ class Recurrence(Protocol):
         ...
 
     def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each request: outputs [R, ...] and new states of `pieces` [R, ...] and states [R, *shape]."""
+        """One token of each request: outputs [R, ...] of `pieces` [R, ...]; `state` [R, *shape] is changed in place."""
         ...
 
     def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with `pieces` [R, Q, ...]; outputs are [R, Q, ...]."""
+        """The same with `pieces` [R, Q, ...]; outputs are [R, Q, ...]; `state` may be changed in place."""
         ...
 
 
@@ -67,8 +67,8 @@ class Mamba1:
 
     def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
         d, x, b, c = pieces
-        state = torch.addcmul(x[:, :, None] * b[:, None, :], torch.exp(d[:, :, None] * inputs["A"]), state)
-        return (state @ c[:, :, None]).squeeze(-1), state
+        state.mul_(torch.exp(d[:, :, None] * inputs["A"])).addcmul_(x[:, :, None], b[:, None, :])
+        return (state * c[:, None, :]).sum(-1), state  # twice as fast as a matrix product with one column
 
     def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -90,8 +90,8 @@ class Mamba2:
         decay, x, b, c = pieces
         each = facts["num_heads"] // facts["num_groups"]
         b, c = b.repeat_interleave(each, 1), c.repeat_interleave(each, 1)  # [R, H, N]
-        state = torch.addcmul(x[..., None] * b[:, :, None, :], decay.exp()[..., None, None], state)
-        return (state @ c[..., None]).squeeze(-1), state
+        state.mul_(decay.exp()[..., None, None]).addcmul_(x[..., None], b[:, :, None, :])
+        return (state * c[:, :, None, :]).sum(-1), state
 
     def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
         groups = facts["num_groups"]
@@ -121,10 +121,10 @@ class GatedDelta:
 
     def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
         g, beta, q, k, v = pieces
-        state = state * g.exp()[..., None, None]
-        update = beta[..., None] * (v - (k[..., None, :] @ state).squeeze(-2))  # [R, Hv, V]
-        state = torch.addcmul(state, k[..., None], update[..., None, :])
-        return (q[..., None, :] @ state).squeeze(-2), state
+        state.mul_(g.exp()[..., None, None])
+        update = beta[..., None] * (v - (k[..., None] * state).sum(-2))  # [R, Hv, V]
+        state.addcmul_(k[..., None], update[..., None, :])
+        return (q[..., None] * state).sum(-2), state
 
     def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
         g, beta, q, k, v = (piece.transpose(1, 2) for piece in pieces)  # [R, Hv, Q, ...]

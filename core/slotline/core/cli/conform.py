@@ -133,10 +133,10 @@ COMMAND = Command(
     name="conform",
     summary="run the conformance suite on a plugin",
     examples=(
-        "slotline conform torch",
+        "slotline conform attention:torch",
         "slotline conform attention:my_attn --level L3 --report r.json --badge badge.json",
         "slotline conform ./mine.py:Mine --check attention.window",
-        "slotline conform torch --list",
+        "slotline conform attention:torch --list",
     ),
     configure=_configure,
     run=_run,

@@ -95,7 +95,7 @@ def _show_why_not(outcome: Plan | NegotiationError, arguments: argparse.Namespac
 def _verdicts(record: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Each group's verdict on a plugin, out of a plan's or a failure's record."""
     verdicts = []
-    for group in record["groups"]:
+    for group in (*record["groups"], *record.get("state_groups", ())):
         reasons = [reason for item in group["rejected"] if item["name"] == name for reason in item["reasons"]]
         chosen = group.get("backend") == name
         if chosen or reasons:

@@ -10,7 +10,8 @@ packed sequences, which would cost a device synchronisation in every forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,11 @@ from attrs import define
 from transformers import AttentionInterface
 
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
+from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
-    from slotline.registry.contracts.model_family import Attend
+    from slotline.registry.contracts.model_family import Advance, Attend
 
 ATTENTION_NAME = "slotline"
 """The attention implementation's name in transformers' configurations."""
@@ -30,25 +32,38 @@ SLOT_ATTRIBUTE = "slotline_slot"
 """The attribute of an attention module that holds its `AttentionSlot`."""
 
 
-def no_attend(layer: AttentionLayer, *_tensors: Any) -> torch.Tensor:
+def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any) -> torch.Tensor:
     """Stands in the holder between forwards.
 
     Raises:
         ModelError: always.
     """
     raise ModelError(
-        f"attention layer {layer.name!r} was called outside Model.forward",
-        fix="call Model.forward with an attend callable instead of the transformers model",
+        f"layer {layer.name!r} was called outside Model.forward, or without what serves its kind",
+        fix="call Model.forward with attend, and with advance where the model has state layers",
     )
 
 
 class AttendHolder:
-    """The attend callable of one model's current forward."""
+    """The attend and advance callables of one model's current forward, and the slots that count their calls in it."""
 
-    __slots__ = ("attend",)
+    __slots__ = ("advance", "attend", "shared")
 
     def __init__(self) -> None:
         self.attend: Attend = no_attend
+        self.advance: Advance = no_attend
+        self.shared: list[SharedSlot] = []
+
+    @contextmanager
+    def serving(self, attend: Attend, advance: Advance | None = None) -> Iterator[None]:
+        """Let the model's layers reach these while the block runs."""
+        self.attend, self.advance = attend, advance or no_attend
+        for slot in self.shared:
+            slot.num_calls = 0
+        try:
+            yield
+        finally:
+            self.attend = self.advance = no_attend
 
 
 @define(eq=False)
@@ -68,6 +83,37 @@ class AttentionSlot:
         """Where the model may store the layer's new keys like `key`, and the values, in this step."""
         slots = getattr(self.holder.attend, "slots", None)  # of a `StoringAttend`
         return None if slots is None else slots(self.layer, key)
+
+    def called(self) -> AttentionLayer:
+        """The layer that the module is called for."""
+        return self.layer
+
+
+@define(eq=False)
+class SharedSlot(AttentionSlot):
+    """The slot of a module that is several layers of the model, one after the other; `layer` is the first.
+
+    Attributes:
+        layers: in call order.
+        num_calls: in the current forward.
+    """
+
+    layers: tuple[AttentionLayer, ...]
+    num_calls: int = 0
+
+    def called(self) -> AttentionLayer:
+        """The layer whose turn it is."""
+        self.num_calls += 1
+        return self.layers[self.num_calls - 1]
+
+    def slots(self, key: torch.Tensor) -> CacheSlots | None:
+        """None: nothing is stored early."""
+        return None
+
+
+def name_of(module: str, call: int) -> str:
+    """The name of the layer that a module is in its `call`-th call (from 0) in a forward."""
+    return module if call == 0 else f"{module}#{call}"
 
 
 def slot_attention(
@@ -94,7 +140,7 @@ def slot_attention(
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
     states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
     options = {"written": True} if written else {}
-    out = slot.holder.attend(slot.layer, *states, s_aux, **options)
+    out = slot.holder.attend(slot.called(), *states, s_aux, **options)
     return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
 
 
@@ -109,14 +155,20 @@ def bind(hf_model: torch.nn.Module, layers: Iterable[AttentionLayer]) -> AttendH
     Raises:
         ModelError: if the model has no module of a layer's name.
     """
-    holder = AttendHolder()
+    holder, by_module = AttendHolder(), dict[str, list[AttentionLayer]]()
     for layer in layers:
+        by_module.setdefault(layer.name.partition("#")[0], []).append(layer)
+    for name, own in by_module.items():
         try:
-            module = hf_model.get_submodule(layer.name)
+            module = hf_model.get_submodule(name)
         except AttributeError as error:
             raise ModelError(
-                f"the loaded model has no attention module {layer.name!r}",
+                f"the loaded model has no attention module {name!r}",
                 fix="inspect the checkpoint again: the facts belong to another model",
             ) from error
-        setattr(module, SLOT_ATTRIBUTE, AttentionSlot(layer, holder))
+        slot = AttentionSlot(own[0], holder)
+        if len(own) > 1:
+            slot = SharedSlot(own[0], holder, tuple(own))
+            holder.shared.append(slot)
+        setattr(module, SLOT_ATTRIBUTE, slot)
     return holder

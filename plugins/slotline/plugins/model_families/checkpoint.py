@@ -12,13 +12,16 @@ import transformers
 from attrs import frozen
 
 from slotline.plugins.model_families import sentence_transformers
-from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, SERVED
+from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, SERVED, STATE_ARCHITECTURES
 from slotline.registry.errors import ModelError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 EXTENDING_ROPE_TYPES = ("linear", "yarn")
 """Rope scalings that stretch the positions by `factor`. Others state the stretched length in the configuration, and
 `dynamic` is not stretched at all: see `rope`."""
+
+LENGTH_WITHOUT_POSITIONS = 2**20
+"""Tokens; what is reported for models that have no positions and so no longest sequence."""
 
 
 @frozen(kw_only=True)
@@ -66,7 +69,7 @@ class Checkpoint:
         """What it can do; first what it was made for."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in (*ARCHITECTURES, *STATE_ARCHITECTURES):
             return ("embed",)
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
@@ -195,7 +198,7 @@ def _stored_dtype(path: Path) -> str:
 
 
 def _scaled_length(config: Any) -> int:
-    length = int(config.max_position_embeddings)
+    length = int(getattr(config, "max_position_embeddings", None) or LENGTH_WITHOUT_POSITIONS)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type")
     # Rope parameters by layer type (Gemma 3) come with a configuration that already states the full length.

@@ -27,6 +27,21 @@ ARCHITECTURES: tuple[str, ...] = (
 )
 """Every one is compared with transformers' own logits by the tests."""
 
+STATE_ARCHITECTURES: tuple[str, ...] = (
+    "BambaForCausalLM",
+    "FalconH1ForCausalLM",
+    "FalconMambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "MambaForCausalLM",
+    "Mamba2ForCausalLM",
+    "NemotronHForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Zamba2ForCausalLM",
+)
+"""Those with layers that keep a state, alone or beside attention; compared as the others are."""
+
 EMBEDDERS: tuple[str, ...] = (
     "Gemma2Model",
     "Gemma3TextModel",
@@ -60,7 +75,7 @@ CLASSIFIERS: tuple[str, ...] = (
 )
 """The same decoders with a `score` head."""
 
-SERVED: tuple[str, ...] = (*ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
+SERVED: tuple[str, ...] = (*ARCHITECTURES, *STATE_ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
 
 
 @frozen(kw_only=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from attrs import define, field
 
-from slotline.plugins.model_families import binding, checkpoint, kv_scales, rope
+from slotline.plugins.model_families import binding, checkpoint, kv_scales, rope, state_mixers
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
-from slotline.registry.errors import ModelError
+from slotline.registry.contracts.state import StateLayer
 
 INSPECT_NAME = "slotline_inspect"
 """The recording attention function's name in transformers' configurations."""
@@ -38,12 +39,11 @@ class Recorder:
         value: torch.Tensor,
         asked: dict[str, Any],
     ) -> None:
-        """Note one call; heads and sizes come from the tensors, the rest from what the module asked for."""
-        if any(module is caller for caller in self.callers):
-            raise ModelError(
-                f"module {self.names[module]!r} calls attention more than once in a forward",
-                fix="use a model family plugin that serves this architecture",
-            )
+        """Note one call; heads and sizes come from the tensors, the rest from what the module asked for.
+
+        Each call is a layer of its own, also where a module is called again (Zamba2 shares its attention blocks).
+        """
+        call = sum(module is caller for caller in self.callers)
         scale = asked.get("scaling")
         window = asked.get("sliding_window")
         if window is not None and window >= self.max_model_len:
@@ -51,7 +51,7 @@ class Recorder:
         self.callers.append(module)
         self.layers.append(
             AttentionLayer(
-                name=self.names[module],
+                name=binding.name_of(self.names[module], call),
                 index=len(self.layers),
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
@@ -94,7 +94,8 @@ def inspect(path: Path) -> ModelFacts:
 def facts_of(found: Checkpoint) -> ModelFacts:
     """The facts of a decoder's configuration."""
     model = _model_without_memory(found)
-    layers = _watch(model, found.max_model_len)
+    state_layers = state_mixers.find(model)
+    layers = _watch(model, found.max_model_len, state_layers)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
@@ -103,10 +104,11 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         max_model_len=found.max_model_len,
         dtype=found.dtype,
         layers=layers,
+        state_layers=state_layers,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         eos_token_ids=found.eos_token_ids,
         tasks=found.tasks,
-        parts=_parts(model, layers),
+        parts=None if state_layers else _parts(model, layers),
         kv_scales=kv_scales.read(found.path, layers),
     )
 
@@ -121,13 +123,20 @@ def _model_without_memory(found: Checkpoint) -> Any:
         return found.model_class(config).eval()
 
 
-def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
+def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A state layer that computes nothing."""
+    return torch.empty_like(inputs[state_mixers.output_like(layer)])
+
+
+def _watch(model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...]) -> tuple[AttentionLayer, ...]:
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)
+    holder = binding.AttendHolder()
+    state_mixers.bind(model, state_layers, holder)
     rope.freeze(model, max_model_len)  # the choice of frequencies would read positions, which have no values here
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")  # [1, PROBE_TOKENS]
-    with torch.no_grad():
+    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced):
         model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
     return tuple(recorder.layers)
 

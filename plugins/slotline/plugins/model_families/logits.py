@@ -10,15 +10,15 @@ import torch
 class LogitsHead:
     """The output projection with the configuration's logit scaling and final soft cap.
 
-    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Gemma 2 caps with
-    `final_logit_softcapping`.
+    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`; Gemma 2
+    caps with `final_logit_softcapping`.
     """
 
     def __init__(self, hf_model: Any) -> None:
         config = hf_model.config
         self._model = hf_model
         self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        self._factor = getattr(config, "logit_scale", None) or 1.0
+        self._factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
         self._factor = self._factor / (getattr(config, "logits_scaling", None) or 1.0)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:

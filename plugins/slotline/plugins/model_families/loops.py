@@ -7,16 +7,18 @@ same logits as the whole transformers model on a probe at load.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from slotline.plugins.model_families.binding import AttendHolder, no_attend
+from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.stages import Crossing, Part
+from slotline.plugins.model_families.state_mixers import output_like
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
 
 Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
@@ -32,6 +34,7 @@ class TransformersLoop:
 
     def __init__(self, hf_model: Any, crossing: Crossing) -> None:
         self._base, self._crossing = hf_model.base_model, crossing
+        self._dtype = hf_model.dtype
 
     def __call__(
         self,
@@ -52,7 +55,7 @@ class TransformersLoop:
                 use_cache=False,
                 return_dict=True,
             )
-        hidden_states: torch.Tensor = outputs.last_hidden_state
+        hidden_states: torch.Tensor = outputs.last_hidden_state.to(self._dtype)  # Mamba ends in float32
         return hidden_states if wanted is None else hidden_states[:, wanted]
 
 
@@ -165,12 +168,8 @@ class _Probe:
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._holder.attend = _plain_attend
-        try:
-            with torch.no_grad(), self._crossing.scope():
-                return compute()
-        finally:
-            self._holder.attend = no_attend
+        with torch.no_grad(), self._crossing.scope(), self._holder.serving(_plain_attend, _plain_advance):
+            return compute()
 
 
 def _plain_attend(
@@ -186,3 +185,8 @@ def _plain_attend(
         enable_gqa=layer.num_heads != layer.num_kv_heads,
     )  # [1, num_heads, num_tokens, head_size_v]
     return out[0].transpose(0, 1)
+
+
+def _plain_advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A state layer that keeps nothing and hands its input on: enough to tell two loops apart."""
+    return inputs[output_like(layer)].clone()

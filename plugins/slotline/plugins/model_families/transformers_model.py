@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, inspection, loading, offload, rope, stages
+from slotline.plugins.model_families import binding, inspection, loading, offload, rope, stages, state_mixers
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop
@@ -20,7 +20,7 @@ from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
-    from slotline.registry.contracts.model_family import Attend
+    from slotline.registry.contracts.model_family import Advance, Attend
 
 
 class TransformersDecoder:
@@ -80,14 +80,12 @@ class DecoderModel:
         attend: Attend,
         wanted: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        *,
+        advance: Advance | None = None,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
-        holder = self._holder
-        holder.attend = attend
-        try:
+        with self._holder.serving(attend, advance):
             return self._loop(input_ids, positions, wanted, inputs_embeds)[0]  # [n, hidden_size]
-        finally:
-            holder.attend = binding.no_attend
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
@@ -141,6 +139,7 @@ class DecoderModel:
         """
         hf_model, encoder = self._load(context)
         holder = binding.bind(hf_model, context.facts.layers)
+        state_mixers.bind(hf_model, context.facts.state_layers, holder)
         notes = rope.freeze(hf_model, context.facts.max_model_len)
         parts = stages.parts_of(hf_model, context.device, context.stages)
         stages.separate(hf_model, parts)

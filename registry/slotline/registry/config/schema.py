@@ -50,6 +50,16 @@ class AttentionConfig:
 
 
 @frozen(kw_only=True)
+class StateConfig:
+    """Layers that keep a state instead of keys and values (Mamba, gated delta nets, short convolutions)."""
+
+    backend: str | tuple[str, ...] | Mapping[str, str] = field(
+        default="auto",
+        metadata=_doc("'auto', a name, a list in order of preference, or a table from state kind to name"),
+    )
+
+
+@frozen(kw_only=True)
 class CacheConfig:
     """The KV cache."""
 
@@ -247,6 +257,7 @@ class Config:
         metadata=_doc("a table of rules; a plain list stands for its `inline`", short="inline"),
     )
     attention: AttentionConfig = field(factory=AttentionConfig)
+    state: StateConfig = field(factory=StateConfig)
     cache: CacheConfig = field(factory=CacheConfig)
     graphs: GraphsConfig = field(factory=GraphsConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)

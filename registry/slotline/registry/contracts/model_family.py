@@ -11,11 +11,13 @@ from attrs import field, frozen
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.contracts.pooling import Pooler
+from slotline.registry.contracts.state import StateLayer
 
 if TYPE_CHECKING:
     import torch
 
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+    Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
 
 
 class StoringAttend(Protocol):
@@ -143,6 +145,7 @@ class ModelFacts:
         modalities: inputs besides text; where there are any, `load` returns a `MultimodalModel`.
         parts: what the model consists of; None where the family does not divide it.
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
+        state_layers: the layers with a state per request; a tensor whose dtype is ``auto`` gets the activations'.
     """
 
     architecture: str
@@ -158,6 +161,7 @@ class ModelFacts:
     modalities: tuple[Modality, ...] = ()
     parts: ModelParts | None = None
     kv_scales: Mapping[int, tuple[float, float]] = field(factory=dict)
+    state_layers: tuple[StateLayer, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -181,7 +185,7 @@ class ModelContext:
 
 
 class Model(Protocol):
-    """A loaded model. It holds no cache; attention goes through `attend`.
+    """A loaded model. It holds no cache and no state; attention goes through `attend`, states through `advance`.
 
     Attributes:
         facts: what `inspect` found.
@@ -194,7 +198,13 @@ class Model(Protocol):
     pooler: Pooler | None
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        wanted: torch.Tensor | None = None,
+        *,
+        advance: Advance | None = None,
     ) -> torch.Tensor:
         """Run flattened tokens through the model.
 
@@ -209,6 +219,8 @@ class Model(Protocol):
                 or None; returns [num_tokens, num_heads, head_size_v]. It may be a `StoringAttend`.
             wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer attends over all
                 tokens, but what follows the last layer's attention is needed for these alone.
+            advance: called once per state layer as ``advance(layer, inputs)`` with the inputs of the layer's kind (see
+                the state contract); returns its output, one row per token. Given only where `facts` has state layers.
 
         Returns:
             Last hidden states [n, hidden_size], or [num_tokens, hidden_size].
@@ -265,6 +277,8 @@ class MultimodalModel(Model, Protocol):
         attend: Attend,
         wanted: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        *,
+        advance: Advance | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
 

@@ -67,6 +67,7 @@ So a backend keeps what it needs for that whenever a request has at most ``1 + m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -166,11 +167,19 @@ class StateCapabilities:
 
 @frozen(kw_only=True)
 class StateTensorSpec:
-    """One tensor of a layer's state: its name, its shape for one slot, and its dtype by name."""
+    """One tensor of a layer's state: its name, its shape for one slot, and its dtype by name.
+
+    In a model's facts the dtype may be ``auto``: that of the activations, which the plan decides.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in one slot."""
+        return prod(self.shape)
 
 
 @frozen(kw_only=True)

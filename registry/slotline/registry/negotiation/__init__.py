@@ -15,8 +15,14 @@ from slotline.registry.negotiation.plan import (
     Plan,
     Reason,
     Rejection,
+    StateGroupPlan,
 )
-from slotline.registry.negotiation.prepare import attention_candidates, kv_spec_candidates, prepare_request
+from slotline.registry.negotiation.prepare import (
+    attention_candidates,
+    kv_spec_candidates,
+    prepare_request,
+    state_candidates,
+)
 from slotline.registry.negotiation.request import (
     Asked,
     Candidate,
@@ -25,10 +31,12 @@ from slotline.registry.negotiation.request import (
     Part,
     PlanRequest,
     Setting,
+    StateGroupRequest,
     group_layers,
 )
 from slotline.registry.negotiation.review import review
 from slotline.registry.negotiation.solve import negotiate
+from slotline.registry.negotiation.states import group_states
 
 __all__ = [
     "CODES",
@@ -52,6 +60,8 @@ __all__ = [
     "Rejection",
     "Setting",
     "Severity",
+    "StateGroupPlan",
+    "StateGroupRequest",
     "attention_candidates",
     "capture_sizes",
     "diff",
@@ -59,11 +69,13 @@ __all__ = [
     "explain_failure",
     "explain_plan",
     "group_layers",
+    "group_states",
     "kv_spec_candidates",
     "negotiate",
     "part_reasons",
     "prepare_request",
     "review",
+    "state_candidates",
     "why_not",
     "with_measurements",
 ]

@@ -172,7 +172,8 @@ def _cascade(search: Search, solution: Solution, index: int) -> str:
 
 
 def _shares(search: Search, solution: Solution) -> bool:
-    asked = search.problem.request.prefix_caching.value
+    request = search.problem.request
+    asked = request.prefix_caching.value and not request.state_groups
     return asked and not any(search.loses_prefix_caching(spec) for spec in solution.specs.values())
 
 

@@ -332,7 +332,7 @@ _ALL = (
         _R,
         "not asked for",
         "The configuration names other plugins for these layers.",
-        "Name it in `attention.backend` or `cache.kv_spec`, or leave the key on 'auto'.",
+        "Name it in `attention.backend`, `state.backend` or `cache.kv_spec`, or leave the key on 'auto'.",
     ),
     _code(
         "N191",
@@ -410,7 +410,8 @@ _ALL = (
         "N331",
         _D,
         "no prefix caching",
-        "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks.",
+        "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks, or the model "
+        "has layers that keep a state, of which no checkpoints are taken.",
         "Set `cache.prefix_caching = false`, or choose another spec.",
     ),
     # --- warnings

@@ -21,6 +21,7 @@ from slotline.registry.negotiation.plan import (
     Note,
     Plan,
     Rejection,
+    StateGroupPlan,
 )
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -33,7 +34,7 @@ _SCALES: Mapping[str, str] = MappingProxyType(
         "1": "of the cache: 1",
     }
 )
-_AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | GroupFailure
+_AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | StateGroupPlan | GroupFailure
 
 
 def explain_plan(plan: Plan, width: int = 100) -> str:
@@ -46,6 +47,8 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
     lines += rows("stages", _stages(plan), width)
     for group in plan.groups:
         lines += ["", *_group(group, width)]
+    for state_group in plan.state_groups:
+        lines += ["", *_state_group(state_group, width)]
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width)), *_graphs(plan, width)]
     lines += rows("parts", _parts(plan), width)
     lines += ["", "settings", *_settings(plan)]
@@ -150,6 +153,19 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     return lines + _rejected(group.rejected, width, "rejected")
 
 
+def _state_group(group: StateGroupPlan, width: int) -> list[str]:
+    tensors = [f"{tensor.name} {list(tensor.shape)} {tensor.dtype}" for tensor in group.layers[0].tensors]
+    facts = ", ".join([_count(len(group.layers), "layer"), *tensors])
+    inline = ", inline" if group.inline else ""
+    chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
+    lines = [*hang(f"state group {group.name}  ", facts, width), *row("backend", chosen, width, indent=2)]
+    elements = sum(tensor.num_elements for layer in group.layers for tensor in layer.tensors)
+    slots = f"one for each row of the scheduler, {elements:,} elements over all layers"
+    lines += row("slots", slots, width, indent=2)
+    lines += row("queries", f"{group.max_query_len} at most, never captured in a graph", width, indent=2)
+    return lines + _rejected(group.rejected, width, "rejected")
+
+
 def _rejected(rejected: Sequence[Rejection], width: int, label: str) -> list[str]:
     if not rejected:
         return []
@@ -218,7 +234,7 @@ def _member(member: Conflict, width: int) -> list[str]:
 
 
 def _group_failure(group: GroupFailure, width: int) -> list[str]:
-    what = "cache spec for" if group.kind == "kv_spec" else "group"
+    what = {"kv_spec": "cache spec for", "state": "state group"}.get(group.kind, "group")
     head = f"{what} {group.name}, {_count(group.layers, 'layer')}"
     return [head, *(_rejected(group.rejected, width, "refused") or ["  there is no candidate"])]
 
@@ -226,11 +242,13 @@ def _group_failure(group: GroupFailure, width: int) -> list[str]:
 def _all_groups(outcome: Plan | Failure | None) -> Sequence[_AnyGroup]:
     if outcome is None:
         return ()
-    return (*outcome.groups, *outcome.cache_groups) if isinstance(outcome, Plan) else outcome.groups
+    if isinstance(outcome, Plan):
+        return (*outcome.groups, *outcome.state_groups, *outcome.cache_groups)
+    return outcome.groups
 
 
 def _chosen(group: _AnyGroup) -> str | None:
-    if isinstance(group, GroupPlan):
+    if isinstance(group, GroupPlan | StateGroupPlan):
         return group.backend
     return group.kv_spec if isinstance(group, CacheGroupPlan) else None
 

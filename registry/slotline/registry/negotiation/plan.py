@@ -11,6 +11,7 @@ from attrs import asdict, evolve, field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import Stage
+from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.negotiation.request import Part, Setting
 
@@ -234,6 +235,52 @@ class GroupPlan:
 
 
 @frozen(kw_only=True)
+class StateGroupPlan:
+    """State layers of one kind and the backend that serves them. Each request has one slot of state in every layer.
+
+    Attributes:
+        name: the group's name.
+        layers: in model order; their tensors have resolved dtypes.
+        backend: the plugin; `distribution`, `version`, `contract`, `inline` say which.
+        dtype, state_dtype: names, of activations and of recurrent states.
+        max_query_len: most tokens of one request in a batch.
+        reason: why this backend.
+        rejected: the others, in the candidates' order.
+    """
+
+    name: str
+    layers: tuple[StateLayer, ...]
+    backend: str
+    distribution: str = ""
+    version: str = ""
+    contract: int = 1
+    inline: bool = False
+    dtype: str
+    state_dtype: str
+    max_query_len: int = 1
+    reason: str = ""
+    rejected: tuple[Rejection, ...] = ()
+
+    def decision(self) -> dict[str, Any]:
+        """What was decided, without the reasons."""
+        return {
+            **_source(self),
+            "name": self.name,
+            "layers": [layer.name for layer in self.layers],
+            "backend": self.backend,
+            "contract": self.contract,
+            "inline": self.inline,
+            "tensors": {t.name: {"shape": list(t.shape), "dtype": t.dtype} for t in self.layers[0].tensors},
+            "dtype": self.dtype,
+            "state_dtype": self.state_dtype,
+            "max_query_len": self.max_query_len,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
+
+
+@frozen(kw_only=True)
 class Plan:
     """What the engine is built from.
 
@@ -243,6 +290,7 @@ class Plan:
         block_size: tokens of a manager block, the same for the whole pool.
         cache_groups, groups: the decisions; a group names its cache group.
         graphs: the graph mode.
+        state_groups: the decisions for layers that keep a state instead of keys and values.
         downgrades: what came out otherwise than asked or than usual; an error each under `strict`.
         warnings: what the user should look at besides.
         notes: what differs from the plainest case without any cost.
@@ -261,6 +309,7 @@ class Plan:
     cache_groups: tuple[CacheGroupPlan, ...]
     groups: tuple[GroupPlan, ...]
     graphs: GraphPlan
+    state_groups: tuple[StateGroupPlan, ...] = ()
     downgrades: tuple[Note, ...] = ()
     warnings: tuple[Note, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -306,6 +355,7 @@ class Plan:
             "block_size": self.block_size,
             "cache_groups": [group.decision() for group in self.cache_groups],
             "groups": [group.decision() for group in self.groups],
+            **({"state_groups": [group.decision() for group in self.state_groups]} if self.state_groups else {}),
             "graphs": self.graphs.decision(),
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
@@ -327,6 +377,7 @@ class Plan:
             "measured": self.measured,
             "cache_groups": [group.to_json() for group in self.cache_groups],
             "groups": [group.to_json() for group in self.groups],
+            "state_groups": [group.to_json() for group in self.state_groups],
             "settings": [setting.to_json() for setting in self.settings],
             "stages": self._stages(),
             "downgrades": [note.to_json() for note in self.downgrades],
@@ -342,7 +393,8 @@ class Plan:
 
     def summary(self) -> str:
         """One line for the log."""
-        backends = ", ".join(f"{group.name}={group.backend}" for group in self.groups)
+        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*self.groups, *self.state_groups)
+        backends = ", ".join(f"{group.name}={group.backend}" for group in groups)
         changed = " ".join(dict.fromkeys(note.code for note in self.downgrades))
         shape = f"block {self.block_size}, {self.dtype}/{self.kv_dtype}, graphs {self.graphs.resolved}"
         shape += f", {len(self.stages)} stages" if self.stages else ""
@@ -382,7 +434,7 @@ class Conflict:
 
 @frozen(kw_only=True)
 class GroupFailure:
-    """What each candidate lacked for one group (an attention group, or a layer kind for cache specs)."""
+    """What each candidate lacked for one group (of attention or state layers, or a layer kind for cache specs)."""
 
     name: str
     kind: str

@@ -21,6 +21,7 @@ from slotline.registry.negotiation.request import (
     Setting,
     group_layers,
 )
+from slotline.registry.negotiation.states import group_states
 from slotline.registry.probing import probe
 from slotline.registry.records import PluginRecord, PluginState
 
@@ -93,6 +94,8 @@ def prepare_request(
         parts=tuple(parts),
         settings=tuple(settings),
         facts=_facts(facts, max_model_len),
+        state_groups=group_states(facts.state_layers),
+        state_backend=source.asked("state.backend", config.state.backend),
     )
 
 
@@ -104,6 +107,11 @@ def attention_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candida
 def kv_spec_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
     """Every cache spec that is known, probed on `device`; broken and blocked ones with the reason."""
     return candidates(registry, Kind.KV_SPEC, device)
+
+
+def state_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
+    """Every state backend that is known, probed on `device`; broken and blocked ones with the reason."""
+    return candidates(registry, Kind.STATE, device)
 
 
 def candidates(registry: Plugins, kind: Kind, device: DeviceInfo) -> tuple[Candidate, ...]:
@@ -181,6 +189,7 @@ def _facts(facts: ModelFacts, max_model_len: int) -> dict[str, Any]:
         "architecture": facts.architecture,
         "parameters": facts.num_parameters,
         "layers": len(facts.layers),
+        **({"state_layers": len(facts.state_layers)} if facts.state_layers else {}),
         "hidden_size": facts.hidden_size,
         "vocab_size": facts.vocab_size,
         "max_model_len": max_model_len,

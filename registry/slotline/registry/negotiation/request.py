@@ -10,6 +10,7 @@ from attrs import field, frozen
 
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import Stage
+from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import Descriptor, DeviceInfo
 from slotline.registry.negotiation.measured import Measured
 
@@ -88,6 +89,18 @@ class GroupRequest:
 
 
 @frozen(kw_only=True)
+class StateGroupRequest:
+    """State layers of one kind with equal facts, so that one backend instance can serve them; at least one."""
+
+    name: str
+    layers: tuple[StateLayer, ...]
+
+    @property
+    def state_kind(self) -> str:
+        return self.layers[0].state_kind
+
+
+@frozen(kw_only=True)
 class Part:
     """A plugin chosen elsewhere that the plan records: a drafter, a logits processor, a model family, LoRA."""
 
@@ -163,6 +176,8 @@ class PlanRequest:
     Attributes:
         device: the machine.
         groups: attention groups, from `group_layers`.
+        state_groups: groups of state layers, from `group_states`.
+        state_backend: as `backend`, with state kinds for cache kinds.
         dtype: of weights and activations; `dtype_fallbacks` are tried in order where it is not explicit.
         kv_dtype: of the cache, as asked; ``auto`` follows dtype. `cache_dtype` is its full name.
         kv_scales: where the scales of an eight-bit cache come from, ``checkpoint`` or ``calculate``; empty where all
@@ -216,6 +231,8 @@ class PlanRequest:
     facts: Mapping[str, Any] = field(factory=dict)
     measured: Measured | None = None
     stages: tuple[Stage, ...] = ()
+    state_groups: tuple[StateGroupRequest, ...] = ()
+    state_backend: Asked[Any] = Asked(AUTO)
 
     @property
     def cache_dtype(self) -> str:
@@ -224,15 +241,22 @@ class PlanRequest:
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
         """The names asked for layers of one kind, best first; empty where any will do."""
-        value = self.backend.value
-        key = ""
-        if isinstance(value, Mapping):
-            key = f".{kv_kind}"
-            value = value.get(kv_kind, AUTO)
-        names = (value,) if isinstance(value, str) else tuple(value)
-        if names == (AUTO,):
-            return Asked((), "default")
-        return Asked(names, self.backend.origin + key, self.backend.explicit)
+        return _names_for(self.backend, kv_kind)
+
+    def state_backend_for(self, state_kind: str) -> Asked[tuple[str, ...]]:
+        """The same for state layers of one kind."""
+        return _names_for(self.state_backend, state_kind)
+
+
+def _names_for(asked: Asked[Any], kind: str) -> Asked[tuple[str, ...]]:
+    value, key = asked.value, ""
+    if isinstance(value, Mapping):
+        key = f".{kind}"
+        value = value.get(kind, AUTO)
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if names == (AUTO,):
+        return Asked((), "default")
+    return Asked(names, asked.origin + key, asked.explicit)
 
 
 def group_layers(layers: Sequence[AttentionLayer]) -> tuple[GroupRequest, ...]:

@@ -13,15 +13,22 @@ from slotline.registry.negotiation.needs import Problem
 from slotline.registry.negotiation.plan import Failure, Note, Plan
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
 from slotline.registry.negotiation.search import Search
+from slotline.registry.negotiation.states import with_states
 
 
-def negotiate(request: PlanRequest, attention: Sequence[Candidate], kv_specs: Sequence[Candidate]) -> Plan:
+def negotiate(
+    request: PlanRequest,
+    attention: Sequence[Candidate],
+    kv_specs: Sequence[Candidate],
+    states: Sequence[Candidate] = (),
+) -> Plan:
     """Find the best plan.
 
     Args:
         request: what is asked; it stays as it is.
         attention: the attention backends, usable or not; all of them appear in the record.
         kv_specs: the cache specs, likewise.
+        states: the state backends, likewise; looked at only where the model has state layers.
 
     Returns:
         The plan. The same arguments give the same plan in every process.
@@ -39,6 +46,7 @@ def negotiate(request: PlanRequest, attention: Sequence[Candidate], kv_specs: Se
     if solution is None:
         raise _error(explain_infeasible(problem))
     plan = assemble(search, solution, warnings_of(problem))
+    plan = with_states(plan, request, states)
     if request.strict:
         _hold_strictly(plan, request.allow)
     return plan
@@ -80,9 +88,14 @@ def _failed_imports(problem: Problem) -> list[Note]:
 
 def _idle_entries(request: PlanRequest, kinds: Sequence[str]) -> list[Note]:
     tables = {"cache.kv_spec": list(request.kv_specs)}
-    present = {"cache.kv_spec": set(kinds), "attention.backend": {group.kv_kind for group in request.groups}}
-    if isinstance(request.backend.value, Mapping):
-        tables["attention.backend"] = list(request.backend.value)
+    present = {
+        "cache.kv_spec": set(kinds),
+        "attention.backend": {group.kv_kind for group in request.groups},
+        "state.backend": {group.state_kind for group in request.state_groups},
+    }
+    for key, asked in (("attention.backend", request.backend), ("state.backend", request.state_backend)):
+        if isinstance(asked.value, Mapping):
+            tables[key] = list(asked.value)
     return [
         Note(code="N401", key=f"{key}.{kind}", text=f"the model has no {kind} layers")
         for key, table in tables.items()

@@ -1,0 +1,94 @@
+"""State layers as the model sees them: one callable that routes each layer to its backend and its slots.
+
+A request's slot is its row: a row is held from admission to the end, so slots need no pool, no table and no counting,
+and a step finds them without a look-up. The price is memory for every row from the start, which `explain` and the
+memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import define
+
+from slotline.core.memory import zeroed_bytes
+from slotline.registry.contracts import StateBackend, StateBatch, StateLayer, StateTensorSpec
+
+Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
+State = Mapping[str, torch.Tensor]
+
+ALIGNMENT = 128
+"""Bytes; where a tensor begins in a slot's page, and what the page is padded to. Kernels load whole vectors."""
+
+
+@define(kw_only=True, eq=False)
+class StateGroup:
+    """State layers of one kind and the backend that was built for them."""
+
+    name: str
+    backend: StateBackend
+    layers: tuple[StateLayer, ...]
+
+
+class StateRouter:
+    """Plans each group once per step and then serves the layers' calls.
+
+    Args:
+        groups: what was built.
+        states: by layer index.
+    """
+
+    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State]) -> None:
+        self.groups = tuple(groups)
+        self._plans: list[Any] = []
+        self._routes = {
+            layer.index: (group.backend.forward, states[layer.index], position)
+            for position, group in enumerate(groups)
+            for layer in group.layers
+        }
+
+    def plan(self, batch: StateBatch) -> Advance:
+        """Host work of every group for this step; returns the callable that the model's layers call."""
+        self._plans = [group.backend.plan(batch) for group in self.groups]
+        return self.advance
+
+    def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One layer under the step's plans: its output, one row for each token."""
+        forward, state, position = self._routes[layer.index]
+        return forward(layer, inputs, state, self._plans[position])
+
+    def state(self, layer: StateLayer) -> State:
+        """The layer's tensors [num_slots, *shape] by name."""
+        return self._routes[layer.index][1]
+
+
+def page_bytes(layer: StateLayer) -> int:
+    """Bytes that one slot takes in a layer, padding included."""
+    return sum(_aligned(_num_bytes(tensor)) for tensor in layer.tensors)
+
+
+def allocate(layer: StateLayer, num_slots: int, device: str) -> State:
+    """The layer's tensors [num_slots, *shape], all in one page for each slot, so that the stride is the page's."""
+    page = page_bytes(layer)
+    raw = zeroed_bytes(num_slots * page, device).view(num_slots, page)
+    found, first = {}, 0
+    for tensor in layer.tensors:
+        part = raw[:, first : first + _num_bytes(tensor)]
+        found[tensor.name] = part.view(_dtype(tensor)).unflatten(1, tensor.shape)
+        first += _aligned(_num_bytes(tensor))
+    return found
+
+
+def _num_bytes(tensor: StateTensorSpec) -> int:
+    return tensor.num_elements * _dtype(tensor).itemsize
+
+
+def _dtype(tensor: StateTensorSpec) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, tensor.dtype)
+    return dtype
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,149 @@
+"""How each family of mixers computes: its projections and norms are transformers' own modules, what keeps a state is
+handed to `advance`. One adapter serves all mixers that have the same parts under the same names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from slotline.plugins.model_families.state_mixers.slot import StateSlot, conv_of, layer_of, rate
+from slotline.registry.contracts.state import StateLayer
+
+
+class Mixer(Protocol):
+    """An adapter of mixer modules."""
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        """The state layers of a module of that name, in call order."""
+        ...
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+        """What the module makes of the flattened tokens [T, hidden_size]: [T, hidden_size]."""
+        ...
+
+
+class Mamba2Mixer:
+    """Mamba-2: one projection to gate, convolved x, B, C, and dt; a gated norm behind the scan.
+
+    A limited time step (Zamba2) holds for every token. transformers 5.23 leaves the limit out for single tokens, so its
+    text depends on what is cached; without a cache it agrees with ours.
+    """
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        low, high = module.time_step_limit or (0.0, math.inf)
+        limited = low > 0 or not math.isinf(high)  # a softplus is never below 0
+        ssm = layer_of(
+            name,
+            "mamba2",
+            num_heads=module.num_heads,
+            head_size=module.head_dim,
+            num_groups=module.n_groups,
+            state_size=module.ssm_state_size,
+            dt_softplus=True,
+            **({"dt_limit": (float(low), float(high))} if limited else {}),
+        )
+        return (conv_of(name, module.conv1d, module.activation), ssm)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+        gate, mixed, dt = self.project(module, hidden).split(
+            [module.intermediate_size, module.conv_dim, module.num_heads], dim=-1
+        )
+        x, b, c = self.split_convolved(module, slot.convolve(module.conv1d, mixed))
+        inputs = {"x": x, "dt": dt, "A": rate(module.A_log), "B": b, "C": c}
+        inputs |= {"D": module.D.float(), "dt_bias": module.dt_bias.float()}
+        return module.out_proj(self.gated(module, slot, inputs, gate))  # type: ignore[no-any-return]
+
+    def project(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, intermediate_size + conv_dim + num_heads]."""
+        return module.in_proj(hidden)  # type: ignore[no-any-return]
+
+    def split_convolved(self, module: Any, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [T, H, P], B and C [T, G, N], views of [T, conv_dim]."""
+        both = module.n_groups * module.ssm_state_size
+        x, b, c = mixed.split([module.intermediate_size, both, both], dim=-1)
+        per_head, per_group = (module.num_heads, module.head_dim), (module.n_groups, module.ssm_state_size)
+        return x.unflatten(-1, per_head), b.unflatten(-1, per_group), c.unflatten(-1, per_group)
+
+    def gated(self, module: Any, slot: StateSlot, inputs: dict[str, torch.Tensor], gate: torch.Tensor) -> torch.Tensor:
+        """The scan's output [T, intermediate_size], gated and normed."""
+        return module.norm(slot.recur(inputs).flatten(1)[None], gate[None])[0]  # type: ignore[no-any-return]
+
+
+class FalconH1Mixer(Mamba2Mixer):
+    """Falcon-H1: multipliers around the projection; without its norm the gate belongs to the scan."""
+
+    def project(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
+        projected: torch.Tensor = module.in_proj((hidden * module.ssm_in_multiplier)[None]) * module.mup_vector
+        return projected[0]
+
+    def gated(self, module: Any, slot: StateSlot, inputs: dict[str, torch.Tensor], gate: torch.Tensor) -> torch.Tensor:
+        if module.mamba_rms_norm:
+            return super().gated(module, slot, inputs, gate)
+        return slot.recur({**inputs, "z": gate.unflatten(-1, (module.num_heads, module.head_dim))}).flatten(1)
+
+
+class Mamba1Mixer:
+    """Mamba: x and gate from one projection, dt, B and C from the convolved x; some norm these three."""
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        sizes = {"channels": module.intermediate_size, "state_size": module.ssm_state_size}
+        ssm = layer_of(name, "mamba1", **sizes, dt_softplus=True)
+        return (conv_of(name, module.conv1d, module.activation), ssm)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+        x, gate = module.in_proj(hidden).chunk(2, dim=-1)
+        x = slot.convolve(module.conv1d, x)
+        sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
+        dt, b, c = module.x_proj(x).split(sizes, dim=-1)
+        if hasattr(module, "dt_layernorm"):
+            dt, b, c = module.dt_layernorm(dt), module.b_layernorm(b), module.c_layernorm(c)
+        inputs = {"x": x, "dt": module.dt_proj(dt), "A": rate(module.A_log), "B": b, "C": c}
+        scanned = slot.recur({**inputs, "D": module.D.float(), "z": gate})
+        return module.out_proj(scanned)  # type: ignore[no-any-return]
+
+
+class ShortConvMixer:
+    """LFM2: a convolution between two gates."""
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        return (conv_of(name, module.conv, "none"),)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+        before, after, x = module.in_proj(hidden).chunk(3, dim=-1)
+        return module.out_proj(after * slot.convolve(module.conv, before * x))  # type: ignore[no-any-return]
+
+
+class GatedDeltaMixer:
+    """Qwen3-Next: query, key and value convolved together, decay and strength from a projection of their own."""
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        delta = layer_of(
+            name,
+            "gated_delta",
+            num_k_heads=module.num_k_heads,
+            num_v_heads=module.num_v_heads,
+            head_size_k=module.head_k_dim,
+            head_size_v=module.head_v_dim,
+            qk_l2norm=True,
+            scale=module.head_k_dim**-0.5,
+        )
+        return (conv_of(name, module.conv1d, module.activation), delta)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+        projected = module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
+        q, k, v, z, b, a = (part[0] for part in module.fix_query_key_value_ordering(*projected))
+        mixed = slot.convolve(module.conv1d, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1))
+        q, k, v = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
+        inputs = {
+            "q": q.unflatten(-1, (module.num_k_heads, module.head_k_dim)),
+            "k": k.unflatten(-1, (module.num_k_heads, module.head_k_dim)),
+            "v": v.unflatten(-1, (module.num_v_heads, module.head_v_dim)),
+            "g": rate(module.A_log) * F.softplus(a.float() + module.dt_bias),
+            "beta": b.sigmoid(),
+        }
+        normed = module.norm(slot.recur(inputs).flatten(0, 1), z.flatten(0, 1))  # [T * Hv, V]
+        return module.out_proj(normed.view(len(hidden), -1))  # type: ignore[no-any-return]

@@ -1,0 +1,87 @@
+"""Finds the mixers of a transformers model that keep a state, and replaces their forward.
+
+transformers has no interface for these as it has for attention, so the classes are listed by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from attrs import evolve
+
+from slotline.plugins.model_families.binding import AttendHolder
+from slotline.plugins.model_families.state_mixers.kinds import (
+    FalconH1Mixer,
+    GatedDeltaMixer,
+    Mamba1Mixer,
+    Mamba2Mixer,
+    Mixer,
+    ShortConvMixer,
+)
+from slotline.plugins.model_families.state_mixers.slot import StateSlot
+from slotline.registry.contracts.state import StateLayer
+from slotline.registry.errors import ModelError
+
+MIXERS: Mapping[str, Mixer] = MappingProxyType(
+    {
+        "BambaMixer": Mamba2Mixer(),
+        "FalconH1Mixer": FalconH1Mixer(),
+        "FalconMambaMixer": Mamba1Mixer(),
+        "GraniteMoeHybridMambaLayer": Mamba2Mixer(),
+        "JambaMambaMixer": Mamba1Mixer(),
+        "Lfm2ShortConv": ShortConvMixer(),
+        "Mamba2Mixer": Mamba2Mixer(),
+        "MambaMixer": Mamba1Mixer(),
+        "NemotronHMamba2Mixer": Mamba2Mixer(),
+        "Qwen3NextGatedDeltaNet": GatedDeltaMixer(),
+        "Zamba2MambaMixer": Mamba2Mixer(),
+    }
+)
+"""Class name in transformers -> adapter."""
+
+
+def find(hf_model: torch.nn.Module) -> tuple[StateLayer, ...]:
+    """The state layers of a model, in the order of its modules."""
+    found = [layer for name, module, mixer in _mixers(hf_model) for layer in mixer.layers(name, module)]
+    return tuple(evolve(layer, index=index) for index, layer in enumerate(found))
+
+
+def bind(hf_model: torch.nn.Module, layers: Iterable[StateLayer], holder: AttendHolder) -> None:
+    """Have every mixer that keeps a state call the holder's `advance`.
+
+    Args:
+        hf_model: changed in place.
+        layers: what `find` found in this model, or in another one of the same configuration.
+
+    Raises:
+        ModelError: if the model's mixers are others.
+    """
+    known = {layer.name: layer for layer in layers}
+    for name, module, mixer in _mixers(hf_model):
+        try:
+            own = tuple(known[layer.name] for layer in mixer.layers(name, module))
+        except KeyError as error:
+            raise ModelError(
+                f"the loaded model has a state layer {error.args[0]!r} that inspection has not found",
+                fix="inspect the checkpoint again: the facts belong to another model",
+            ) from error
+        module.forward = _forward(mixer, module, StateSlot(own, holder))
+
+
+def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., torch.Tensor]:
+    def forward(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+        """[1, num_tokens, hidden_size] to the same; caches and masks of transformers are not used."""
+        return mixer.forward(module, slot, hidden_states[0])[None]
+
+    return forward
+
+
+def _mixers(hf_model: torch.nn.Module) -> list[tuple[str, Any, Mixer]]:
+    return [
+        (name, module, MIXERS[type(module).__name__])
+        for name, module in hf_model.named_modules()
+        if type(module).__name__ in MIXERS
+    ]

@@ -1,0 +1,215 @@
+"""State layers: which backend serves each group of them. Groups do not depend on each other: nothing is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import evolve, frozen
+
+from slotline.registry.contracts.state import StateLayer
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation.codes import CODES
+from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.needs import Pair
+from slotline.registry.negotiation.offers import not_asked_for, usability
+from slotline.registry.negotiation.parts import part_reasons
+from slotline.registry.negotiation.plan import Failure, GroupFailure, Plan, Reason, Rejection, StateGroupPlan
+from slotline.registry.negotiation.request import (
+    AUTO,
+    Asked,
+    Candidate,
+    Need,
+    PlanRequest,
+    Setting,
+    StateGroupRequest,
+)
+
+STATE_DTYPE = "float32"
+"""Of recurrent states: what is rounded in them stays wrong for the rest of a request."""
+
+
+@frozen(kw_only=True)
+class _Verdict:
+    """One candidate for one group: why it is out, and its place among those that are not (smaller is better)."""
+
+    candidate: Candidate
+    reasons: tuple[Reason, ...]
+    rank: int = 0
+
+    @property
+    def order(self) -> tuple[int, int, str]:
+        return (self.rank, -self.candidate.capabilities.priority, self.candidate.name)
+
+
+def group_states(layers: Sequence[StateLayer]) -> tuple[StateGroupRequest, ...]:
+    """Group layers of equal kind, facts and tensors, named after their kind, in the order of their first layer."""
+    members: dict[tuple[object, ...], list[StateLayer]] = {}
+    for layer in layers:
+        members.setdefault((layer.state_kind, tuple(sorted(layer.facts.items())), layer.tensors), []).append(layer)
+    seen: dict[str, int] = {}
+    groups = []
+    for own in members.values():
+        kind = own[0].state_kind
+        number = seen.get(kind, 0)
+        seen[kind] = number + 1
+        groups.append(StateGroupRequest(name=kind if number == 0 else f"{kind}_{number}", layers=tuple(own)))
+    return tuple(groups)
+
+
+def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
+    """The same plan with the backends of the model's state layers, if it has any; see `choose_states`."""
+    if not request.state_groups:
+        return plan
+    groups = choose_states(request, candidates, plan.dtype)
+    names = {group.layers[0].state_kind: group.backend for group in groups}
+    asked = request.state_backend
+    setting = Setting(
+        key="state.backend",
+        asked=asked.value if isinstance(asked.value, str) else toml(asked.value),
+        resolved=toml(names) if len(set(names.values())) > 1 else groups[0].backend,
+        origin=asked.origin,
+        explicit=asked.explicit,
+    )
+    return evolve(plan, state_groups=groups, settings=(*plan.settings, setting))
+
+
+def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: str) -> tuple[StateGroupPlan, ...]:
+    """The backend of each group of state layers.
+
+    Args:
+        request: what is asked.
+        candidates: the state backends, usable or not; all of them appear in the record.
+        dtype: of activations, as resolved.
+
+    Raises:
+        NegotiationError: naming layers and kinds that no backend serves, or the settings that state layers rule out.
+    """
+    _refuse_prefix_caching(request)
+    verdicts = {group.name: _verdicts(request, group, candidates, dtype) for group in request.state_groups}
+    unserved = [group for group in request.state_groups if all(verdict.reasons for verdict in verdicts[group.name])]
+    if unserved:
+        raise _unserved(unserved, verdicts)
+    return tuple(_plan(request, group, verdicts[group.name], dtype) for group in request.state_groups)
+
+
+def _verdicts(
+    request: PlanRequest, group: StateGroupRequest, candidates: Sequence[Candidate], dtype: str
+) -> list[_Verdict]:
+    asked = request.state_backend_for(group.state_kind)
+    known = {candidate.name for candidate in candidates}
+    absent = [Candidate(name=name) for name in asked.value if name != AUTO and name not in known]
+    return [_verdict(request, group, candidate, asked, dtype) for candidate in (*candidates, *absent)]
+
+
+def _verdict(
+    request: PlanRequest, group: StateGroupRequest, candidate: Candidate, asked: Asked[tuple[str, ...]], dtype: str
+) -> _Verdict:
+    wanted = [name for name in (candidate.name, AUTO) if name in asked.value]
+    choice = () if wanted or not asked.value else (not_asked_for(asked.value, asked.origin),)
+    unusable = usability(candidate)
+    needs = () if unusable else part_reasons(candidate.capabilities, _needs(request, group, (dtype, STATE_DTYPE)))
+    rank = asked.value.index(wanted[0]) if wanted else 0
+    return _Verdict(candidate=candidate, reasons=(*unusable, *needs, *choice), rank=rank)
+
+
+def _needs(request: PlanRequest, group: StateGroupRequest, pair: Pair) -> tuple[Need, ...]:
+    device, longest = request.device, request.max_query_len
+    model = f"model: {group.name} layers"
+    return (
+        Need(capability="devices", value=device.type, origin=f"device {device.name or device.type}"),
+        Need(capability="state_kinds", value=group.state_kind, origin=model),
+        Need(capability="dtypes", value=pair, origin=request.dtype.origin),
+        Need(capability="query_len", value=longest.value, origin=longest.origin),
+    )
+
+
+def _plan(request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdict], dtype: str) -> StateGroupPlan:
+    fits = sorted((verdict for verdict in verdicts if not verdict.reasons), key=lambda verdict: verdict.order)
+    chosen, candidate = fits[0], fits[0].candidate
+    layers = tuple(_typed(layer, dtype) for layer in group.layers)
+    return StateGroupPlan(
+        name=group.name,
+        layers=layers,
+        backend=candidate.name,
+        distribution=candidate.distribution,
+        version=candidate.version,
+        contract=candidate.contract or 1,
+        inline=candidate.inline,
+        dtype=dtype,
+        state_dtype=STATE_DTYPE,
+        max_query_len=request.max_query_len.value,
+        reason=_why_chosen(request.state_backend_for(group.state_kind), chosen, fits),
+        rejected=tuple(
+            _rejection(verdict, verdict.reasons or (_why_lost(verdict, chosen),))
+            for verdict in verdicts
+            if verdict is not chosen
+        ),
+    )
+
+
+def _typed(layer: StateLayer, dtype: str) -> StateLayer:
+    """The layer with ``auto`` resolved."""
+    tensors = (evolve(tensor, dtype=dtype if tensor.dtype == AUTO else tensor.dtype) for tensor in layer.tensors)
+    return evolve(layer, tensors=tuple(tensors))
+
+
+def _why_chosen(asked: Asked[tuple[str, ...]], chosen: _Verdict, fits: list[_Verdict]) -> str:
+    if asked.value and AUTO not in asked.value:
+        return f"named in {asked.origin}" if len(asked.value) == 1 else f"choice {chosen.rank + 1} of {asked.origin}"
+    return "the only candidate that fits" if len(fits) == 1 else f"{len(fits)} candidates fit; decided by priority"
+
+
+def _why_lost(loser: _Verdict, chosen: _Verdict) -> Reason:
+    ours, theirs = chosen.candidate, loser.candidate
+    if loser.rank != chosen.rank:
+        text = f"preference: {ours.name} comes first in the configuration"
+    elif theirs.capabilities.priority != ours.capabilities.priority:
+        text = f"priority: {theirs.capabilities.priority}, {ours.name} has {ours.capabilities.priority}"
+    else:
+        text = f"name: equal in all that counts, and {ours.name} comes first by name"
+    return Reason(code="N191", text=text)
+
+
+def _rejection(verdict: _Verdict, reasons: tuple[Reason, ...]) -> Rejection:
+    candidate = verdict.candidate
+    return Rejection(
+        name=candidate.name, distribution=candidate.distribution, version=candidate.version, reasons=reasons
+    )
+
+
+def _refuse_prefix_caching(request: PlanRequest) -> None:
+    sharing = request.prefix_caching
+    if sharing.value and sharing.explicit:
+        kinds = ", ".join(dict.fromkeys(group.state_kind for group in request.state_groups))
+        message = (
+            f"cache.prefix_caching = true ({sharing.origin}), but the model keeps states ({kinds}), of which this "
+            "version takes no checkpoints to resume from"
+        )
+        raise _error(Failure(code="N500", message=message, remedies=("cache.prefix_caching = false",)))
+
+
+def _unserved(groups: Sequence[StateGroupRequest], verdicts: dict[str, list[_Verdict]]) -> NegotiationError:
+    failures = tuple(
+        GroupFailure(
+            name=group.name,
+            kind="state",
+            layers=len(group.layers),
+            rejected=tuple(_rejection(verdict, verdict.reasons) for verdict in verdicts[group.name]),
+        )
+        for group in groups
+    )
+    texts = "; ".join(f"{_named(group)} of kind {group.state_kind}" for group in groups)
+    asked = any(reason.code == "N190" for failure in failures for item in failure.rejected for reason in item.reasons)
+    remedies = (f"state.backend = {toml(AUTO)}",) if asked else ()
+    code = "N500" if asked else "N502"
+    return _error(Failure(code=code, message=f"no state backend serves {texts}", groups=failures, remedies=remedies))
+
+
+def _named(group: StateGroupRequest) -> str:
+    names = [layer.name for layer in group.layers]
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+
+
+def _error(failure: Failure) -> NegotiationError:
+    fix = failure.remedies[0] if failure.remedies else CODES[failure.code].fix
+    return NegotiationError(f"{failure.code} {failure.message}", fix=fix, failure=failure)
