@@ -44,8 +44,8 @@ class StepInputs:
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
-        query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included; `query_start_loc_cpu` and
-            `seq_lens_cpu` [num_requests] int32 on the host.
+        query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included;
+            `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
         batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads.
         states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
