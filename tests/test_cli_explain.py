@@ -59,7 +59,8 @@ def test_why_not_of_a_stranger_is_an_error_that_names_who_took_part(
     run_toml: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explain", run_toml, "--why-not", "flash"]) == 2
-    assert "these did: cpu, flash_attn, flash_attn_3, flashinfer, flex, full, torch" in capsys.readouterr().err
+    names = "chunked_local, cpu, flash_attn, flash_attn_3, flashinfer, flex, full, sliding, torch"
+    assert f"these did: {names}" in capsys.readouterr().err
 
 
 def test_diff_shows_what_another_configuration_changes(run_toml: str, capsys: pytest.CaptureFixture[str]) -> None:

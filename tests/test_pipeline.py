@@ -193,27 +193,27 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     assert [o.outputs[0].token_ids for o in outputs] == [greedy(path, prompt, 20) for prompt in PROMPTS]
     assert sum(o.metrics.num_preemptions for o in outputs) > 0  # blocks changed hands
     assert len(made) == 3
-    (group,) = llm.engine.scheduler.cache.groups
     llm.engine.gatherer.dummy([1])  # what changed last is told with the next step
     for feed in llm.engine.gatherer.feeds:
         assert isinstance(feed.tables, DeviceTables)
-        np.testing.assert_array_equal(feed.tables._tables[0], group.table)
+        for table, group in zip(feed.tables._tables, feed.tables._groups, strict=True):
+            np.testing.assert_array_equal(table, group.table)
 
 
 def test_a_stage_gets_the_tables_of_its_own_cache_groups_alone(tiny: Tiny, engines: Engines) -> None:
-    """One cache group, and one attention group for each kind and stage; each backend has the layers of its stage."""
+    """One attention group for each kind and stage, with a batch of its own; each backend has its stage's layers."""
     llm = engines(tiny("qwen2_sliding"), **over(2))
     groups = llm.engine.runner.router.groups
     assert [(group.name, group.batch, [layer.index for layer in group.layers]) for group in groups] == [
         ("full", 0, [0, 1]),
-        ("sliding", 1, [2, 3]),
+        ("sliding", 2, [2, 3]),  # the first stage has the tables of all cache groups
     ]
     across = engines(tiny("gemma3"), **over(2)).engine.runner.router.groups
     assert [(group.name, group.batch, [layer.index for layer in group.layers]) for group in across] == [
         ("sliding", 0, [0]),
-        ("sliding", 1, [2]),
-        ("full", 0, [1]),
-        ("full", 1, [3]),
+        ("sliding", 2, [2]),
+        ("full", 1, [1]),
+        ("full", 3, [3]),
     ]
     assert len({id(group.backend) for group in across}) == 4
 

@@ -13,6 +13,8 @@ from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.cache_memory import allocate_caches
+from slotline.core.cache_specs import SpecBuilder
 from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
@@ -22,7 +24,7 @@ from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
-from slotline.core.memory import DeviceMemory, MemoryReport, refuse_states, size_pool, zeroed_bytes
+from slotline.core.memory import DeviceMemory, MemoryReport, refuse_states, size_pool
 from slotline.core.placement import batches_of, device_memory, later_feeds
 from slotline.core.planning import Planned, make_plan
 from slotline.core.pooling import Pooling
@@ -40,9 +42,7 @@ from slotline.registry.contracts import (
     AttentionContext,
     AttentionLayer,
     DrafterContext,
-    KVCache,
     KVSpec,
-    KVSpecContext,
     LogitsProcessorContext,
     Model,
     ModelContext,
@@ -160,21 +160,14 @@ class EngineBuilder:
             return planned.family.load(context)
 
     def _specs(self) -> list[KVSpec]:
-        specs = []
-        for group in self.planned.plan.cache_groups:
-            descriptor = self.planned.registry.load(Kind.KV_SPEC, group.kv_spec, required=True)
-            context = KVSpecContext(
-                contract=group.contract,
-                layers=group.layers,
-                block_size=group.block_size,
-                kernel_block_size=group.kernel_block_size,
-                layout=group.layout,
-                kv_dtype=self.planned.plan.kv_dtype,
-                max_model_len=self.planned.max_model_len,
-                options=self._options(descriptor),
-            )
-            specs.append(resolve_factory(descriptor)(context))
-        return specs
+        planned = self.planned
+        builder = SpecBuilder(planned.loaded, planned.registry, planned.plan.kv_dtype, planned.max_model_len)
+        # Blocks are given back when a step's results are handed out; another may have been prepared by then.
+        ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
+        return [
+            builder.build(group, block_size=group.block_size, max_tokens_in_flight=ahead)
+            for group in planned.plan.cache_groups
+        ]
 
     def _cache_groups(self, specs: list[KVSpec]) -> list[CacheGroup]:
         rows, length = self.planned.loaded.config.scheduler.max_requests, self.planned.max_model_len
@@ -259,11 +252,7 @@ class EngineBuilder:
 
     def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
         """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
-        caches: dict[int, KVCache] = {}
-        for group, spec in zip(self.planned.plan.cache_groups, specs, strict=True):
-            for layer in group.layers:
-                raw = zeroed_bytes(num_blocks * spec.page_bytes(layer), self.planned.stages.device_of(layer))
-                caches[layer.index] = spec.bind(raw, layer, num_blocks)
+        caches = allocate_caches(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
         for layer in self.planned.facts.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
@@ -417,7 +406,7 @@ class EngineBuilder:
             raise CapacityError(
                 f"the cache holds {report.num_blocks - 1} blocks and one request of max_model_len="
                 f"{self.planned.max_model_len} tokens needs {sum(held)}",
-                fix="lower scheduler.max_model_len or raise cache.memory",
+                fix="lower scheduler.max_model_len or scheduler.max_batched_tokens, or raise cache.memory",
             )
         return report
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from math import gcd, lcm
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,8 @@ class CacheGroup:
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
+        freeable: [max_model_len + 1] int64, what the spec says of each number of computed tokens; asked once, so that
+            a step does not ask.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class CacheGroup:
         self.capacity = np.zeros(max_requests, np.int64)
         self.num_freed = np.zeros(max_requests, np.int64)
         self.frees_early = spec.blocks_freeable(max_model_len) > 0
+        lengths = range(max_model_len + 1 if self.frees_early else 0)
+        self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
         self._blocks_at_most = spec.blocks_needed(max_model_len)
         self._offsets = np.arange(self.ratio, dtype=np.int32)
 
@@ -60,18 +65,22 @@ class CacheGroup:
         """Append manager blocks to the row's table."""
         held = self.blocks[row]
         start = len(held) * self.ratio
-        ids = np.asarray(blocks, np.int32)[:, None] * self.ratio + self._offsets
-        self.table[row, start : start + ids.size] = ids.reshape(-1)
+        ids = self.kernel_blocks(blocks)
+        self.table[row, start : start + ids.size] = ids
         self.versions[row] += 1
         held.extend(blocks)
         everything = len(held) >= self._blocks_at_most
         self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
 
+    def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
+        manager = np.asarray(blocks, np.int32)[:, None]
+        kernel = manager * self.ratio + self._offsets  # [len(blocks), ratio]
+        return np.where(manager == NULL_BLOCK, np.int32(NULL_BLOCK), kernel).reshape(-1)
+
     def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
         """Blocks that no later token reads; the table points to the null block in their place."""
-        first, last = int(self.num_freed[row]), self.spec.blocks_freeable(num_computed_tokens)
-        if last <= first:
-            return []
+        first, last = int(self.num_freed[row]), int(self.freeable[num_computed_tokens])
         freed = self.blocks[row][first:last]
         self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
         self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
@@ -89,13 +98,19 @@ class CacheGroup:
 
 
 class CacheManager:
-    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable."""
+    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable.
+
+    Prefixes are hashed in stretches of `hash_block_size` tokens, which divides each group's block size; a group's block
+    is found by the hash of its last stretch. All groups must agree on a prefix, so it is whole blocks of each:
+    a multiple of `prefix_unit` tokens.
+    """
 
     def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup], *, prefix_caching: bool) -> None:
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
-        self.hash_block_size = min((g.block_size for g in groups), default=1)
+        self.hash_block_size = gcd(*(g.block_size for g in groups)) or 1
+        self.prefix_unit = lcm(*(g.block_size for g in groups))
 
     def rows_short(self, rows: Int, num_tokens: Int) -> Int:
         """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
@@ -117,14 +132,14 @@ class CacheManager:
         """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
         if not self.prefix_caching or request.whole_prompt:
             return 0, [[] for _ in self.groups]
-        limit = (len(token_ids) - 1) // self.hash_block_size
-        hashes = self._hashes(request, token_ids, limit)[:limit]
-        while True:
-            hits = [g.spec.prefix_hit(hashes, lambda h, g=g: self.pool.lookup(g.index, h)) for g in self.groups]  # type: ignore[misc]
-            shortest = min(map(len, hits), default=0)
-            if shortest == len(hashes) or all(len(hit) == shortest for hit in hits):
-                return shortest * self.hash_block_size, [hit[:shortest] for hit in hits]
-            hashes = hashes[:shortest]
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        hashes = self._hashes(request, token_ids, length // self.hash_block_size)
+        while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
+            hits = [self._hit(group, hashes, length) for group in self.groups]
+            agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=0)
+            if agreed == length:
+                return length, hits
+            length = agreed // self.prefix_unit * self.prefix_unit
 
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
         """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
@@ -150,7 +165,7 @@ class CacheManager:
                 self._remember(rows, int(changed[i]), int(first[i]), int(last[i]))
         for group in self.groups:
             if group.frees_early:
-                for i in np.flatnonzero(after // group.block_size > before // group.block_size).tolist():
+                for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
                     self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
     def release(self, row: int) -> None:
@@ -175,8 +190,7 @@ class CacheManager:
         self.pool.check()
 
     def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: Rows) -> None:
-        expected = (np.asarray(blocks, np.int64)[:, None] * group.ratio + group._offsets).reshape(-1)
-        expected[np.repeat(np.asarray(blocks) == NULL_BLOCK, group.ratio) if blocks else []] = NULL_BLOCK
+        expected = group.kernel_blocks(blocks)
         table = group.table[row]
         if not np.array_equal(table[: expected.size], expected) or table[expected.size :].any():
             raise IntegrityError(f"the table of row {row} differs from its blocks")
@@ -184,6 +198,12 @@ class CacheManager:
             raise IntegrityError(f"row {row} is free but holds blocks")
         if rows.num_computed_tokens[row] > group.capacity[row]:
             raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
+
+    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int) -> list[int]:
+        """What the group's spec finds of the first `length` tokens."""
+        step = group.block_size // self.hash_block_size
+        own = hashes[step - 1 : length // self.hash_block_size : step]
+        return group.spec.prefix_hit(own, lambda block_hash: self.pool.lookup(group.index, block_hash))
 
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
@@ -196,8 +216,9 @@ class CacheManager:
         return chain
 
     def _remember(self, rows: Rows, row: int, first: int, last: int) -> None:
-        """Make the row's full blocks from the `first` on, short of the `last`, findable."""
+        """Make the row's blocks that are full with the stretches `first` .. `last` - 1 findable."""
         hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
         for group in self.groups:
-            for index in range(first, last):
-                self.pool.remember(group.index, group.blocks[row][index], hashes[index])
+            step = group.block_size // self.hash_block_size
+            for index in range(first // step, last // step):
+                self.pool.remember(group.index, group.blocks[row][index], hashes[(index + 1) * step - 1])

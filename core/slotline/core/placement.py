@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from slotline.core.block_tables import tables_for
 from slotline.core.cache_manager import CacheGroup
+from slotline.core.cache_memory import block_bytes
 from slotline.core.device import describe_device
 from slotline.core.feeds import Feed
 from slotline.core.memory import DeviceMemory
@@ -44,10 +45,7 @@ def later_feeds(plan: Plan, stages: Stages, groups: Sequence[CacheGroup], stagin
 
 def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec]) -> list[DeviceMemory]:
     """Each device with its part of a block of the pool, before anything is measured."""
-    block = dict.fromkeys(stages.devices, 0)
-    for group, spec in zip(plan.cache_groups, specs, strict=True):
-        for layer in group.layers:
-            block[stages.device_of(layer)] += spec.page_bytes(layer)
+    block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
     return [
         DeviceMemory(device=device, total=describe_device(device).total_memory, block=size)
         for device, size in block.items()

@@ -10,6 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from slotline.core.cache_specs import SpecBuilder, plan_pool
 from slotline.core.measurements import load_measurements
 from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
@@ -93,6 +94,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = _family_for(registry, path)
     facts = family.inspect(path)
+    _refuse_windows(facts)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
     stages = divide(loaded, devices, facts, family_descriptor)
@@ -127,6 +129,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
+    plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len))
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
     return Planned(
@@ -143,6 +146,22 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         asynchronous=asynchronous.resolved == "true",
         plan=plan,
     )
+
+
+def _refuse_windows(facts: ModelFacts) -> None:
+    """Refuse a window or a chunk without a token: a query always sees itself.
+
+    Raises:
+        ModelError: naming the layers.
+    """
+    for what in ("window", "chunk"):
+        wrong = [layer for layer in facts.layers if (reach := getattr(layer, what)) is not None and reach < 1]
+        if wrong:
+            raise ModelError(
+                f"attention layers {', '.join(layer.name for layer in wrong)} of {str(facts.path)!r} have a {what} of "
+                f"{getattr(wrong[0], what)} tokens",
+                fix=f"correct the checkpoint's config.json: a {what} counts the query itself; null is none",
+            )
 
 
 def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setting:

@@ -27,7 +27,11 @@ ANY_ATTENTION = Candidate(
         kind=Kind.ATTENTION,
         name="takes_anything",
         capabilities=AttentionCapabilities(
-            devices=Set(None), dtypes=Set(None), different_value_head=Flag(True), sliding_window=Flag(True)
+            devices=Set(None),
+            dtypes=Set(None),
+            different_value_head=Flag(True),
+            sliding_window=Flag(True),
+            chunked=Flag(True),
         ),
         factory="nowhere:nothing",
     ),

@@ -22,6 +22,10 @@ MAX_SHARED_QUERY = 16
 """Longest query that shares a group with other requests (decode, verification of drafts)."""
 
 
+Reach = tuple[int | None, int | None]
+"""(window, chunk) of a layer."""
+
+
 class Piece(NamedTuple):
     """Query tokens `first_token .. + query_len` of one request, the last one at position `num_keys - 1` if causal."""
 
@@ -37,13 +41,13 @@ class Group(NamedTuple):
     Attributes:
         tokens: [B, q] int64, rows of the query.
         blocks, offsets: [B, L] int64, where the keys lie; beyond what a piece sees, its first or last key again.
-        mask: by window, [B, 1, 1, q, L] bool, True where a query sees a key.
+        mask: by reach, [B, 1, 1, q, L] bool, True where a query sees a key.
     """
 
     tokens: torch.Tensor
     blocks: torch.Tensor
     offsets: torch.Tensor
-    mask: dict[int | None, torch.Tensor]
+    mask: dict[Reach, torch.Tensor]
 
 
 class Plan(NamedTuple):
@@ -65,7 +69,7 @@ class TorchBackend:
 
     def __init__(self, context: AttentionContext) -> None:
         self._block_size = context.kernel_block_size
-        self._windows = {layer.window for layer in context.layers}
+        self._reaches = {_reach(layer) for layer in context.layers}
         # Encoders keep nothing: their keys are this step's own tokens.
         self._encoder = context.layers[0].attention_type == "encoder_only"
         self._scales = context.kv_scales
@@ -120,8 +124,8 @@ class TorchBackend:
         keys = torch.arange(first_key, max(p.num_keys for p in pieces), device=device)  # [L]
         last_seen = num_keys - pieces[0].query_len + query if causal else num_keys - 1 + 0 * query  # [B, q]
         position = torch.minimum(keys, num_keys - 1)  # [B, L], never past the last key
-        if None not in self._windows:  # nor before the first one, where blocks may have been freed
-            position = torch.maximum(position, last_seen[:, :1] - max(filter(None, self._windows)) + 1)
+        first_seen = torch.stack([_first_seen(last_seen[:, :1], reach) for reach in self._reaches]).amin(0)  # [B, 1]
+        position = torch.maximum(position, first_seen)  # nor before the first one, where blocks may have been freed
         tokens = first + query
         if self._encoder:
             start = batch.query_start_loc[request].long()  # [B, 1]
@@ -129,7 +133,7 @@ class TorchBackend:
         else:
             blocks = batch.block_table[request, position // self._block_size].long()
             offsets = position % self._block_size
-        visible = {window: _visible(keys, last_seen, window) for window in self._windows}
+        visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
         return Group(tokens, blocks, offsets, visible)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
@@ -159,12 +163,12 @@ class TorchBackend:
             keys, values = (
                 (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
             )
-            result, group_lse = _attend(layer, query[group.tokens], keys, values, group.mask[layer.window], sinks)
+            result, group_lse = _attend(layer, query[group.tokens], keys, values, group.mask[_reach(layer)], sinks)
             target[group.tokens] = result.to(target.dtype)
             lse[:, group.tokens] = group_lse
         for group in plan.prefix:
             shared = _attend(
-                layer, query[group.tokens], *self._read(layer, cache, group), group.mask[layer.window], None
+                layer, query[group.tokens], *self._read(layer, cache, group), group.mask[_reach(layer)], None
             )
             _join(target, lse, group.tokens, *shared)
         if plan.prefix:
@@ -208,10 +212,22 @@ def _likeness(piece: Piece) -> tuple[int, int]:
     return piece.query_len, piece.num_keys.bit_length()
 
 
-def _visible(keys: torch.Tensor, last_seen: torch.Tensor, window: int | None) -> torch.Tensor:
+def _reach(layer: AttentionLayer) -> Reach:
+    return layer.window, layer.chunk
+
+
+def _first_seen(last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """The first key that a query sees, from the last one; below 0 where a window is wider than what there is."""
+    window, chunk = reach
+    if window is not None:
+        return last_seen - window + 1
+    return torch.zeros_like(last_seen) if chunk is None else last_seen // chunk * chunk
+
+
+def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
     """Which of `keys` [L] a query whose last visible key is `last_seen` [B, q] sees: [B, 1, 1, q, L] bool."""
     last = last_seen[:, None, None, :, None]
-    return keys <= last if window is None else (keys <= last) & (keys > last - window)
+    return (keys <= last) & (keys >= _first_seen(last, reach))
 
 
 def _attend(

@@ -6,7 +6,8 @@ keys, then its values. With equal head sizes the memory is therefore, outermost 
 * ``NHD``: [num_blocks * ratio, 2, kernel_block_size, num_kv_heads, head_size]
 * ``HND``: [num_blocks * ratio, 2, num_kv_heads, kernel_block_size, head_size]
 
-so a page is one contiguous piece whichever layout is chosen, and can be copied or shared as bytes.
+so a page is one contiguous piece whichever layout is chosen, and can be copied or shared as bytes. Where groups with
+unequal pages share the pool, its kernel blocks lie apart instead: each is one contiguous piece at a fixed distance.
 """
 
 from __future__ import annotations
@@ -35,16 +36,19 @@ def bind_pages(
 ) -> KVCache:
     """View `raw` (uint8, exactly the bytes of `num_kernel_blocks` kernel blocks of `size` tokens) as a cache.
 
-    Raises CapacityError if `raw` has another length, PluginError for an unknown `layout`.
+    `raw` is flat, or has a row for each kernel block, and rows may lie apart.
+
+    Raises CapacityError if `raw` has another size, PluginError for an unknown `layout`.
     """
     expected = num_kernel_blocks * size * token_bytes(layer, dtype)
-    if raw.numel() != expected:
+    if raw.numel() != expected or (raw.dim() == 2 and raw.shape[0] != num_kernel_blocks):
         raise CapacityError(
             f"layer {layer.name!r}: the cache buffer has {raw.numel()} bytes, {num_kernel_blocks} kernel blocks of "
             f"{size} tokens need {expected}",
             fix="allocate num_blocks * page_bytes(layer)",
         )
-    blocks = raw.view(dtype).view(num_kernel_blocks, -1)  # [num_kernel_blocks, elements of K and V]
+    rows = raw if raw.dim() == 2 else raw.view(num_kernel_blocks, -1)
+    blocks = rows.view(dtype)  # [num_kernel_blocks, elements of K and V]
     split = size * layer.num_kv_heads * layer.head_size
     heads = layer.num_kv_heads
     return KVCache(

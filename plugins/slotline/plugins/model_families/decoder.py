@@ -15,6 +15,7 @@ ARCHITECTURES: tuple[str, ...] = (
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
+    "Llama4ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "MixtralForCausalLM",

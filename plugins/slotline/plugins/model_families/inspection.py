@@ -45,9 +45,11 @@ class Recorder:
         """
         call = sum(module is caller for caller in self.callers)
         scale = asked.get("scaling")
-        window = asked.get("sliding_window")
+        window, chunk = asked.get("sliding_window"), _chunk(module)
         if window is not None and window >= self.max_model_len:
             window = None  # it never hides a key, so every cache and backend will do
+        if chunk is not None and chunk >= self.max_model_len:
+            chunk = None
         self.callers.append(module)
         self.layers.append(
             AttentionLayer(
@@ -60,11 +62,22 @@ class Recorder:
                 scale=float(scale if scale is not None else 1 / math.sqrt(query.shape[3])),
                 # transformers lets query i see keys j with i - W < j <= i: W keys, its own included.
                 window=window,
+                chunk=chunk,
                 soft_cap=asked.get("softcap"),
                 sinks=asked.get("s_aux") is not None,
-                kv_kind="full" if window is None else "sliding",
+                kv_kind="sliding" if window is not None else "full" if chunk is None else "chunked",
             )
         )
+
+
+def _chunk(module: Any) -> int | None:
+    """The chunk of a layer that attends within chunks: transformers tells the mask alone, by the layer's type."""
+    config = getattr(module, "config", None)
+    types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    if not types or index is None or types[index] != "chunked_attention":
+        return None
+    chunk: int = config.attention_chunk_size  # type: ignore[union-attr]
+    return chunk
 
 
 def recording_attention(
@@ -120,7 +133,7 @@ def _model_without_memory(found: Checkpoint) -> Any:
     config._attn_implementation = INSPECT_NAME
     config._experts_implementation = "batched_mm"  # the only expert loop whose shapes do not depend on routing
     with torch.device("meta"):
-        return found.model_class(config).eval()
+        return binding.find_body(found.model_class(config).eval())
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

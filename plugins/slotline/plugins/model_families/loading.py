@@ -62,7 +62,7 @@ def load_transformers_model(
         del model.lm_head  # nobody reads logits, and its weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
-    return model.eval().requires_grad_(False)
+    return binding.find_body(model.eval().requires_grad_(False))
 
 
 @contextmanager

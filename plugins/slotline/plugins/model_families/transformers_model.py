@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, inspection, loading, offload, rope, stages, state_mixers
+from slotline.plugins.model_families import (
+    binding,
+    inspection,
+    loading,
+    offload,
+    rope,
+    stages,
+    state_mixers,
+    temperature,
+)
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop
@@ -122,6 +131,7 @@ class DecoderModel:
             return self._build(context)[0]
         fresh, encoder = self._load(context)
         rope.freeze(fresh, self.facts.max_model_len)
+        temperature.settle(fresh, self.facts.max_model_len)
         stages.separate(fresh, stages.parts_of(fresh, context.device, context.stages))
         if encoder is not None:
             fresh.encoder = encoder
@@ -141,6 +151,7 @@ class DecoderModel:
         holder = binding.bind(hf_model, context.facts.layers)
         state_mixers.bind(hf_model, context.facts.state_layers, holder)
         notes = rope.freeze(hf_model, context.facts.max_model_len)
+        temperature.settle(hf_model, context.facts.max_model_len)
         parts = stages.parts_of(hf_model, context.device, context.stages)
         stages.separate(hf_model, parts)
         if context.offload_bytes:

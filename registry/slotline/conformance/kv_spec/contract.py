@@ -40,7 +40,8 @@ def _context(run: Run) -> KVSpecContext:
         head_size=64,
         head_size_v=64,
         scale=0.125,
-        window=size + 1 if kind in ("sliding", "chunked") else None,
+        window=size + 1 if kind == "sliding" else None,
+        chunk=2 * size if kind == "chunked" else None,
         kv_kind=kind,
     )
     return KVSpecContext(

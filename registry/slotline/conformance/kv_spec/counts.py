@@ -47,6 +47,22 @@ def blocks_held(run: Run) -> None:
             )
 
 
+@check(Kind.KV_SPEC, "kv_spec.blocks.held_in_flight", Level.NUMERICS, cases=every_kind_cases)
+def blocks_held_in_flight(run: Run) -> None:
+    """Nor does a request whose table runs ahead of what is computed, by up to max_tokens_in_flight."""
+    for ahead in (2, build_group(run).block_size + 1, 3 * build_group(run).block_size):
+        group = build_group(run, max_tokens_in_flight=ahead)
+        most = group.spec.max_blocks_held()
+        for computed in range(group.max_model_len):
+            tokens = min(computed + ahead, group.max_model_len)
+            held = group.spec.blocks_needed(tokens) - group.spec.blocks_freeable(computed)
+            if held > most:
+                raise Failed(
+                    f"max_blocks_held is {most} with max_tokens_in_flight={ahead}, but with {computed} tokens computed "
+                    f"and {tokens} in the table a request holds {held}; {group.describe()}"
+                )
+
+
 @check(Kind.KV_SPEC, "kv_spec.free.keeps_needed", Level.NUMERICS, cases=group_cases)
 def free_keeps_needed(run: Run) -> None:
     """No block is given back that holds a key which a later token reads."""

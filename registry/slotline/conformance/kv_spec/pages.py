@@ -20,6 +20,8 @@ from slotline.testing.environments.kv_spec import (
 NUM_BLOCKS = 5
 GUARD = 256
 """Bytes on each side of a cache that is bound in the middle of a larger buffer; a multiple of every element size."""
+GAP = 16
+"""Bytes before and behind a kernel block where pages lie apart; the alignment that the core keeps."""
 
 
 def bound(run: Run, num_blocks: int = NUM_BLOCKS) -> list[tuple[Group, AttentionLayer, torch.Tensor, KVCache]]:
@@ -126,6 +128,32 @@ def bind_write_read(run: Run) -> None:
         for name, guard in (("before", buffer[:GUARD]), ("behind", buffer[-GUARD:])):
             if bool((guard != 0xA5).any()):
                 raise Failed(f"{where(layer, 'a write to its views')} changed bytes {name} the memory that was given")
+
+
+@check(Kind.KV_SPEC, "kv_spec.bind.page_stride", Level.HOSTILE, needs={"page_stride": True}, cases=memory_cases)
+def bind_page_stride(run: Run) -> None:
+    """Kernel blocks that lie apart, as groups that share a pool have them, bind like those that do not."""
+    group, device = build_group(run), run.subject.device.type
+    for layer in group.layers:
+        size = group.spec.page_bytes(layer) // group.ratio
+        rows = torch.full((NUM_BLOCKS * group.ratio, -(-size // GAP) * GAP + 2 * GAP), 0xA5, dtype=torch.uint8)
+        rows = rows.to(device)
+        raw = rows[:, GAP : GAP + size].zero_()
+        cache = group.spec.bind(raw, layer, NUM_BLOCKS)
+        for name, view, wanted in (("key", cache.key, layer.head_size), ("value", cache.value, layer.head_size_v)):
+            shape = (len(rows), group.context.kernel_block_size, layer.num_kv_heads, wanted)
+            if tuple(view.shape) != shape:
+                raise Failed(f"{where(layer, name)} has shape {tuple(view.shape)}, wanted {shape}")
+        numbers = (torch.arange(len(rows), device=device) % 8 + 1).float()[:, None, None, None]  # exact in every dtype
+        cache.key.copy_(numbers.expand(cache.key.shape).to(cache.key.dtype))
+        cache.value.copy_((-numbers).expand(cache.value.shape).to(cache.value.dtype))
+        for name, view, sign in (("key", cache.key, 1), ("value", cache.value, -1)):
+            if bool((view.float() != sign * numbers).any()):
+                raise Failed(f"{where(layer, name)} does not hold what was written to it where pages lie apart")
+        if bool((raw == 0).all(dim=1).any()):
+            raise Failed(f"{where(layer, 'a write to its views')} did not reach the memory of each kernel block")
+        if bool((rows[:, :GAP] != 0xA5).any() or (rows[:, GAP + size :] != 0xA5).any()):
+            raise Failed(f"{where(layer, 'a write to its views')} changed bytes between the pages")
 
 
 @check(Kind.KV_SPEC, "kv_spec.bind.sizes", Level.HOSTILE, cases=every_kind_cases)

@@ -37,7 +37,15 @@ def base(subject: Subject, kind: str = "") -> PlanRequest:
     )
     return PlanRequest(
         device=subject.device,
-        groups=group_layers([evolve(layer, window=64 if layer.kv_kind == "sliding" else None)]),
+        groups=group_layers(
+            [
+                evolve(
+                    layer,
+                    window=64 if layer.kv_kind == "sliding" else None,
+                    chunk=64 if layer.kv_kind == "chunked" else None,
+                )
+            ]
+        ),
         block_size=Asked(block_size_of(subject), "the suite", True),
         graphs=Asked("none", "the suite", True),
         prefix_caching=Asked(False, "the suite", True),

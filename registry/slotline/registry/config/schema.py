@@ -64,7 +64,9 @@ class CacheConfig:
     """The KV cache."""
 
     block_size: int | Literal["auto"] = field(
-        default="auto", validator=positive_or_auto, metadata=_doc("tokens in one block of the pool")
+        default="auto",
+        validator=positive_or_auto,
+        metadata=_doc("tokens in one block of the pool; in a cache group with smaller pages a multiple of it"),
     )
     dtype: str = field(
         default="auto",

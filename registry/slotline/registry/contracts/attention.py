@@ -8,6 +8,7 @@ pipeline stages, once for each stage that has layers of the group. In each step 
 What the payload means:
 
 * A window of W tokens lets a query see W keys, its own included: query position i sees keys max(0, i - W + 1) .. i.
+* A chunk of C tokens lets a query see its own chunk: query position i sees keys i // C * C .. i.
 * `slot_mapping` names each new token's slot, `kernel_block * kernel_block_size + offset`; slot -1 is never written.
 * Kernel block 0 is the null block: block tables point to it where a request has no block; it is never read.
 * Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
@@ -35,7 +36,7 @@ Where `cascade` is declared:
 * A batch whose requests all begin with the same kernel blocks may have a `common_prefix_len` above 0: a multiple of the
   kernel block size, no more than any request had in the cache before this step. The keys of these positions can be read
   once for all queries, without a mask, and joined with the rest by LSE. What comes out is the same as without.
-* It is set only where `use_cascade` of every group concerned says yes, for layers that see all keys (no window).
+* It is set only where `use_cascade` of every group concerned says yes, for layers without window or chunk.
 * Where graphs are declared too, a batch with a common prefix is another shape than one without. It is captured with the
   longest prefix; replays have any other above 0, which a captured kernel reads from `common_prefix`. A backend whose
   cascade cannot be captured says ``Limit(when="cascade", capability="graphs", offer=Level(GraphSupport.NEVER))``.
@@ -72,7 +73,8 @@ class AttentionCapabilities:
         layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
         attention_types: of ``decoder``, ``encoder_only``, ``cross``.
         query_len: most query tokens of one request in a batch.
-        sliding_window, soft_cap, sinks, tree_mask: features by name.
+        sliding_window, chunked, soft_cap, sinks, tree_mask: features by name; `chunked` is attention within chunks
+            (`AttentionLayer.chunk`).
         cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
         kv_scales: whether eight-bit caches are kept with the layer's scales.
         graphs: which batches `forward` can be captured for.
@@ -95,6 +97,7 @@ class AttentionCapabilities:
     attention_types: Set[str] = Set(("decoder",))
     query_len: Max = Max()
     sliding_window: Flag = Flag(False)
+    chunked: Flag = Flag(Support.NOT_IMPLEMENTED)
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
@@ -122,6 +125,8 @@ class AttentionLayer:
         num_heads, num_kv_heads, head_size, head_size_v: the shape.
         scale: factor on the scores before the soft cap.
         window: tokens a query may see, itself included; None for all.
+        chunk: tokens of a chunk where attention stays within chunks: query i sees keys i // chunk * chunk .. i; None
+            where it does not. A layer has a window or a chunk, not both.
         soft_cap: scores become ``cap * tanh(score / cap)``; None for none.
         sinks: whether the layer has a learned sink logit per query head.
         kv_kind: what kind of cache it needs, e.g. ``full`` or ``sliding``.
@@ -137,6 +142,7 @@ class AttentionLayer:
     head_size_v: int
     scale: float
     window: int | None = None
+    chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
     kv_kind: str = "full"

@@ -32,6 +32,8 @@ class KVSpecCapabilities:
         block_sizes: manager block sizes it accepts.
         splittable: whether a manager block may be seen as several kernel blocks.
         prefix_caching: whether blocks can be shared between requests.
+        page_stride: whether `bind` takes kernel blocks that lie apart, so that groups with other pages can share the
+            pool's memory. Without it each block takes memory in every group, and the plan says how much that wastes.
         priority: `auto` prefers the higher figure.
     """
 
@@ -40,6 +42,7 @@ class KVSpecCapabilities:
     block_sizes: Align = Align()
     splittable: Flag = Flag(True)
     prefix_caching: Flag = Flag(True)
+    page_stride: Flag = Flag(False)
     priority: int = 0
 
 
@@ -54,6 +57,8 @@ class KVSpecContext:
         layout: physical order inside a kernel block.
         kv_dtype: name of the element type.
         max_model_len: longest sequence.
+        max_tokens_in_flight: most tokens by which a request's table runs ahead of its computed tokens: those of one
+            step, or of two where a step is prepared while the one before runs.
         options: the plugin's own table or None.
     """
 
@@ -64,6 +69,7 @@ class KVSpecContext:
     layout: str
     kv_dtype: str
     max_model_len: int
+    max_tokens_in_flight: int = 1
     options: Any = None
 
 
@@ -79,7 +85,8 @@ class KVSpec(Protocol):
         ...
 
     def max_blocks_held(self) -> int:
-        """Most manager blocks that one request can hold at a time, at the longest sequence."""
+        """Most manager blocks that one request can hold at a time: over all computed lengths n, those needed for
+        n + `max_tokens_in_flight` tokens (at most `max_model_len`) less those that may be freed at n."""
         ...
 
     def blocks_freeable(self, num_computed_tokens: int) -> int:
@@ -91,5 +98,10 @@ class KVSpec(Protocol):
         ...
 
     def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
-        """View `raw` (uint8, num_blocks * page_bytes(layer)) as the layer's cache."""
+        """View `raw` as the layer's cache.
+
+        `raw` is uint8, either [num_blocks * page_bytes(layer)], or, where `page_stride` is declared, a row for each
+        kernel block, [num_blocks * ratio, page_bytes(layer) / ratio] with rows apart (`ratio` kernel blocks make one
+        manager block).
+        """
         ...

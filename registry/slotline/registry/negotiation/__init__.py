@@ -4,6 +4,7 @@ from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
 from slotline.registry.negotiation.graphs import capture_sizes
 from slotline.registry.negotiation.measured import Measured, MeasuredRun, with_measurements
+from slotline.registry.negotiation.pages import GroupPage, PoolPlan
 from slotline.registry.negotiation.parts import part_reasons
 from slotline.registry.negotiation.plan import (
     CacheGroupPlan,
@@ -17,6 +18,7 @@ from slotline.registry.negotiation.plan import (
     Rejection,
     StateGroupPlan,
 )
+from slotline.registry.negotiation.pool import with_pool
 from slotline.registry.negotiation.prepare import (
     attention_candidates,
     kv_spec_candidates,
@@ -47,6 +49,7 @@ __all__ = [
     "Conflict",
     "Failure",
     "GraphPlan",
+    "GroupPage",
     "GroupPlan",
     "GroupRequest",
     "Measured",
@@ -56,6 +59,7 @@ __all__ = [
     "Part",
     "Plan",
     "PlanRequest",
+    "PoolPlan",
     "Reason",
     "Rejection",
     "Setting",
@@ -78,4 +82,5 @@ __all__ = [
     "state_candidates",
     "why_not",
     "with_measurements",
+    "with_pool",
 ]

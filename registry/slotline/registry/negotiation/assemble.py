@@ -80,11 +80,12 @@ def _cache_group(search: Search, solution: Solution, part: CachePart, spec: Cand
 
 
 def _cache_name(solution: Solution, part: CachePart) -> str:
-    name, window = part.key
+    name, *reach = part.key
     alone = sum(other.key[0] == name for other in solution.parts) == 1
     if not name:
         return ""
-    return name if alone or window is None else f"{name}_{window}"
+    numbers = [str(number) for number in reach if number is not None]
+    return name if alone else "_".join([name, *numbers])
 
 
 def _spec_reason(search: Search, kinds: tuple[str, ...], spec: Candidate) -> str:

@@ -199,6 +199,13 @@ _ALL = (
         "Propose fewer draft tokens, lower `scheduler.max_batched_tokens`, or choose another backend.",
     ),
     _code(
+        "N169",
+        _R,
+        "chunked attention",
+        "The model attends within chunks of so many tokens, and the backend cannot leave out the chunks before.",
+        "Choose a backend that can.",
+    ),
+    _code(
         "N170",
         _R,
         "sliding window",
@@ -368,6 +375,14 @@ _ALL = (
         "Read the reasons of the first; or name only what was taken.",
     ),
     _code(
+        "N304",
+        _N,
+        "block sizes differ",
+        "Cache groups share one pool, and a block is as many bytes in each of them. A group whose layers need fewer "
+        "bytes for a token therefore has more tokens in a block; `explain` says how many, and how much is padding.",
+        "Nothing needs to be done.",
+    ),
+    _code(
         "N310",
         _D,
         "graphs cut back",
@@ -413,6 +428,14 @@ _ALL = (
         "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks, or the model "
         "has layers that keep a state, of which no checkpoints are taken.",
         "Set `cache.prefix_caching = false`, or choose another spec.",
+    ),
+    _code(
+        "N332",
+        _D,
+        "cache groups do not share memory",
+        "A cache spec cannot have its pages lie apart, so a block takes memory in every group, and what the other "
+        "groups have of it stays unused.",
+        "Name specs that declare `page_stride` in `cache.kv_spec`, or one spec that holds all layers.",
     ),
     # --- warnings
     _code(
@@ -505,6 +528,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "sliding_window": "N170",
         "soft_cap": "N171",
         "sinks": "N172",
+        "chunked": "N169",
         "tree_mask": "N173",
         "cascade": "N174",
         "batch_invariant": "N175",

@@ -49,7 +49,9 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += ["", *_group(group, width)]
     for state_group in plan.state_groups:
         lines += ["", *_state_group(state_group, width)]
-    lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width)), *_graphs(plan, width)]
+    lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width))]
+    lines += rows("pool", plan.pool.lines() if plan.pool else (), width)
+    lines += _graphs(plan, width)
     lines += rows("parts", _parts(plan), width)
     lines += ["", "settings", *_settings(plan)]
     for label, notes in (("changed", plan.downgrades), ("warning", plan.warnings), ("note", plan.notes)):
@@ -136,6 +138,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
         f"head size {layer.head_size}" + ("" if layer.head_size == layer.head_size_v else f"/{layer.head_size_v}")
     )
     facts += [f"window {layer.window}"] if layer.window is not None else []
+    facts += [f"chunk {layer.chunk}"] if layer.chunk is not None else []
     facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
     facts += ["sinks"] if layer.sinks else []
     inline = ", inline" if group.inline else ""

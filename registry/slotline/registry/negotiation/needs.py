@@ -91,6 +91,7 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "different_value_head": layer.head_size_v != layer.head_size,
         "group_sizes": layer.num_heads // max(layer.num_kv_heads, 1),
         "sliding_window": layer.window is not None,
+        "chunked": layer.chunk is not None,
         "soft_cap": layer.soft_cap is not None,
         "sinks": layer.sinks,
     }
@@ -132,7 +133,7 @@ def _asked_needs(request: PlanRequest, group: GroupRequest, pair: Pair) -> Itera
 
 def sees_all(group: GroupRequest) -> bool:
     """Whether a prefix that requests share is seen by all of their later tokens."""
-    return group.layer.window is None and group.layer.attention_type == "decoder"
+    return group.layer.window is None and group.layer.chunk is None and group.layer.attention_type == "decoder"
 
 
 def scales_key(request: PlanRequest) -> str:

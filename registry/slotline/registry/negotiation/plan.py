@@ -13,6 +13,7 @@ from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import Stage
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import DeviceInfo
+from slotline.registry.negotiation.pages import PoolPlan
 from slotline.registry.negotiation.request import Part, Setting
 
 CAPTURED = "captured"
@@ -287,8 +288,9 @@ class Plan:
     Attributes:
         device: the machine it was made for.
         dtype, kv_dtype: names.
-        block_size: tokens of a manager block, the same for the whole pool.
+        block_size: tokens of a manager block as negotiated; a cache group's own may be a multiple of it.
         cache_groups, groups: the decisions; a group names its cache group.
+        pool: how the pool's memory is cut; None where nobody asked the cache specs.
         graphs: the graph mode.
         state_groups: the decisions for layers that keep a state instead of keys and values.
         downgrades: what came out otherwise than asked or than usual; an error each under `strict`.
@@ -310,6 +312,7 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     graphs: GraphPlan
     state_groups: tuple[StateGroupPlan, ...] = ()
+    pool: PoolPlan | None = None
     downgrades: tuple[Note, ...] = ()
     warnings: tuple[Note, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -357,6 +360,7 @@ class Plan:
             "groups": [group.decision() for group in self.groups],
             **({"state_groups": [group.decision() for group in self.state_groups]} if self.state_groups else {}),
             "graphs": self.graphs.decision(),
+            **({} if self.pool is None else {"pool": self.pool.to_json()}),
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
             "facts": {key: _plain(value) for key, value in self.facts.items()},

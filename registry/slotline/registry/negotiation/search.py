@@ -45,8 +45,9 @@ Cost = tuple[
     int, int, int, int, int, int, int, int, int, tuple[str, ...], tuple[str, ...], int, int, tuple[object, ...]
 ]
 Kinds = dict[str, Candidate]
-CacheKey = tuple[str, int | None]
-"""(name of the spec, window where the spec makes use of it); ("", index) for a group without a cache."""
+CacheKey = tuple[str, int | None, int | None]
+"""(name of the spec, window and chunk where the spec makes use of them); ("", index, None) for a group without a
+cache."""
 
 
 @frozen(kw_only=True)
@@ -271,9 +272,10 @@ def is_exact(spec: Candidate, kind: str) -> bool:
 def cache_key(group: GroupRequest, specs: Kinds, index: int) -> CacheKey:
     """Layers share a block table if one spec holds them and frees the same blocks for all of them."""
     if not group.has_cache:
-        return ("", index)
+        return ("", index, None)
     spec = specs[group.kv_kind]
-    return (spec.name, group.layer.window if is_exact(spec, group.kv_kind) else None)
+    exact = is_exact(spec, group.kv_kind)
+    return (spec.name, group.layer.window if exact else None, group.layer.chunk if exact else None)
 
 
 def common_multiples(start: set[int], sizes: set[int]) -> list[int]:

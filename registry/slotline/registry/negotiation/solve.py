@@ -48,7 +48,7 @@ def negotiate(
     plan = assemble(search, solution, warnings_of(problem))
     plan = with_states(plan, request, states)
     if request.strict:
-        _hold_strictly(plan, request.allow)
+        hold_strictly(plan, request.allow)
     return plan
 
 
@@ -104,7 +104,12 @@ def _idle_entries(request: PlanRequest, kinds: Sequence[str]) -> list[Note]:
     ]
 
 
-def _hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
+def hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
+    """Refuse a plan that differs from what was asked.
+
+    Raises:
+        NegotiationError: naming every difference whose code is not in `allow`.
+    """
     failed = [note for note in plan.warnings if note.code == "N002"]
     notes = tuple(note for note in (*plan.downgrades, *failed) if note.code not in allow)
     if not notes:

@@ -25,11 +25,13 @@ SHAPES = {
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 LAYOUTS = ("NHD", "HND")
-KNOWN_KINDS = ("full", "sliding")
+KNOWN_KINDS = ("full", "sliding", "chunked")
 """Kinds of layers whose visibility the suite knows; those of others are held to what holds for every kind."""
 
 
-def layer_of(shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None) -> AttentionLayer:
+def layer_of(
+    shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None, chunk: int | None = None
+) -> AttentionLayer:
     """A layer of one of the `SHAPES`."""
     num_heads, num_kv_heads, head_size, head_size_v = SHAPES[shape]
     return AttentionLayer(
@@ -41,6 +43,7 @@ def layer_of(shape: str = "gqa", *, index: int = 0, kind: str = "full", window: 
         head_size_v=head_size_v,
         scale=1.0,
         window=window,
+        chunk=chunk,
         kv_kind=kind,
     )
 
@@ -102,7 +105,10 @@ def group_cases(subject: Subject) -> list[Case]:
         if "sliding" in kinds:
             windows = {1, 2, size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1} - {0}
             cases += [{"kind": "sliding", "window": window, "block_size": size} for window in sorted(windows)]
-        if kinds == list(KNOWN_KINDS) and not is_exact(subject, "sliding"):
+        if "chunked" in kinds:
+            chunks = {1, size - 1, size, size + 1, 2 * size, 3 * size} - {0}
+            cases += [{"kind": "chunked", "chunk": chunk, "block_size": size} for chunk in sorted(chunks)]
+        if {"full", "sliding"} <= set(kinds) and not is_exact(subject, "sliding"):
             cases.append({"kind": "mixed", "window": size + 1, "block_size": size})  # they share a table then
     return cases
 
@@ -140,8 +146,11 @@ class Group:
 
     def describe(self) -> str:
         """The group in a few words, for messages."""
-        windows = [f"{layer.kv_kind} window {layer.window}" if layer.window else layer.kv_kind for layer in self.layers]
-        return f"blocks of {self.block_size} tokens, layers: {', '.join(windows)}"
+        layers = [
+            " ".join([layer.kv_kind, *(f"{what} {n}" for what in ("window", "chunk") if (n := getattr(layer, what)))])
+            for layer in self.layers
+        ]
+        return f"blocks of {self.block_size} tokens, layers: {', '.join(layers)}"
 
 
 def context_of(run: Run, **changes: Any) -> KVSpecContext:
@@ -157,7 +166,10 @@ def context_of(run: Run, **changes: Any) -> KVSpecContext:
         )
     else:
         window = case.get("window", block_size + 1) if kind == "sliding" else None
-        layers = tuple(layer_of(s, index=i, kind=kind, window=window) for i, s in enumerate((shape, "odd")))
+        chunk = case.get("chunk", 2 * block_size) if kind == "chunked" else None
+        layers = tuple(
+            layer_of(s, index=i, kind=kind, window=window, chunk=chunk) for i, s in enumerate((shape, "odd"))
+        )
     context = KVSpecContext(
         contract=1,
         layers=layers,

@@ -1,6 +1,7 @@
 """What a cache must keep, by brute force: which keys later tokens read, and which cached prefixes can be resumed.
 
-A window of W tokens shows the query W keys, its own included; without a window a query sees all keys up to its own.
+A window of W tokens shows the query W keys, its own included; a chunk of C tokens shows it those of its own chunk up to
+its own; without either a query sees all keys up to its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ def oldest_visible(layers: Sequence[AttentionLayer], num_tokens: int) -> Int:
     """[num_tokens] int64: for the query at each position, the oldest position that some layer reads."""
     query = np.arange(num_tokens)
     windows = [num_tokens if layer.window is None else layer.window for layer in layers]
-    return np.maximum(0, query[None] - np.array(windows)[:, None] + 1).min(axis=0)  # type: ignore[no-any-return]
+    chunks = [num_tokens or 1 if layer.chunk is None else layer.chunk for layer in layers]
+    in_window = np.maximum(0, query[None] - np.array(windows)[:, None] + 1)
+    in_chunk = query[None] // np.array(chunks)[:, None] * np.array(chunks)[:, None]
+    return np.maximum(in_window, in_chunk).min(axis=0)  # type: ignore[no-any-return]
 
 
 def oldest_needed(layers: Sequence[AttentionLayer], max_model_len: int) -> Int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from slotline.registry.capability import Set
+from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts import AttentionLayer, BlockHash, KVCache, KVSpecCapabilities, KVSpecContext
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -38,8 +38,9 @@ class WindowedSpec:
         everything = self.blocks_needed(self.context.max_model_len)
         if self.window is None:
             return everything
-        # The newest token and the window - 1 before it may begin in the last slot of a block.
-        return min(self.blocks_needed(self.window - 1) + 1, everything)
+        # The tokens in flight and the window - 1 before them may begin in the last slot of a block.
+        tokens = self.window - 1 + self.context.max_tokens_in_flight
+        return min(self.blocks_needed(tokens - 1) + 1, everything)
 
     def blocks_freeable(self, num_computed_tokens: int) -> int:
         return max(0, self.first_read(num_computed_tokens)) // self.block_size
@@ -82,6 +83,8 @@ descriptor = Descriptor(
     kind=Kind.KV_SPEC,
     name="reference_windowed",
     summary="full and sliding layers; frees what the window has left",
-    capabilities=KVSpecCapabilities(kv_kinds=Set(("full", "sliding")), exact_kinds=Set(("full", "sliding"))),
+    capabilities=KVSpecCapabilities(
+        kv_kinds=Set(("full", "sliding")), exact_kinds=Set(("full", "sliding")), page_stride=Flag(True)
+    ),
     factory=WindowedSpec,
 )

@@ -45,6 +45,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Level.HOSTILE,
         memory.BindsFromTheStoragesStart,
     ),
+    _mutant("packs-pages", "copies pages that lie apart into one piece", Level.HOSTILE, memory.PacksPages),
     _mutant("one-block", "all blocks' keys are those of the first", Level.HOSTILE, memory.OneBlockForAll),
     _mutant("edge-needs-more", "a full block needs one more", Level.NUMERICS, blocks.OneMoreAtTheEdge),
     _mutant("begun-block", "does not count the block that is begun", Level.NUMERICS, blocks.ForgetsTheBegunBlock),

@@ -80,6 +80,11 @@ class BindsFromTheStoragesStart(WindowedSpec):
         return super().bind(raw.as_strided(raw.shape, (1,), 0), layer, num_blocks)
 
 
+class PacksPages(WindowedSpec):
+    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
+        return super().bind(raw.contiguous(), layer, num_blocks)
+
+
 class OneBlockForAll(WindowedSpec):
     def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
         key, value = super().bind(raw, layer, num_blocks)
