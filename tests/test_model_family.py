@@ -18,6 +18,7 @@ from attrs import evolve
 
 from slotline.plugins.model_families.decoder import (
     ARCHITECTURES,
+    CHUNKED,
     CLASSIFIERS,
     EMBEDDERS,
     STATE_ARCHITECTURES,
@@ -448,6 +449,7 @@ def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
     assert descriptor.capabilities.tasks.values == {"generate", "embed", "classify"}
     assert descriptor.capabilities.architectures.values == {
         *ARCHITECTURES,
+        *CHUNKED,
         *STATE_ARCHITECTURES,
         *EMBEDDERS,
         *CLASSIFIERS,
