@@ -12,7 +12,21 @@ from slotline.testing.environments.logits_processor import parameters
 from slotline.testing.mutants.logits_processor import CORRECT, MUTANTS
 from slotline.testing.oracles.logits_processor import difference, form_fault, greedy_change, lifted_ban
 
-OURS = ["logits_processor:logit_bias", "logits_processor:min_tokens", "logits_processor:penalties"]
+OURS = [
+    f"logits_processor:{name}"
+    for name in (
+        "allowed_token_ids",
+        "bad_words",
+        "callables",
+        "dry",
+        "logit_bias",
+        "min_tokens",
+        "no_repeat_ngram",
+        "penalties",
+        "thinking_budget",
+        "xtc",
+    )
+]
 INF = float("inf")
 
 

@@ -73,6 +73,62 @@ def test_the_backend_on_the_page_gives_the_torch_backends_text(tmp_path: Path) -
     ]
 
 
+def sampling_page() -> list[str]:
+    """The blocks of docs/sampling.md that make a processor and name it."""
+    blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)
+    return [block for block in blocks if block.startswith(("# ban_below.py", "# run.toml"))]
+
+
+def test_the_logits_processor_on_the_page_runs_and_conforms(tmp_path: Path) -> None:
+    from slotline.testing import check_plugin
+
+    code, config = sampling_page()
+    body = code[code.index("    def __init__") :]
+    assert len([line for line in body.splitlines() if line.strip()]) <= 20
+    (tmp_path / "ban_below.py").write_text(code)
+    (tmp_path / "run.toml").write_text(config)
+    llm = LLM(tmp_path / "run.toml", model=str(tiny_models.build("llama", tmp_path / "model", 0)))
+    params = SamplingParams(max_tokens=16, seed=1, ignore_eos=True, extra_args={"ban_below": 380})
+    (output,) = llm.generate([[5, 6, 7]], params)
+    assert min(output.outputs[0].token_ids) >= 380
+    records = check_plugin(f"{tmp_path / 'ban_below.py'}:BanBelow")
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
+
+
+def test_the_function_on_the_page_does_what_its_name_says(tmp_path: Path) -> None:
+    text = (DOCS / "sampling.md").read_text()
+    (block,) = re.findall(r"```python\n(def only_even.*?)```", text, re.DOTALL)
+    names: dict[str, object] = {"SamplingParams": SamplingParams}
+    exec(block.replace("SamplingParams(", "params = SamplingParams(max_tokens=9, ignore_eos=True, "), names)
+    llm = LLM(str(tiny_models.build("llama", tmp_path / "model", 0)))
+    (output,) = llm.generate([[5, 6, 7]], names["params"])  # type: ignore[arg-type]
+    assert all(token % 2 == 0 for token in output.outputs[0].token_ids)
+
+
+def test_the_table_of_parameters_names_all_of_them_and_tests_that_exist() -> None:
+    import attrs
+
+    text = (DOCS / "sampling.md").read_text()
+    table = text[text.index("## Parameters") : text.index("## When something")]
+    missing = [f.name for f in attrs.fields(SamplingParams) if f"`{f.name}`" not in table]
+    assert missing == []
+    for name in re.findall(r"`(test_\w+\.py)`", table):
+        assert (ROOT / "tests" / name).exists(), name
+
+
+def test_the_order_of_processors_on_the_page_is_theirs() -> None:
+    from importlib.metadata import entry_points
+
+    rows = re.findall(r"^   \| (\d+) \| `(\w+)`.* \| (yes|no) \|$", (DOCS / "sampling.md").read_text(), re.MULTILINE)
+    shipped = [
+        point.load()
+        for point in entry_points(group="slotline.logits_processor")
+        if point.value.startswith("slotline.plugins.")
+    ]
+    want = {(str(d.capabilities.order), d.name, "yes" if d.capabilities.default else "no") for d in shipped}
+    assert set(rows) == want
+
+
 def test_importing_the_core_takes_less_than_300_ms_and_no_torch() -> None:
     best = min(_seconds_to_import("slotline.core") for _ in range(3))
     assert best < 0.3

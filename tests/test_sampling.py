@@ -461,7 +461,14 @@ def test_processors_run_in_their_order_whatever_order_they_were_found_in(tiny: T
     from slotline.core.processors import ProcessorPipeline
 
     pipeline = engines(tiny("llama")).engine.pipeline
-    assert [slot.name for slot in pipeline.slots] == ["penalties", "logit_bias", "min_tokens"]
+    assert [slot.name for slot in pipeline.slots] == [
+        "penalties",
+        "logit_bias",
+        "min_tokens",
+        "allowed_token_ids",
+        "bad_words",
+        "callables",
+    ]
     turned = ProcessorPipeline(pipeline.slots[::-1], engines(tiny("llama")).engine.rows, frozenset())
     assert turned.slots == pipeline.slots
 

@@ -20,11 +20,15 @@ from slotline.core.sampling_params import SamplingParams
 from slotline.registry.contracts import PoolingParams
 
 if TYPE_CHECKING:
+    from slotline.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.core.engine import Engine
     from slotline.core.llm import LLM
 
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -40,11 +44,17 @@ __all__ = [
     "SamplingParams",
 ]
 
-_LAZY = {"LLM": "slotline.core.llm", "Engine": "slotline.core.engine"}
+_LAZY = {
+    "LLM": "slotline.core.llm",
+    "BeamSearchOutput": "slotline.core.beam_search",
+    "BeamSearchParams": "slotline.core.beam_search",
+    "BeamSearchSequence": "slotline.core.beam_search",
+    "Engine": "slotline.core.engine",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch when it is asked for."""
+    """Import what needs torch, or is seldom needed, when it is asked for."""
     if name in _LAZY:
         from importlib import import_module
 

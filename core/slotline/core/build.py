@@ -55,7 +55,18 @@ from slotline.registry.negotiation import GroupPlan
 
 logger = logging.getLogger("slotline")
 
-_PROCESSED = frozenset({"logit_bias", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty"})
+_PROCESSED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words_token_ids",
+        "frequency_penalty",
+        "logit_bias",
+        "logits_processors",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
 """Sampling parameters that only a logits processor can honour."""
 _CPU_PROFILE_TOKENS = 256
 

@@ -35,7 +35,7 @@ from slotline.core.runner import Runner
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.scheduler import Schedule, Scheduler
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
-from slotline.core.tokenizer import Tokenizer
+from slotline.core.tokenizer import Tokenizer, with_bad_words
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import CapacityError, RequestError
 
@@ -148,6 +148,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self.requests: dict[str, Request] = {}
         self._arrivals = 0
+        self.eos_token_ids = tuple(eos_token_ids)
         self._is_eos = np.zeros(limits.vocab_size, bool)
         self._is_eos[[token for token in eos_token_ids if token < limits.vocab_size]] = True
 
@@ -180,6 +181,8 @@ class Engine:
             RequestError: naming what is wrong; nothing is queued then, and the engine goes on.
         """
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
+        if sampling.bad_words:
+            sampling = with_bad_words(sampling, self.tokenizer)
         request = Request(
             request_id=request_id,
             prompt_token_ids=as_token_ids(prompt_token_ids),
@@ -408,6 +411,8 @@ class Engine:
         rows = self.rows
         computed = schedule.num_computed + schedule.num_scheduled
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
+            failed = np.array(list(output.failed), np.int64)
+            rows.num_computed_tokens[failed] = rows.num_tokens[failed]
             rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
             computed = rows.num_computed_tokens[schedule.rows]
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
@@ -422,6 +427,10 @@ class Engine:
             ended |= self._stopped(which, tokens)
             given.append((which, tokens))
         self._keep_logprobs(output)
+        for row, cause in output.failed.items():
+            if row not in ended:
+                logger.error("request %r failed: %s", rows.request(row).request_id, cause)
+                ended[row] = ("error", cause)
         finished = [rows.request(row) for row in ended]
         self._finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
         result = given[0] if len(given) == 1 else tuple(map(np.concatenate, zip(*given, strict=True)))

@@ -9,6 +9,8 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from slotline.core.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from slotline.core.best_of import best_of, check_best_of, single
 from slotline.core.build import build_engine
 from slotline.core.engine import Engine
 from slotline.core.multimodal import items_of, refuse_items
@@ -128,9 +130,30 @@ class LLM:
             RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
         """
         given = as_prompts(prompts)
-        groups = self._add_all(given, as_params(sampling_params, len(given), SamplingParams()))
+        params = as_params(sampling_params, len(given), SamplingParams())
+        check_best_of(params, self.loaded.config.sampling.logprobs_mode)
+        groups = self._add_all(given, params)
         self._run(groups, progress)
-        return [self.engine.output(group) for group in groups]
+        return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
+
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that a beam search finds, best first.
+
+        Every round is one step for all beams of all prompts; with prefix caching a beam computes its newest token and
+        what its last block lacks.
+
+        Args:
+            prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
+            params: the same for all.
+            progress: show a progress bar, one round a step; by default as `observability.progress` says.
+
+        Raises:
+            RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
+        """
+        fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
+        return BeamSearch(self, params, fields).run(progress)
 
     def encode(
         self,
@@ -224,6 +247,11 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
         params = as_params(sampling_params, 1, SamplingParams())
+        if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
+            raise RequestError(
+                f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",
+                fix="leave best_of out, or use generate()",
+            )
         (group,) = self._add_all([prompt], params, stream=True)  # at once, so that a mistake shows here
         return self._stream(group)
 
@@ -270,9 +298,9 @@ class LLM:
         if isinstance(params, PoolingParams):
             group.append(self.engine.add(request_id, params=params, **fields))
             return
-        for index in range(params.n):
+        for index in range(count := params.best_of or params.n):
             seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
-            one = evolve(params, n=1, seed=seed) if params.n > 1 else params
+            one = evolve(single(params), seed=seed) if count > 1 else params
             name = f"{request_id}/{index}" if index else request_id
             group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
 

@@ -1,30 +1,74 @@
-"""The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for."""
+"""The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for.
+
+What a processor does wrong ends the requests that it does it to, and no other. The step pays for that only when
+something changed the logits: one look at their largest number, whose result travels with the tokens.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, field
+from attrs import define, field, frozen
 
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.registry.contracts import LogitsBatch, LogitsProcessor, LogitsProcessorCapabilities
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import ContractError, RequestError
 
 Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
+"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned."""
 
 
 @define(kw_only=True, eq=False)
 class ProcessorSlot:
-    """A built processor and the rows that it has work for, [max_requests] bool."""
+    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are."""
 
     name: str
     processor: LogitsProcessor
     capabilities: LogitsProcessorCapabilities
     active: npt.NDArray[np.bool_] = field()
+    num_active: int = 0
+
+    def set_active(self, row: int, active: bool) -> None:
+        """Whether there is work for a row from now on."""
+        self.num_active += int(active) - int(self.active[row])
+        self.active[row] = active
+
+
+@frozen(kw_only=True, eq=False)
+class Processed:
+    """Logits behind the processors.
+
+    Attributes:
+        logits: [n, vocab_size] float32; `raw` the same before any of them.
+        touched: [n] bool, which rows of the logits some processor had work for; None for none.
+        errors: by place in the batch, why those logits could not be processed.
+    """
+
+    logits: torch.Tensor
+    raw: torch.Tensor
+    touched: npt.NDArray[np.bool_] | None = None
+    errors: dict[int, str] = field(factory=dict)
+
+    def mark(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for."""
+        if self.touched is None:
+            return tokens
+        best, place = self.logits.max(dim=-1)  # of NaN, if there is one
+        made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
+        marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
+        if self.errors:
+            marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
+        if self.touched.all():
+            return marked
+        return torch.where(torch.from_numpy(self.touched).to(tokens.device), marked, tokens)
 
 
 class ProcessorPipeline:
@@ -61,38 +105,83 @@ class ProcessorPipeline:
 
     def admit(self, request: Request) -> None:
         """A request took its row."""
-        params = request.params.as_mapping() if self.slots else {}
+        if not self.slots:
+            return
+        row = request.row
+        params = {**request.params.as_mapping(), "seed": int(self._rows.seed[row])}
         for slot in self.slots:
-            slot.active[request.row] = slot.processor.admit(request.row, params, request.prompt_token_ids)
+            slot.set_active(row, bool(slot.processor.admit(row, params, request.prompt_token_ids)))
 
     def release(self, row: int) -> None:
-        """The request of `row` leaves."""
+        """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
         for slot in self.slots:
             if slot.active[row]:
-                slot.active[row] = False
-                slot.processor.release(row)
+                slot.set_active(row, False)
+                try:
+                    slot.processor.release(row)
+                except Exception:  # a plugin's code may raise anything
+                    logger.exception("logits processor %r failed to release row %d", slot.name, row)
 
     def apply(
         self, logits: torch.Tensor, rows: Int, draft_positions: Int | None = None, *, all_greedy: bool
-    ) -> torch.Tensor:
+    ) -> Processed:
         """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed.
 
-        `draft_positions` [n] says how many of its row's drafts each assumes; None for none.
+        `draft_positions` [n] says how many of its row's drafts each assumes; None for none. If a processor fails, the
+        logits that it fails on are found by processing each row of them alone.
         """
-        changed = False
-        for slot in self.slots:
+        slots = [
+            slot
+            for slot in self.slots
+            if slot.num_active
+            and not (all_greedy and slot.capabilities.argmax_invariant)
+            and bool(slot.active[rows].any())
+        ]
+        if not slots:
+            return Processed(logits=logits, raw=logits)
+        errors: dict[int, str] = {}
+        try:
+            result = self._run(slots, logits, rows, draft_positions)
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("a logits processor failed; processing each row of logits alone")
+            result, errors = self._run_alone(slots, logits, rows, draft_positions)
+        touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
+        return Processed(logits=result, raw=logits, touched=touched, errors=errors)
+
+    def failures(self, rows: Int, token_ids: Int, errors: Sequence[str | None]) -> dict[int, str]:
+        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known."""
+        found: dict[int, str] = {}
+        for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
+            if token < 0:
+                found[row] = error or _unusable(token, [slot.name for slot in self.slots if slot.active[row]])
+        return found
+
+    def _run(
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_positions: Int | None
+    ) -> torch.Tensor:
+        logits = logits.clone()
+        for slot in slots:
             wanted = slot.active[rows]
-            if not wanted.any() or (all_greedy and slot.capabilities.argmax_invariant):
-                continue
-            if not changed:
-                logits, changed = logits.clone(), True
             if wanted.all():
-                logits = slot.processor.apply(logits, self._batch(rows, draft_positions))
-            else:
+                logits = _applied(slot, logits, self._batch(rows, draft_positions))
+            elif wanted.any():
                 index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)
                 assumed = None if draft_positions is None else draft_positions[wanted]
-                logits[index] = slot.processor.apply(logits[index], self._batch(rows[wanted], assumed))
+                logits[index] = _applied(slot, logits[index], self._batch(rows[wanted], assumed))
         return logits
+
+    def _run_alone(
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_positions: Int | None
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Each row of the logits processed without the others, or left as it was, and why, by place."""
+        result, errors = logits.clone(), dict[int, str]()
+        for i in range(len(rows)):
+            assumed = None if draft_positions is None else draft_positions[i : i + 1]
+            try:
+                result[i : i + 1] = self._run(slots, logits[i : i + 1], rows[i : i + 1], assumed)
+            except Exception as error:  # a plugin's code may raise anything
+                errors[i] = f"{type(error).__name__}: {error}"
+        return result, errors
 
     def _batch(self, rows: Int, draft_positions: Int | None) -> LogitsBatch:
         drafts = None
@@ -108,3 +197,32 @@ class ProcessorPipeline:
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
             draft_token_ids=drafts,
         )
+
+
+def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    """What a processor makes of logits.
+
+    Raises:
+        ContractError: if it has another form.
+    """
+    want = (logits.shape, logits.dtype, logits.device)
+    found = slot.processor.apply(logits, batch)
+    if not isinstance(found, torch.Tensor):
+        raise ContractError(f"logits processor {slot.name!r} returned {type(found).__name__}", fix="return the logits")
+    if (found.shape, found.dtype, found.device) != want:
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {found.dtype} {list(found.shape)} on {found.device}",
+            fix=f"return {want[1]} {list(want[0])} on {want[2]}",
+        )
+    return found
+
+
+def _unusable(mark: int, names: Sequence[str]) -> str:
+    working = f"the logits processors with work for this request ({', '.join(names)})"
+    if mark == NONE_LEFT:
+        error = RequestError(
+            f"no token is left to sample: {working} ban all of them",
+            fix="loosen what bans tokens: allowed_token_ids, bad_words, logit_bias, or a processor of your own",
+        )
+        return f"RequestError: {error}"
+    return f"ContractError: {working} made NaN or infinity of a logit"

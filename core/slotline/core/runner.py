@@ -116,7 +116,9 @@ class Runner:
         with scope("process"):
             processed = self.pipeline.apply(logits, batch.rows, inputs.draft_positions, all_greedy=batch.all_greedy)
         with scope("sample"):
-            tokens, final = sample(processed, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs))
+            tokens, final = sample(
+                processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
+            )
             drafts, tokens = self._reject(tokens, final, batch, inputs.draft_positions)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
@@ -124,7 +126,8 @@ class Runner:
                 batch=batch,
                 draft_positions=inputs.draft_positions,
                 drafts=drafts,
-                tokens=self.staging.download(tokens),
+                tokens=self.staging.download(processed.mark(tokens)),
+                errors=processed.errors,
                 states=states if self.drafting is not None and self.drafting.needs_hidden_states else None,
                 num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
             )
@@ -151,7 +154,13 @@ class Runner:
             self.drafting.count(positions, stands)
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
-        output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions)
+        failed: dict[int, str] = {}
+        if (token_ids < 0).any():
+            failed = self.pipeline.failures(rows, token_ids, [sampling.errors.get(place) for place in places.tolist()])
+            given = token_ids >= 0
+            places, rows, token_ids = places[given], rows[given], token_ids[given]
+            positions = None if positions is None else positions[given]
+        output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed)
         output.prompt_logprobs = sampling.prompt_logprobs
         if sampling.states is not None:
             last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places

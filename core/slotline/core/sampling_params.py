@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import asdict, field, fields, frozen
@@ -30,21 +30,23 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _strings(value: str | Sequence[str] | None) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    return () if value is None else _tuple("stop", value, "non-empty strings")
+def _tuple(value: Any) -> Any:
+    """A list as a tuple, one string as one of one, None as an empty one; what is no list is left to the validator."""
+    if value is None or isinstance(value, str):
+        return () if value is None else (value,)
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
-def _ints(value: Sequence[int] | None) -> tuple[int, ...]:
-    return () if value is None else _tuple("stop_token_ids", value, "token ids >= 0")
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuple, value)) if isinstance(value, Iterable) else _tuple(value)
 
 
-def _tuple(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
-    try:
-        return tuple(value)
-    except TypeError as error:
-        raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be a list of {allowed}") from error
+def _optional_tuple(value: Any) -> Any:
+    return None if value is None else _tuple(value)
+
+
+def _is_token(value: Any) -> bool:
+    return _is_int(value) and value >= 0
 
 
 def _is_mapping(value: Any) -> bool:
@@ -57,6 +59,7 @@ class SamplingParams:
 
     Attributes:
         n: outputs per prompt, sampled independently.
+        best_of: sample so many and give the `n` with the highest `cumulative_logprob`, best first; None for n.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.
@@ -72,6 +75,12 @@ class SamplingParams:
         logprobs: return the log-probabilities of the sampled token and of so many top tokens.
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: token id to a number added to its logit.
+        allowed_token_ids: all other tokens are banned; None allows all.
+        bad_words: texts that never come out, whether a space stands before them or not.
+        bad_words_token_ids: the same as token ids; the engine adds those of `bad_words` at admission.
+        logits_processors: functions of this request alone, called with its output tokens so far (list of int) and its
+            logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments; each returns
+            the logits. Slow: they run one by one on the host's thread in every step.
         detokenize: whether the output carries text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: parameters of third-party logits processors.
@@ -81,6 +90,9 @@ class SamplingParams:
     """
 
     n: int = field(default=1, validator=_check(lambda v: _is_int(v) and v >= 1, "an integer >= 1"))
+    best_of: int | None = field(
+        default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1 or None")
+    )
     temperature: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
     top_k: int = field(
         default=0, validator=_check(lambda v: _is_int(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens")
@@ -96,11 +108,11 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = field(
         default=(),
-        converter=_strings,
+        converter=_tuple,
         validator=_check(lambda v: all(isinstance(s, str) and s for s in v), "non-empty strings"),
     )
     stop_token_ids: tuple[int, ...] = field(
-        default=(), converter=_ints, validator=_check(lambda v: all(_is_int(t) and t >= 0 for t in v), "token ids >= 0")
+        default=(), converter=_tuple, validator=_check(lambda v: all(map(_is_token, v)), "token ids >= 0")
     )
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
@@ -118,6 +130,26 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = field(
         default=None, validator=_check(_is_mapping, "a mapping from token ids to numbers, or None")
     )
+    allowed_token_ids: tuple[int, ...] | None = field(
+        default=None,
+        converter=_optional_tuple,
+        validator=_check(lambda v: v is None or (v and all(map(_is_token, v))), "one or more token ids >= 0, or None"),
+    )
+    bad_words: tuple[str, ...] = field(
+        default=(),
+        converter=_tuple,
+        validator=_check(lambda v: all(isinstance(s, str) and s.strip() for s in v), "strings that are not blank"),
+    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = field(
+        default=(),
+        converter=_tuples,
+        validator=_check(
+            lambda v: all(word and all(map(_is_token, word)) for word in v), "lists of one or more token ids >= 0"
+        ),
+    )
+    logits_processors: tuple[Callable[..., Any], ...] = field(
+        default=(), converter=_tuple, validator=_check(lambda v: all(map(callable, v)), "a list of callables")
+    )
     detokenize: bool = True
     skip_special_tokens: bool = True
     extra_args: Mapping[str, Any] | None = field(
@@ -130,6 +162,14 @@ class SamplingParams:
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}",
                 fix="lower min_tokens or raise max_tokens",
             )
+        if self.best_of is not None:
+            if self.best_of < self.n:
+                raise RequestError(f"best_of={self.best_of} is below n={self.n}", fix="raise best_of or lower n")
+            if self.best_of > self.n and self.greedy:
+                raise RequestError(
+                    f"best_of={self.best_of} with temperature=0, whose outputs are all equal",
+                    fix="set temperature above 0, or leave best_of out",
+                )
         for name in self.extra_args or ():
             if name in {parameter.name for parameter in fields(SamplingParams)}:
                 raise RequestError(f"extra_args names {name!r}", fix=f"give it as SamplingParams({name}=...)")

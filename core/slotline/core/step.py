@@ -47,6 +47,7 @@ class Sampling:
         num_nans: [n] int64 on their way to the host, where they are counted.
         logprobs: on their way to the host, where asked for.
         prompt_logprobs: as in `StepOutput`.
+        errors: by place, why those logits could not be processed.
     """
 
     batch: SamplingBatch
@@ -57,6 +58,7 @@ class Sampling:
     num_nans: Download | None = None
     logprobs: PendingLogprobs | None = None
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    errors: dict[int, str] = field(factory=dict)
 
 
 @define(kw_only=True, eq=False)
@@ -95,6 +97,7 @@ class StepOutput:
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
         pooled: by row, the answers [size] float32 of pooling requests, which get no token.
+        failed: by row, why it gets no further token: its request ends with an error.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
@@ -105,6 +108,7 @@ class StepOutput:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     num_nans: dict[int, int] = field(factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
+    failed: dict[int, str] = field(factory=dict)
 
     def without(self, rows: Int) -> StepOutput:
         """The same results without those of some rows."""
@@ -121,6 +125,7 @@ class StepOutput:
             prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
             pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
+            failed={row: cause for row, cause in self.failed.items() if row not in gone},
         )
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from attrs import evolve
+
 from slotline.core.detokenizer import Detokenizer
 from slotline.core.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
@@ -34,6 +36,11 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt."""
         token_ids: list[int] = self._hf.encode(text)
+        return token_ids
+
+    def encode_word(self, word: str) -> list[int]:
+        """The tokens of `word` as it stands inside a text: no special tokens."""
+        token_ids: list[int] = self._hf.encode(word, add_special_tokens=False)
         return token_ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -70,3 +77,26 @@ class Tokenizer:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with the tokens of their `bad_words`, as given and behind a space, in `bad_words_token_ids`.
+
+    Raises:
+        RequestError: if there is no tokenizer, or it makes no token of a word.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"bad_words={list(params.bad_words)} needs a tokenizer and the model has none",
+            fix="use bad_words_token_ids",
+        )
+    words = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        stripped = word.lstrip()
+        for form in (word, stripped, f" {stripped}"):
+            token_ids = tuple(tokenizer.encode_word(form))
+            if not token_ids:
+                raise RequestError(f"bad_words: the tokenizer makes no token of {form!r}", fix="leave it out")
+            if token_ids not in words:
+                words.append(token_ids)
+    return evolve(params, bad_words_token_ids=words)

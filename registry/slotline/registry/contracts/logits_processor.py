@@ -82,6 +82,35 @@ class LogitsBatch:
     num_prompt_tokens: npt.NDArray[np.int64]
     draft_token_ids: npt.NDArray[np.int64] | None = None
 
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[num_logits] int64: tokens before each logits row, prompt, output and assumed drafts."""
+        return self.num_tokens + self.draft_positions
+
+    def tail(self, width: int | None = None) -> npt.NDArray[np.int64]:
+        """The last `width` tokens before each logits row, its assumed drafts included; all of them if None.
+
+        Returns:
+            [num_logits, width] int64, aligned to the right, -1 where a history is shorter.
+        """
+        import numpy
+
+        lengths = self.lengths
+        if width is None:
+            width = int(lengths.max(initial=0))
+        places = lengths[:, None] + numpy.arange(-width, 0)  # [num_logits, width]
+        known = (places >= 0) & (places < self.num_tokens[:, None])
+        tokens = self.token_table[self.rows[:, None], numpy.where(known, places, 0)].astype(numpy.int64)
+        if self.draft_token_ids is not None and self.draft_token_ids.shape[1]:
+            drafted = places - self.num_tokens[:, None]
+            drafts = numpy.take_along_axis(
+                self.draft_token_ids, drafted.clip(0, self.draft_token_ids.shape[1] - 1), axis=1
+            )
+            tokens = numpy.where(drafted >= 0, drafts, tokens)
+            known |= drafted >= 0
+        result: npt.NDArray[numpy.int64] = numpy.where(known, tokens, -1)
+        return result
+
 
 class LogitsProcessor(Protocol):
     """What a built logits processor can do."""
@@ -95,13 +124,28 @@ class LogitsProcessor(Protocol):
         ...
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """A request took `row`. Returns whether the processor has work for it; if not, the row is never shown to it."""
+        """A request took `row`.
+
+        Args:
+            params: what `validate` saw; `seed` is the number that the engine draws the request's tokens with, also for
+                a request that brought none.
+
+        Returns:
+            Whether there is work for it. If not, the row is never shown to the processor: `apply` does not get it, and
+            `release` is not called for it.
+        """
         ...
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Change `logits` [num_logits, vocab_size] float32, in place or not, and return them."""
+        """Change `logits` [num_logits, vocab_size] float32, in place or not, and return them.
+
+        If this raises, or returns something of another shape, dtype or device, it is called again for
+        each row of logits alone. A request whose logits fail again, or come out with NaN or plus infinity, or as minus
+        infinity throughout, ends with finish reason `error`. So a call must not count on being the only one for its
+        tokens.
+        """
         ...
 
     def release(self, row: int) -> None:
-        """The request left its row; the row may be given to another."""
+        """The request left its row, which may be given to another. Called only if `admit` returned True for it."""
         ...

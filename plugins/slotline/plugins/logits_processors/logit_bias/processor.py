@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
+from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -16,8 +18,8 @@ class LogitBias:
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self._vocab_size = context.vocab_size
-        self._device = context.device
-        self._biases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tokens = RowValues(context.max_requests)
+        self._biases = RowValues(context.max_requests, dtype=np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """Token ids must be in the vocabulary, biases numbers in [-100, 100]."""
@@ -32,21 +34,21 @@ class LogitBias:
                 )
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """Take the request's biases to the device."""
+        """Keep the request's biases."""
         biases = params.get("logit_bias") or {}
         if biases:
-            tokens = torch.tensor(list(biases), dtype=torch.int64, device=self._device)
-            values = torch.tensor(list(biases.values()), dtype=torch.float32, device=self._device)
-            self._biases[row] = (tokens, values)
+            self._tokens.set(row, list(biases))
+            self._biases.set(row, list(biases.values()))
         return bool(biases)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Add each row's biases in place."""
-        for position, row in enumerate(batch.rows.tolist()):
-            tokens, values = self._biases[row]
-            logits[position, tokens] += values
+        arrays = (*self._tokens.take(batch.rows), self._biases.take(batch.rows)[1])
+        entries, tokens, biases = (torch.from_numpy(array).to(logits.device) for array in arrays)
+        logits[entries, tokens] += biases  # no token twice in a row: they are keys of a mapping
         return logits
 
     def release(self, row: int) -> None:
         """Forget the row's biases."""
-        del self._biases[row]
+        self._tokens.drop(row)
+        self._biases.drop(row)

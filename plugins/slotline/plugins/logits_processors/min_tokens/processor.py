@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 
@@ -16,10 +17,9 @@ class MinTokens:
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self._eos = context.eos_token_ids
-        self._device = context.device
         self._vocab_size = context.vocab_size
         self._minimum = np.zeros(context.max_requests, np.int64)
-        self._stops: dict[int, torch.Tensor] = {}
+        self._stops = RowValues(context.max_requests)
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """The parameter's own range is checked by `SamplingParams`."""
@@ -32,16 +32,18 @@ class MinTokens:
         if minimum <= 0 or not stops:
             return False
         self._minimum[row] = minimum
-        self._stops[row] = torch.tensor(sorted(stops), dtype=torch.int64, device=self._device)
+        self._stops.set(row, sorted(stops))
         return True
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Set the stop tokens of rows that are too short to minus infinity, in place."""
         num_output = batch.num_tokens - batch.num_prompt_tokens + batch.draft_positions
-        for position in np.flatnonzero(num_output < self._minimum[batch.rows]).tolist():
-            logits[position, self._stops[int(batch.rows[position])]] = -torch.inf
+        short = np.flatnonzero(num_output < self._minimum[batch.rows])
+        entries, tokens = self._stops.take(batch.rows[short])
+        banned = tuple(torch.from_numpy(array).to(logits.device) for array in (short[entries], tokens))
+        logits[banned] = -torch.inf
         return logits
 
     def release(self, row: int) -> None:
         """Forget the row."""
-        del self._stops[row]
+        self._stops.drop(row)

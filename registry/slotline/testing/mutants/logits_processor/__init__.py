@@ -92,6 +92,13 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("all-drafts", "assumes all drafts at every position", Level.NUMERICS, state.AllDraftsAtOnce),
     _mutant("draft-short", "leaves the newest draft out", Level.NUMERICS, state.OneDraftShort),
     _mutant("drafts-for-good", "counts drafts as if they were accepted", Level.HOSTILE, state.CountsDraftsForGood),
+    _mutant("counts-calls", "takes each call for one more token", Level.NUMERICS, state.CountsCalls),
+    _mutant(
+        "packs-too-seldom", "packs parameters anew only if their number changed", Level.HOSTILE, state.PacksTooSeldom
+    ),
+    _mutant(
+        "padding-for-tokens", "takes -1 before a short history for a token", Level.NUMERICS, state.PaddingForTokens
+    ),
     _mutant("trusts-drafts", "takes the last step's drafts for accepted", Level.STATEFUL, state.TrustsItsDrafts),
 )
 

@@ -185,3 +185,36 @@ class TrustsItsDrafts(RecentPenalty):
         for row, history in zip(batch.rows.tolist(), histories, strict=True):
             self.seen[row] = max(self.seen[row], history, key=len)
         return after
+
+
+class CountsCalls(RepeatLimit):
+    """Takes each call for one more token, though a step may be called for again."""
+
+    def count(self, batch: LogitsBatch) -> None:
+        for row in set(batch.rows.tolist()):
+            entry = batch.rows.tolist().index(row)
+            self.counts[row, batch.token_table[row, int(batch.num_tokens[entry]) - 1]] += 1
+
+
+class PacksTooSeldom(RecentPenalty):
+    """Packs the rows' parameters anew only when their number has changed."""
+
+    packed: dict[int, tuple[float, int, list[int]]]
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        if len(getattr(self, "packed", {})) != len(self.rows):
+            self.packed = dict(self.rows)
+        own, self.rows = self.rows, {**self.rows, **self.packed}
+        after = super().apply(logits, batch)
+        self.rows = own
+        return after
+
+
+class PaddingForTokens(RecentPenalty):
+    """Indexes the logits with the -1 that stands before the first token of a short history."""
+
+    def history(self, batch: LogitsBatch, entry: int) -> list[int]:
+        return batch.tail()[entry].tolist()  # type: ignore[no-any-return]
+
+    def penalise(self, logits: torch.Tensor, recent: list[int], penalty: float) -> None:
+        super().penalise(logits, [token % len(logits) for token in recent], penalty)

@@ -1,0 +1,52 @@
+"""Bans the token that would repeat a sequence of n tokens (Paulus et al. 2017, section 2.5, for any n)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
+from slotline.registry.errors import RequestError
+
+
+class NoRepeatNGram:
+    """Keeps each row's n; looks for repeats in the whole history, prompt included, as transformers does."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self._sizes = np.zeros(context.max_requests, np.int64)
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        """The size must be a whole number; 0 is none."""
+        size = params.get("no_repeat_ngram_size", 0)
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise RequestError(
+                f"no_repeat_ngram_size={size!r} is not allowed", fix="give an integer >= 1, or 0 for no limit"
+            )
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        """Write the row's size."""
+        self._sizes[row] = params.get("no_repeat_ngram_size", 0)
+        return bool(self._sizes[row])
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        """Set what would repeat to minus infinity, in place; all rows of one size at once."""
+        sizes, history = self._sizes[batch.rows], batch.tail()
+        width = history.shape[1]
+        for size in np.unique(sizes[sizes <= width]).tolist():
+            entries = np.flatnonzero(sizes == size)
+            tokens = history[entries]  # [m, width]
+            begins = width - size + 1  # places where a sequence of `size` tokens may begin
+            repeats = tokens[:, size - 1 :] >= 0
+            for offset in range(size - 1):
+                last = tokens[:, width - size + 1 + offset, None]
+                repeats &= (tokens[:, offset : offset + begins] == last) & (last >= 0)
+            which, place = np.nonzero(repeats)
+            banned = entries[which], tokens[which, place + size - 1]
+            logits[tuple(torch.from_numpy(array).to(logits.device) for array in banned)] = -torch.inf
+        return logits
+
+    def release(self, row: int) -> None:
+        """The next request of the row writes its own size."""
