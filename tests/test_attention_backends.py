@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -67,3 +68,16 @@ def test_the_cpu_backend_is_refused_with_a_reason_without_numba(monkeypatch: pyt
     assert descriptor.probe(DeviceInfo(type="cpu")) == descriptor.capabilities
     monkeypatch.setitem(sys.modules, "numba", None)
     assert "numba" in descriptor.probe(DeviceInfo(type="cpu"))
+
+
+def test_the_cpu_backend_leaves_the_number_of_threads_as_it_is() -> None:
+    code = """
+import torch
+from slotline.core import LLM
+LLM(device="cpu", backend="cpu", max_model_len=32, memory="1MiB")
+print(torch.get_num_threads())
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLOTLINE_OBSERVABILITY__PROGRESS": "false"}
+    # a process of its own: numba starts its threads once
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert ran.stdout.split() == ["1"]

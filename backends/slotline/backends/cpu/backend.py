@@ -60,7 +60,9 @@ class CpuBackend:
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._read_new = context.dtype == context.kv_dtype
         self._bound: dict[int, Bound] = {}
-        self._threads = kernels.use_threads(torch.get_num_threads())
+        threads = torch.get_num_threads()
+        self._threads = kernels.use_threads(threads)
+        torch.set_num_threads(threads)  # numba's pool, when it starts, sets OpenMP's number of threads for the process
         group = layer.num_heads // layer.num_kv_heads
         self._kernels = kernels.compile_for(group, layer.head_size, layer.head_size_v)
         rows = MAX_KERNEL_QUERY * group
