@@ -12,7 +12,13 @@ import transformers
 from attrs import frozen
 
 from slotline.plugins.model_families import sentence_transformers
-from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, SERVED, STATE_ARCHITECTURES
+from slotline.plugins.model_families.decoder import (
+    ARCHITECTURES,
+    CHUNKED,
+    CLASSIFIERS,
+    SERVED,
+    STATE_ARCHITECTURES,
+)
 from slotline.registry.errors import ModelError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -69,7 +75,7 @@ class Checkpoint:
         """What it can do; first what it was made for."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
-        if self.architecture not in (*ARCHITECTURES, *STATE_ARCHITECTURES):
+        if self.architecture not in (*ARCHITECTURES, *CHUNKED, *STATE_ARCHITECTURES):
             return ("embed",)
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
