@@ -19,11 +19,12 @@ import numpy as np
 import torch
 
 from slotline.core import SamplingParams
+from slotline.core.admission import EngineLimits
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import HostTables
 from slotline.core.cache_manager import CacheGroup, CacheManager
-from slotline.core.engine import Engine, EngineLimits
+from slotline.core.engine import Engine
 from slotline.core.inputs import InputGatherer
 from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 
+from slotline.core.admission import EngineLimits
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
@@ -19,7 +20,7 @@ from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
-from slotline.core.engine import Engine, EngineLimits
+from slotline.core.engine import Engine
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable

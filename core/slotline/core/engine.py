@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
+from slotline.core.admission import EngineLimits, check_capacity, check_request
 from slotline.core.cascade import Cascade
 from slotline.core.detokenizer import Detokenizer
 from slotline.core.device import on_device
@@ -37,7 +38,7 @@ from slotline.core.scheduler import Schedule, Scheduler
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.tokenizer import Tokenizer, with_bad_words
 from slotline.registry.contracts import PoolingParams
-from slotline.registry.errors import CapacityError, RequestError
+from slotline.registry.errors import RequestError
 
 if TYPE_CHECKING:
     from slotline.registry.negotiation import Plan
@@ -59,19 +60,6 @@ class StepResult:
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
     token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
     finished: list[Request] = field(factory=list)
-
-
-@define(kw_only=True)
-class EngineLimits:
-    """Bounds that requests are checked against at admission; `tasks` are all that the model serves."""
-
-    max_model_len: int
-    max_batched_tokens: int
-    max_logprobs: int
-    vocab_size: int
-    chunked_prefill: bool
-    priorities: bool
-    tasks: tuple[str, ...] = ("generate",)
 
 
 @define(kw_only=True, eq=False)
@@ -210,50 +198,12 @@ class Engine:
         Raises:
             RequestError: with the value and the fix.
         """
-        limits, params, length = self.limits, request.params, len(request.prompt_token_ids)
-        for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
-            if not isinstance(value := getattr(request, name), kind):
-                raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be of type {kind.__name__}")
+        check_request(request, self.limits, has_tokenizer=self.tokenizer is not None)
         if request.request_id in self.requests:
             raise RequestError(
                 f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
             )
-        if length == 0:
-            raise RequestError("the prompt is empty", fix="give at least one token")
-        outputs, beside = (1, " beside one output token") if request.pooling_params is None else (0, "")
-        longest = limits.max_model_len - outputs
-        if length > longest:
-            raise RequestError(
-                f"the prompt has {length} tokens; at most {longest} fit{beside} into "
-                f"max_model_len={limits.max_model_len}",
-                fix="shorten the prompt or raise scheduler.max_model_len",
-            )
-        wrong = [t for t in request.prompt_token_ids if not 0 <= t < limits.vocab_size]
-        if wrong:
-            raise RequestError(
-                f"token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}",
-                fix="use this model's tokenizer",
-            )
-        if not limits.chunked_prefill and length > limits.max_batched_tokens:
-            raise RequestError(
-                f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
-                fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
-            )
-        if request.priority and not limits.priorities:
-            raise RequestError(
-                f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"'
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > limits.max_logprobs:
-                raise RequestError(
-                    f"{name}={getattr(params, name)} is above sampling.max_logprobs={limits.max_logprobs}",
-                    fix=f"ask for at most {limits.max_logprobs} or raise sampling.max_logprobs",
-                )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
-            )
-        self._validate_capacity(request)
+        check_capacity(request, self.scheduler.cache, self.limits.max_model_len)
         if self.encoding is not None:
             self.encoding.validate(request)
         elif request.features:
@@ -559,15 +509,3 @@ class Engine:
 
     def _detokenizer(self, request: Request) -> Detokenizer | None:
         return None if self.tokenizer is None else self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
-
-    def _validate_capacity(self, request: Request) -> None:
-        """Refuse a request that would not fit into the pool even if it were alone."""
-        cache, length = self.scheduler.cache, len(request.prompt_token_ids)
-        tokens = min(length + (request.params.max_tokens or self.limits.max_model_len), self.limits.max_model_len)
-        needed, usable = cache.blocks_for_one(tokens), cache.pool.num_blocks - 1
-        if needed > usable:
-            raise RequestError(
-                f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; "
-                f"the pool has {usable}",
-                fix="lower max_tokens, shorten the prompt, or raise cache.memory",
-            ) from CapacityError(f"{needed} blocks needed, {usable} in all")
