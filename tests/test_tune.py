@@ -78,7 +78,7 @@ def cached(folder: Path, tuned: object, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def test_every_feasible_backend_is_timed_in_every_case(tuned: dict) -> None:
     done = {t["settings"]["attention.backend"]: t for t in tuned["trials"] if t["varied"] == "backend"}
-    assert set(done) == {"cpu", "torch", "pages", "breaks"}
+    assert set(done) == {"cpu", "torch", "flex", "pages", "breaks"}
     for name in ("cpu", "torch", "pages"):
         timings = done[name]["timings"]
         assert list(timings) == ["decode 1", "decode 2", "mixed 64", "prefill 64"]
@@ -252,9 +252,9 @@ def test_the_best_backend_of_each_kind_is_timed_together_with_the_others(tmp_pat
     assert main(["tune", str(tmp_path / "run.toml"), "--batches", "1", "--context", "4", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     runs = report["measured"]["runs"]
-    assert {frozenset(run["backends"].items()) for run in runs[:3]} == {
+    assert {frozenset(run["backends"].items()) for run in runs[:5]} == {
         frozenset({("full", full), ("sliding", window)})
-        for full, window in (("cpu", "cpu"), ("torch", "cpu"), ("cpu", "torch"))
+        for full, window in (("cpu", "cpu"), ("torch", "cpu"), ("flex", "cpu"), ("cpu", "torch"), ("cpu", "flex"))
     }
     figures = from_json(report["measured"])
     best = {}
