@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from slotline.core import LLM
 from slotline.core.kv_scales import HEADROOM, KVScaleTable
-from slotline.registry.contracts import AttentionLayer, KVScales
+from slotline.registry.contracts import AttentionLayer, KVScales, PoolingParams
 from slotline.registry.errors import ModelError, NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -172,7 +172,7 @@ def test_layers_that_share_a_cache_share_its_scales_and_zeros_give_1() -> None:
     facts: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "head_size": 4, "head_size_v": 4, "scale": 0.5}
     own = AttentionLayer(name="a", index=0, **facts)
     reader = AttentionLayer(name="b", index=1, shares_kv_with=0, **facts)
-    table = KVScaleTable((own, reader), {}, devices={0: "cpu", 1: "cpu"}, dtype=E4M3, calculate=True)
+    table = KVScaleTable((own, reader), {}, device_of=lambda _: "cpu", dtype=E4M3, calculate=True)
     before = table.by_layer[0]
     table.calculate(own, torch.full((3, 1, 4), -56.0), torch.zeros(3, 1, 4))
     table.calculate(reader, torch.full((3, 1, 4), 9.0), torch.ones(3, 1, 4))
@@ -222,3 +222,16 @@ def test_logits_over_an_eight_bit_cache_are_as_far_off_as_its_rounding(calculate
         error, allowed = float((got - exact).abs().max()), 3 * float((baseline - exact).abs().max()) + 1e-5
         assert 0 < error <= allowed
         torch.testing.assert_close(got, baseline, rtol=0, atol=float((baseline - exact).abs().max()))
+
+
+def test_a_prompt_that_is_pooled_gives_the_scales_once_too(tmp_path: Path) -> None:
+    llm = engine(
+        tiny_models.build("llama", tmp_path, 0),
+        **{"task": "embed", "cache.dtype": "fp8", "cache.calculate_kv_scales": True, "max_num_batched_tokens": 8},
+    )
+    router = llm.engine.runner.router
+    assert router.calculating is not None
+    llm.engine.add("one", list(range(3, 35)), PoolingParams(task="embed"))
+    llm.engine.step()
+    assert router.calculating is None
+    llm.engine.abort("one")

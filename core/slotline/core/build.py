@@ -197,7 +197,7 @@ class EngineBuilder:
         return KVScaleTable(
             planned.facts.layers,
             planned.facts.kv_scales,
-            devices=self._device_of_layers(),
+            device_of=planned.stages.device_of,
             dtype=getattr(torch, planned.plan.kv_dtype),
             calculate="calculate" in source,
         )
@@ -211,12 +211,6 @@ class EngineBuilder:
             size = self.planned.plan.cache_groups[index].kernel_block_size
             found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
         return Cascade(found)
-
-    def _device_of_layers(self) -> dict[int, str]:
-        """The device of each attention layer, by its index."""
-        stages = self.planned.stages
-        split = stages.split(self.planned.facts.layers)
-        return {layer.index: stages.stages[stage].device for stage, layers in split for layer in layers}
 
     def _attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
         """A built backend for each attention group of the plan; for each stage where several have layers of one."""
@@ -525,7 +519,7 @@ class EngineBuilder:
         )
         runner = engine.runner
         graphs = GraphRunner(
-            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.last_tokens
+            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids
         )
         graphs.capture(progress=config.observability.progress)
         return graphs

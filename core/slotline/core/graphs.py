@@ -24,7 +24,6 @@ from attrs import asdict, define, frozen
 from slotline.core.attention import Attend, AttentionRouter, unowned
 from slotline.core.cascade import Cascade
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
-from slotline.core.last_tokens import LastTokens
 from slotline.core.padding import padded_size
 from slotline.core.progress import counted
 from slotline.core.scheduler import Schedule
@@ -191,7 +190,7 @@ class GraphRunner:
         plan: Plan,
         shapes: GraphShapes,
         cascade: Cascade,
-        last_tokens: LastTokens | None = None,
+        token_ids: Callable[[StepInputs], torch.Tensor],
     ) -> None:
         self.shapes = shapes
         self.report = CaptureReport()
@@ -200,7 +199,7 @@ class GraphRunner:
         self._gatherer = gatherer
         self._plan = plan
         self._cascade = cascade
-        self._last_tokens = last_tokens
+        self._token_ids = token_ids
         self._captured: dict[GraphShape, Captured] = {}
 
     @property
@@ -290,8 +289,7 @@ class GraphRunner:
 
     def _forward(self, inputs: StepInputs, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert inputs.shape is not None
-        ids = inputs.input_ids if self._last_tokens is None else self._last_tokens.resolve(inputs.input_ids)
-        hidden = self._model.forward(ids, inputs.positions, attend)
+        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend)
         return hidden, self._model.compute_logits(hidden) if inputs.shape.query_len else None
 
     def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ class KVScaleTable:
     Args:
         layers: all attention layers of the model.
         values: scales (of keys, of values) by layer index; a layer without has scales of 1.
-        devices: of the layers, by layer index.
+        device_of: the device of a layer.
         dtype: of the cache.
         calculate: whether the first step's keys and values give them instead.
     """
@@ -35,7 +35,7 @@ class KVScaleTable:
         layers: Sequence[AttentionLayer],
         values: Mapping[int, tuple[float, float]],
         *,
-        devices: Mapping[int, str],
+        device_of: Callable[[AttentionLayer], str],
         dtype: torch.dtype,
         calculate: bool,
     ) -> None:
@@ -45,9 +45,7 @@ class KVScaleTable:
         for layer in layers:
             if layer.shares_kv_with is None:
                 pair = (1.0, 1.0) if calculate else values.get(layer.index, (1.0, 1.0))
-                self.by_layer[layer.index] = KVScales(
-                    *(torch.tensor(each, device=devices[layer.index]) for each in pair)
-                )
+                self.by_layer[layer.index] = KVScales(*(torch.tensor(each, device=device_of(layer)) for each in pair))
         for layer in layers:
             if layer.shares_kv_with is not None:
                 self.by_layer[layer.index] = self.by_layer[layer.shares_kv_with]

@@ -195,11 +195,10 @@ class Runner:
         self, inputs: StepInputs, attend: Attend, *, whole: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`."""
-        if self.pooling is not None:
-            return self.forward(inputs, attend, self.pooling.wanted(inputs)), None
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
-        hidden = self.forward(inputs, attend, None if whole else inputs.logits_indices)
+        wanted = None if whole else inputs.logits_indices
+        hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
         self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
         return hidden, None
 
