@@ -519,7 +519,7 @@ class EngineBuilder:
         )
         runner = engine.runner
         graphs = GraphRunner(
-            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids
+            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids, runner.taps
         )
         graphs.capture(progress=config.observability.progress)
         return graphs

@@ -14,10 +14,19 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
+from slotline.core.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.core.sampler import uniforms
-from slotline.registry.contracts import Draft, DraftBatch, Drafter, DrafterCapabilities
+from slotline.registry.contracts import (
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    Drafter,
+    DrafterCapabilities,
+    LayerReader,
+    Observer,
+)
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -75,6 +84,11 @@ class Drafting:
         self.drafter = drafter
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
+        self.needs_computed = capabilities.needs_computed
+        self.taps: LayerTaps | None = None
+        if capabilities.needs_layers:
+            reader: LayerReader = drafter  # type: ignore[assignment]  # what it declares says so
+            self.taps = LayerTaps(reader.layer_ids, device)
         self.counts = DraftCounts(accepted_at=[0] * num_tokens)
         self._rows = rows
         self._vocab_size = vocab_size
@@ -102,13 +116,23 @@ class Drafting:
             except Exception as error:
                 self._failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
-    def propose(self, rows: Int, hidden_states: torch.Tensor | None) -> None:
+    @torch.inference_mode()
+    def observe(self, states: ComputedStates) -> None:
+        """Show the drafter what a step computed; the tokens that it gave are in the rows by now."""
+        observer: Observer = self.drafter  # type: ignore[assignment]  # as above
+        try:
+            observer.observe(self._computed(states))
+        except Exception as error:  # as in `propose`
+            self._failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
+
+    @torch.inference_mode()
+    def propose(self, rows: Int, hidden_states: HiddenStates | None) -> None:
         """Ask for drafts behind the known tokens of `rows`, each of which has just got a token, and write them there.
 
         All earlier drafts are forgotten, those of rows that were not scheduled too: a proposal is kept whole or not.
 
         Args:
-            hidden_states: [n, hidden_size] of the last accepted position, by entry of `rows`; None if not needed.
+            hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
         """
         self._rows.num_drafts[:] = 0
         self._probabilities = None
@@ -118,7 +142,7 @@ class Drafting:
         if not wanted.all():
             rows, known, room = rows[wanted], known[wanted], room[wanted]
             if hidden_states is not None:
-                hidden_states = hidden_states[torch.from_numpy(np.flatnonzero(wanted)).to(hidden_states.device)]
+                hidden_states = hidden_states.take(np.flatnonzero(wanted))
         if len(rows) == 0:
             return
         try:
@@ -160,7 +184,26 @@ class Drafting:
         self.counts.accepted += int(accepted.sum())
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
 
-    def _batch(self, rows: Int, known: Int, hidden_states: torch.Tensor | None) -> DraftBatch:
+    def _computed(self, states: ComputedStates) -> ComputedTokens:
+        inputs = states.inputs
+        rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
+        first = inputs.seq_lens_cpu[: len(rows)] - counts
+        places = np.repeat(first - starts[:-1], counts) + np.arange(1, inputs.num_tokens + 1)
+        following = np.zeros(inputs.num_padded_tokens, np.int64)
+        following[: inputs.num_tokens] = self._rows.token_ids[
+            np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
+        ]
+        return ComputedTokens(
+            rows=torch.from_numpy(rows),
+            query_start_loc=torch.from_numpy(starts.astype(np.int64)),
+            token_ids=states.token_ids.to(self._device),
+            positions=inputs.positions.to(self._device),
+            next_token_ids=torch.from_numpy(following).to(self._device),
+            hidden_states=states.hidden if self.needs_hidden_states else None,
+            layer_hidden_states=states.layers,
+        )
+
+    def _batch(self, rows: Int, known: Int, hidden_states: HiddenStates | None) -> DraftBatch:
         newest = self._rows.token_ids[rows, known - 1].astype(np.int64)
         places = known[:, None] + np.arange(self.num_tokens)
         return DraftBatch(
@@ -169,7 +212,9 @@ class Drafting:
             num_tokens=torch.from_numpy(known.astype(np.int32)),
             last_token_ids=torch.from_numpy(newest).to(self._device),
             positions=torch.from_numpy(known - 1).to(self._device),
-            hidden_states=hidden_states,
+            hidden_states=None if hidden_states is None else hidden_states.last,
+            layer_hidden_states=None if hidden_states is None else hidden_states.layers,
+            computed_index=None if hidden_states is None else hidden_states.index,
             temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
             uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
         )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from attrs import define, field
 
 from slotline.core.admission import EngineLimits, check_capacity, check_request
@@ -400,7 +399,9 @@ class Engine:
         going = np.array([self.rows.requests[row] is not None for row in rows.tolist()], bool)
         hidden = output.hidden_states
         if hidden is not None and not going.all():
-            hidden = hidden[torch.from_numpy(np.flatnonzero(going)).to(hidden.device)]
+            hidden = hidden.take(np.flatnonzero(going))
+        if output.computed is not None:
+            drafting.observe(output.computed)
         drafting.propose(rows[going], hidden)
 
     def _keep_logprobs(self, output: StepOutput) -> None:

@@ -23,6 +23,7 @@ from attrs import asdict, define, frozen
 
 from slotline.core.attention import Attend, AttentionRouter, unowned
 from slotline.core.cascade import Cascade
+from slotline.core.hidden_states import LayerTaps
 from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.padding import padded_size
 from slotline.core.progress import counted
@@ -49,12 +50,14 @@ class Captured:
         addresses: of what the graphs read of a step's inputs.
         hidden_states: [num_tokens, hidden_size]; logits: [num_tokens, vocab_size], or None for a mixed batch, whose
             wanted tokens differ from step to step.
+        layers: [num_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
     """
 
     parts: tuple[Callable[[], None], ...]
     addresses: tuple[int, ...]
     hidden_states: torch.Tensor
     logits: torch.Tensor | None
+    layers: torch.Tensor | None
 
 
 @frozen(kw_only=True)
@@ -191,6 +194,7 @@ class GraphRunner:
         shapes: GraphShapes,
         cascade: Cascade,
         token_ids: Callable[[StepInputs], torch.Tensor],
+        taps: LayerTaps | None = None,
     ) -> None:
         self.shapes = shapes
         self.report = CaptureReport()
@@ -200,6 +204,7 @@ class GraphRunner:
         self._plan = plan
         self._cascade = cascade
         self._token_ids = token_ids
+        self._taps = taps
         self._captured: dict[GraphShape, Captured] = {}
 
     @property
@@ -243,8 +248,8 @@ class GraphRunner:
         message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
         logger.info(message, len(self._captured), count, memory / 2**30, seconds)
 
-    def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a step whose inputs have a captured shape: hidden states of all tokens, and their logits if captured.
+    def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.
 
         The attention of the step must have been planned; the results are overwritten by the next replay.
         """
@@ -254,7 +259,7 @@ class GraphRunner:
             raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
         for part in captured.parts:
             part()
-        return captured.hidden_states, captured.logits
+        return captured.hidden_states, captured.logits, captured.layers
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
         """One shape, and the number of its graphs."""
@@ -270,11 +275,17 @@ class GraphRunner:
         recorder = _Recorder(pool, [])
         breaking = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
         recorder.begin()
-        hidden, logits = self._forward(inputs, breaking)
+        hidden, logits, layers = self._forward(inputs, breaking)
         recorder.end()
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
-        results = (unowned(hidden), None if logits is None else unowned(logits))
-        return Captured(tuple(recorder.parts), self._addresses(inputs), *results), recorder.graphs
+        captured = Captured(
+            tuple(recorder.parts),
+            self._addresses(inputs),
+            unowned(hidden),
+            None if logits is None else unowned(logits),
+            None if layers is None else unowned(layers),
+        )
+        return captured, recorder.graphs
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
         """Query tokens of the made-up requests.
@@ -287,10 +298,14 @@ class GraphRunner:
             return even_split(shape.num_tokens, -(-shape.num_tokens // rows.max_model_len))
         return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
 
-    def _forward(self, inputs: StepInputs, attend: Attend) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _forward(
+        self, inputs: StepInputs, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert inputs.shape is not None
-        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend)
-        return hidden, self._model.compute_logits(hidden) if inputs.shape.query_len else None
+        tapped: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
+        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **tapped)
+        logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
+        return hidden, logits, None if self._taps is None else self._taps.take()
 
     def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:
         """Where the tokens lie, and what attention reads where it is captured: not in every mixed batch."""

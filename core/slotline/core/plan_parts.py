@@ -14,7 +14,6 @@ from slotline.registry.negotiation import Need, Reason, Setting, part_reasons
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
-    "needs_layers": "hidden states of chosen layers",
     "needs_kv_group": "a cache group for the drafter's own layers",
     "needs_grammar": "the state of a grammar",
 }
@@ -49,7 +48,12 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
 
 
 def choose_drafter(
-    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, facts: ModelFacts
+    loaded: LoadedConfig,
+    registry: PluginRegistry,
+    info: DeviceInfo,
+    max_model_len: int,
+    facts: ModelFacts,
+    family: Descriptor[Any],
 ) -> Descriptor[Any] | None:
     """The drafter that the configuration names, if any.
 
@@ -69,6 +73,8 @@ def choose_drafter(
     texts += [
         f"needs {what}, which this version does not supply" for n, what in _NOT_SUPPLIED.items() if getattr(offer, n)
     ]
+    if offer.needs_layers and (refusal := family.capabilities.taps.refusal(True)):
+        texts.append(f"needs hidden states of chosen layers; model family {family.name!r}: taps {refusal}")
     if offer.tree.support:
         texts.append("proposes trees, and this version verifies chains")
     if facts.state_layers:

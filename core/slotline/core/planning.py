@@ -100,7 +100,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry) if task == "generate" else ()
-    drafter = choose_drafter(loaded, registry, info, max_model_len, facts)
+    drafter = choose_drafter(loaded, registry, info, max_model_len, facts, family_descriptor)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
     parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))

@@ -17,6 +17,7 @@ import torch
 from slotline.core.attention import Attend, AttentionRouter
 from slotline.core.drafting import Drafting
 from slotline.core.graphs import GraphRunner
+from slotline.core.hidden_states import ComputedStates, HiddenStates
 from slotline.core.inputs import StepInputs
 from slotline.core.last_tokens import LastTokens
 from slotline.core.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
@@ -76,6 +77,7 @@ class Runner:
         self.pooling = pooling
         self.states = states
         self.graphs: GraphRunner | None = None
+        self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
         self.raw_logprobs = when == "raw"
         self.normalise_logprobs = what == "logprobs"
@@ -96,9 +98,10 @@ class Runner:
             for staging in (*self.earlier, self.staging):
                 staging.mark()
         whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
+        whole |= self.drafting is not None and self.drafting.needs_computed
         with scope("forward"):
-            hidden, logits = self._forward_or_replay(inputs, attend, whole=whole)
-        return Launched(inputs=inputs, hidden=hidden, logits=logits, whole=whole)
+            hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
+        return Launched(inputs=inputs, hidden=hidden, logits=logits, layers=layers, whole=whole)
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling | Answers:
@@ -128,7 +131,7 @@ class Runner:
                 drafts=drafts,
                 tokens=self.staging.download(processed.mark(tokens)),
                 errors=processed.errors,
-                states=states if self.drafting is not None and self.drafting.needs_hidden_states else None,
+                **({} if self.drafting is None else self._states_for(self.drafting, launched, states)),
                 num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
             )
         with scope("output"):
@@ -164,7 +167,8 @@ class Runner:
         output.prompt_logprobs = sampling.prompt_logprobs
         if sampling.states is not None:
             last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
-            output.hidden_states = sampling.states[torch.from_numpy(last).to(sampling.states.device)]
+            output.hidden_states = sampling.states.take(last)
+        output.computed = sampling.computed
         if sampling.logprobs is not None:
             entries = sampling.logprobs.wait()
             for place, row in zip(places.tolist(), rows.tolist(), strict=True):
@@ -181,6 +185,8 @@ class Runner:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
         states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advance}
+        if self.taps is not None:
+            states["tap"] = self.taps
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
@@ -193,14 +199,32 @@ class Runner:
 
     def _forward_or_replay(
         self, inputs: StepInputs, attend: Attend, *, whole: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`.
+
+        And the inputs of the layers that a drafter reads, always of all tokens.
+        """
         if inputs.shape is not None and self.graphs is not None:
             return self.graphs.replay(inputs)
         wanted = None if whole else inputs.logits_indices
         hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
         self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
-        return hidden, None
+        return hidden, None, None if self.taps is None else self.taps.take()
+
+    def _states_for(self, drafting: Drafting, launched: Launched, states: torch.Tensor) -> dict[str, Any]:
+        """What a drafter reads of the model: of the logits rows, and of all tokens where it reads these."""
+        inputs, layers = launched.inputs, launched.layers
+        own = HiddenStates(
+            last=states if drafting.needs_hidden_states else None,
+            layers=None if layers is None else layers[inputs.logits_indices],
+            index=inputs.logits_indices if drafting.needs_computed else None,
+        )
+        if not drafting.needs_computed:
+            return {"states": own}
+        computed = ComputedStates(
+            inputs=inputs, token_ids=self.token_ids(inputs), hidden=launched.hidden, layers=layers
+        )
+        return {"states": own, "computed": computed}
 
     def _wanted(self, launched: Launched) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and logits [num_logits, ...] of the tokens that sample."""

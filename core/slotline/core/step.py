@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, evolve, field
 
+from slotline.core.hidden_states import ComputedStates, HiddenStates
 from slotline.core.inputs import StepInputs
 from slotline.core.logprobs import PendingLogprobs
 from slotline.core.outputs import TokenLogprobs
@@ -26,12 +27,14 @@ class Launched:
         inputs: what it reads.
         hidden: [num_padded_tokens, hidden_size], or of the wanted tokens alone.
         logits: of the same tokens, where a graph holds them.
-        whole: whether a prompt's tokens are scored too, so that all tokens are wanted.
+        layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
+        whole: whether hidden states of all tokens are wanted, as where a prompt's tokens are scored.
     """
 
     inputs: StepInputs
     hidden: torch.Tensor
     logits: torch.Tensor | None
+    layers: torch.Tensor | None
     whole: bool
 
 
@@ -43,7 +46,7 @@ class Sampling:
         batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
         drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
         tokens: [n] int64 on their way to the host.
-        states: [n, hidden_size] on the device, where a drafter needs them.
+        states: of the logits rows, where a drafter reads any; `computed` those of all tokens, where it reads these.
         num_nans: [n] int64 on their way to the host, where they are counted.
         logprobs: on their way to the host, where asked for.
         prompt_logprobs: as in `StepOutput`.
@@ -54,7 +57,8 @@ class Sampling:
     draft_positions: Int | None
     drafts: Int | None
     tokens: Download
-    states: torch.Tensor | None = None
+    states: HiddenStates | None = None
+    computed: ComputedStates | None = None
     num_nans: Download | None = None
     logprobs: PendingLogprobs | None = None
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
@@ -92,7 +96,8 @@ class StepOutput:
         rows: [n] int64, permanent rows that got a token; once for each token, a row's tokens in order.
         token_ids: [n] int32.
         draft_positions: [n] int64, which of its row's tokens in this step each is; None where nothing was drafted.
-        hidden_states: [distinct rows, hidden_size] of each row's last accepted position, where a drafter needs them.
+        hidden_states: of each distinct row's last accepted position, where a drafter reads any; `computed` those of all
+            tokens, where it reads these.
         logprobs: by row, an entry for each token, where asked for.
         prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
         num_nans: by row, only rows with NaN logits.
@@ -103,7 +108,8 @@ class StepOutput:
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
     token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
     draft_positions: Int | None = None
-    hidden_states: torch.Tensor | None = None
+    hidden_states: HiddenStates | None = None
+    computed: ComputedStates | None = None
     logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     num_nans: dict[int, int] = field(factory=dict)

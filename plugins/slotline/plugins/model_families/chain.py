@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import Tap
 
 
 def run_layers(
@@ -14,6 +17,8 @@ def run_layers(
     hidden_states: torch.Tensor,
     norm: Any = None,
     wanted: torch.Tensor | None = None,
+    tap: Tap | None = None,
+    first: int = 0,
 ) -> torch.Tensor:
     """Run decoder layers, and the norm behind the last one.
 
@@ -27,13 +32,16 @@ def run_layers(
         norm: the model's last norm, None if other layers follow.
         wanted: [n] int64, the tokens to return; None for all. Only they go past the last layer's attention where its
             forward can do that.
+        tap: called as ``tap(index, hidden_states)`` in front of each layer; the first one's index is `first`.
 
     Returns:
         [1, num_tokens or n, hidden_size].
     """
     norms = [getattr(layer.forward, "entrance", None) for layer in layers[1:]]
     normed: torch.Tensor | None = None
-    for layer, embedding, behind in zip(layers, embeddings, [*norms, norm], strict=True):
+    for index, (layer, embedding, behind) in enumerate(zip(layers, embeddings, [*norms, norm], strict=True), first):
+        if tap is not None:
+            tap(index, hidden_states[0])
         kept = wanted if layer is layers[-1] else None
         found = None
         if (chain := getattr(layer.forward, "chain", None)) is not None:

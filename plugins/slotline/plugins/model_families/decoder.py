@@ -103,6 +103,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         devices=Set(("cpu", "cuda")),
         tasks=Set(("generate", "embed", "classify")),
         pipeline=Flag(True),
+        taps=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -8,7 +8,8 @@ same logits as the whole transformers model on a probe at load.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +22,11 @@ from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
 
-Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
-"""(input_ids, positions, wanted, inputs_embeds) to hidden states."""
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import Tap
+
+Loop = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, "Tap | None"], torch.Tensor]
+"""(input_ids, positions, wanted, inputs_embeds, tap) to hidden states."""
 
 PROBE_TOKENS = 5
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -42,12 +46,14 @@ class TransformersLoop:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        tap: Tap | None = None,
     ) -> torch.Tensor:
         """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
 
-        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
+        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids; `tap` is
+        called in front of each layer.
         """
-        with self._crossing.scope():
+        with self._crossing.scope(), _tapped(self._base, tap):
             outputs = self._base(
                 input_ids=input_ids.unsqueeze(0) if inputs_embeds is None else None,
                 inputs_embeds=None if inputs_embeds is None else inputs_embeds.unsqueeze(0),
@@ -79,10 +85,12 @@ class LeanLoop:
         positions: torch.Tensor,
         wanted: torch.Tensor | None = None,
         inputs_embeds: torch.Tensor | None = None,
+        tap: Tap | None = None,
     ) -> torch.Tensor:
         """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
 
-        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids.
+        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids; `tap` is
+        called in front of each layer.
         """
         *earlier, last = self._parts
         layers, hidden_states = list(self._base.layers), self._embed(input_ids, inputs_embeds)
@@ -90,11 +98,15 @@ class LeanLoop:
             with part.scope():
                 hidden_states, positions = part.receive(hidden_states), part.receive(positions)
                 embeddings = self._position_embeddings(part, hidden_states, positions)
-                hidden_states = run_layers(layers[part.first : part.end], embeddings, hidden_states)
+                hidden_states = run_layers(
+                    layers[part.first : part.end], embeddings, hidden_states, tap=tap, first=part.first
+                )
         with last.scope():
             hidden_states, positions = last.receive(hidden_states), last.receive(positions)
             embeddings = self._position_embeddings(last, hidden_states, positions)
-            return run_layers(layers[last.first :], embeddings, hidden_states, self._base.norm, wanted)
+            return run_layers(
+                layers[last.first :], embeddings, hidden_states, self._base.norm, wanted, tap=tap, first=last.first
+            )
 
     def _embed(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
         """Hidden states [1, num_tokens, hidden_size] in front of the first layer."""
@@ -113,6 +125,19 @@ class LeanLoop:
         types = self._layer_types[part.first : part.end]
         by_type = {name: rotary(hidden_states, position_ids, name) for name in dict.fromkeys(types)}
         return [by_type[name] for name in types]
+
+
+def _tapped(base: Any, tap: Tap | None) -> ExitStack:
+    """A scope in which each layer of transformers' own forward shows its input to `tap`."""
+    scope = ExitStack()
+    for index, layer in enumerate(base.layers if tap is not None else ()):
+
+        def show(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int = index) -> None:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            tap(index, hidden_states[0])  # type: ignore[misc]
+
+        scope.enter_context(layer.register_forward_pre_hook(show, with_kwargs=True))
+    return scope
 
 
 def choose_loop(
@@ -164,7 +189,7 @@ class _Probe:
 
     def difference(self, loop: Loop) -> float:
         """Largest difference of a loop's logits, relative to the largest expected one."""
-        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None, None)[0]))
+        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None, None, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:

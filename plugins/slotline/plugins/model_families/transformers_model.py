@@ -29,7 +29,7 @@ from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
-    from slotline.registry.contracts.model_family import Advance, Attend
+    from slotline.registry.contracts.model_family import Advance, Attend, Tap
 
 
 class TransformersDecoder:
@@ -91,10 +91,11 @@ class DecoderModel:
         inputs_embeds: torch.Tensor | None = None,
         *,
         advance: Advance | None = None,
+        tap: Tap | None = None,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
         with self._holder.serving(attend, advance):
-            return self._loop(input_ids, positions, wanted, inputs_embeds)[0]  # [n, hidden_size]
+            return self._loop(input_ids, positions, wanted, inputs_embeds, tap)[0]  # [n, hidden_size]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""

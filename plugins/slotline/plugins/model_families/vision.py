@@ -17,7 +17,11 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
     kind=Kind.MODEL_FAMILY,
     name="transformers_vision",
     capabilities=ModelFamilyCapabilities(
-        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("generate",)), pipeline=Flag(True)
+        architectures=Set(ARCHITECTURES),
+        devices=Set(("cpu", "cuda")),
+        tasks=Set(("generate",)),
+        pipeline=Flag(True),
+        taps=Flag(True),
     ),
     factory="slotline.plugins.model_families.vision_model:TransformersVision",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

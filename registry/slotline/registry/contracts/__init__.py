@@ -11,7 +11,16 @@ from slotline.registry.contracts.attention import (
     KVCache,
     KVScales,
 )
-from slotline.registry.contracts.drafter import Draft, DraftBatch, Drafter, DrafterCapabilities, DrafterContext
+from slotline.registry.contracts.drafter import (
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    Drafter,
+    DrafterCapabilities,
+    DrafterContext,
+    LayerReader,
+    Observer,
+)
 from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
 from slotline.registry.contracts.logits_processor import (
     LogitsBatch,
@@ -52,6 +61,7 @@ __all__ = [
     "BlockHash",
     "CacheSlots",
     "CascadeBackend",
+    "ComputedTokens",
     "Draft",
     "DraftBatch",
     "Drafter",
@@ -62,6 +72,7 @@ __all__ = [
     "KVSpec",
     "KVSpecCapabilities",
     "KVSpecContext",
+    "LayerReader",
     "LogitsBatch",
     "LogitsProcessor",
     "LogitsProcessorCapabilities",
@@ -77,6 +88,7 @@ __all__ = [
     "ModelFamilyCapabilities",
     "ModelParts",
     "MultimodalModel",
+    "Observer",
     "Pooler",
     "PoolingMethod",
     "PoolingParams",

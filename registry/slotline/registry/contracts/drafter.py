@@ -27,7 +27,8 @@ class DrafterCapabilities:
         probabilities: whether it returns its own distribution, which rejection sampling then uses.
         needs_history: reads the token history on the host.
         needs_hidden_states: reads the last hidden states.
-        needs_layers: reads hidden states of layers it names at build time.
+        needs_layers: reads hidden states of the layers that `LayerReader.layer_ids` names.
+        needs_computed: sees every token that a step computes, prompts included: `Observer.observe` is called.
         needs_kv_group: has attention layers of its own that want a cache group.
         needs_grammar: proposes only tokens that the grammar state allows.
     """
@@ -39,6 +40,7 @@ class DrafterCapabilities:
     needs_history: bool = False
     needs_hidden_states: bool = False
     needs_layers: bool = False
+    needs_computed: bool = False
     needs_kv_group: bool = False
     needs_grammar: bool = False
 
@@ -70,8 +72,12 @@ class DraftBatch:
         num_tokens: [num_requests] int32 on the host, accepted tokens of each request, the newest included.
         last_token_ids: [num_requests] int64 on the device, the newest accepted tokens.
         positions: [num_requests] int64 on the device, positions of those.
-        hidden_states: [num_requests, hidden_size], of the last accepted position, where needed.
-        layer_hidden_states: [num_requests, layers * hidden_size], where needed.
+        hidden_states: [num_requests, hidden_size] in the model's dtype, behind the last norm, of the token in front of
+            the newest one, the last that the model has computed; None unless `needs_hidden_states`.
+        layer_hidden_states: [num_requests, layers * hidden_size], of the same token, the states in front of the layers
+            `layer_ids` side by side; None unless `needs_layers`.
+        computed_index: [num_requests] int64 on the device, where that token stands in the `ComputedTokens` of the same
+            step; None unless `needs_computed`.
         temperature: [num_requests] float32 on the device; 0 for greedy requests.
         uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws: they depend on
             the request's seed and the position alone, so that a text does not change with the batch around it.
@@ -84,8 +90,36 @@ class DraftBatch:
     positions: torch.Tensor
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
+    computed_index: torch.Tensor | None = None
     temperature: torch.Tensor | None = None
     uniforms: npt.NDArray[np.float64] | None = None
+
+
+@define(kw_only=True, eq=False)
+class ComputedTokens:
+    """The tokens that a step computed: chunks of prompts, newest tokens, and drafts, those that fell too.
+
+    A request's tokens stand together, in order of position. The same position comes again where a draft fell or a
+    request was preempted; what is computed from it then replaces what was. Positions of a cached prefix do not come.
+    The tensors live until the next step; padding may follow the last request's tokens.
+
+    Attributes:
+        rows: [num_requests] int64 on the host; requests that this step finished are among them.
+        query_start_loc: [num_requests + 1] int64 on the host, where the tokens of each begin.
+        token_ids, positions: [num_tokens] int64 on the device.
+        next_token_ids: [num_tokens] int64 on the device, what follows each: of the last one the newest token, or the
+            prompt's next. Behind a position whose draft fell they mean nothing.
+        hidden_states: [num_tokens, hidden_size], behind the last norm; None unless `needs_hidden_states`.
+        layer_hidden_states: [num_tokens, layers * hidden_size]; None unless `needs_layers`.
+    """
+
+    rows: torch.Tensor
+    query_start_loc: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    next_token_ids: torch.Tensor
+    hidden_states: torch.Tensor | None = None
+    layer_hidden_states: torch.Tensor | None = None
 
 
 @define(kw_only=True, eq=False)
@@ -117,4 +151,26 @@ class Drafter(Protocol):
 
     def release(self, row: int) -> None:
         """The request left its row."""
+        ...
+
+
+class LayerReader(Drafter, Protocol):
+    """A drafter that `needs_layers`.
+
+    Attributes:
+        layer_ids: the decoder layers, from 0, whose inputs it reads, in the order in which it wants them.
+    """
+
+    layer_ids: tuple[int, ...]
+
+
+class Observer(Drafter, Protocol):
+    """A drafter that `needs_computed`."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        """See what a step computed; called before its `propose`, also where no request gets drafts.
+
+        The last step of a request comes after its `release`: what a row shows belongs to the request that was admitted
+        to it last.
+        """
         ...

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
+    Tap = Callable[[int, torch.Tensor], None]
 
 
 class StoringAttend(Protocol):
@@ -54,12 +55,14 @@ class ModelFamilyCapabilities:
         devices: device types.
         tasks: of ``generate``, ``embed`` and ``classify``.
         pipeline: whether `load` can spread a model's layers over the stages of its context.
+        taps: whether `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
     """
 
     architectures: Set[str]
     devices: Set[str] = Set(None)
     tasks: Set[str] = Set(("generate",))
     pipeline: Flag = Flag(False)
+    taps: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -205,6 +208,7 @@ class Model(Protocol):
         wanted: torch.Tensor | None = None,
         *,
         advance: Advance | None = None,
+        tap: Tap | None = None,
     ) -> torch.Tensor:
         """Run flattened tokens through the model.
 
@@ -221,6 +225,9 @@ class Model(Protocol):
                 tokens, but what follows the last layer's attention is needed for these alone.
             advance: called once per state layer as ``advance(layer, inputs)`` with the inputs of the layer's kind (see
                 the state contract); returns its output, one row per token. Given only where `facts` has state layers.
+            tap: called in front of each decoder layer as ``tap(index, hidden_states)``, index from 0, hidden_states
+                [num_tokens, hidden_size] the sum that the layer adds to; what it keeps it copies. Given only to a
+                family that declares `taps`, and only where a drafter asks.
 
         Returns:
             Last hidden states [n, hidden_size], or [num_tokens, hidden_size].
@@ -279,6 +286,7 @@ class MultimodalModel(Model, Protocol):
         inputs_embeds: torch.Tensor | None = None,
         *,
         advance: Advance | None = None,
+        tap: Tap | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
 

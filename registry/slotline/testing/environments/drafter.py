@@ -188,7 +188,7 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
         NotApplicable: for drafters whose needs contract 1 cannot state outside an engine.
     """
     capabilities = subject.capabilities
-    for name in ("needs_layers", "needs_kv_group"):
+    for name in ("needs_layers", "needs_computed", "needs_kv_group"):
         if getattr(capabilities, name):
             raise NotApplicable(f"{name}: only an engine can give it")
     limit = capabilities.max_tokens.limit
