@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.rows import Rows
 from slotline.core.sampler import SamplingBatch
-from slotline.core.verification import reject, standing
+from slotline.core.verification import Rejections, reject, standing
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError, PluginNotFoundError
 
@@ -383,6 +384,8 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     target = torch.tensor([0.35, 0.05, 0.2, 0.0, 0.3, 0.1])
     drafter = torch.tensor([0.1, 0.3, 0.25, 0.2, 0.1, 0.05])
     drafts = torch.multinomial(drafter, n, replacement=True, generator=generator).numpy()
+    rows = Rows(1, 8)
+    rows.draft_entry[:] = 0
     batch = SamplingBatch(
         rows=np.zeros(n, np.int64),
         positions=np.arange(n),
@@ -392,8 +395,10 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
         min_p=np.zeros(n, np.float32),
         seed=np.full(n, 5, np.uint64),
     )
+    rejections = Rejections.gather(rows, batch, np.zeros(n, np.int64), drafts, torch.from_numpy)
+    assert rejections is not None
     logits = target.log().expand(n, -1)
-    tokens = reject(logits, torch.zeros(n, dtype=torch.int64), batch, drafts, drafter.expand(n, -1), np.arange(n))
+    tokens = reject(logits, torch.zeros(n, dtype=torch.int64), drafter.expand(1, 1, -1), rejections)
     counts = torch.bincount(tokens, minlength=6).double()
     assert counts[3] == 0
     seen = target > 0
@@ -401,59 +406,6 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     assert chi_square < 20.5
     accepted = float((tokens.numpy() == drafts).mean())
     assert accepted >= 1 - 0.5 * float((target - drafter).abs().sum()) - 0.01  # Leviathan et al., corollary 3.6
-
-
-class Unigram:
-    """Proposes from one fixed distribution, with the numbers it is given, and says so."""
-
-    def __init__(self, probabilities: torch.Tensor, num_tokens: int) -> None:
-        self.probabilities, self.num_tokens = probabilities, num_tokens
-
-    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
-
-    def release(self, row: int) -> None: ...
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        assert batch.uniforms is not None
-        cumulative = self.probabilities.double().cumsum(0)
-        numbers = torch.from_numpy(batch.uniforms) * cumulative[-1]
-        ids = torch.searchsorted(cumulative, numbers, right=True)
-        return Draft(token_ids=ids, probabilities=self.probabilities.expand(*ids.shape, -1))
-
-
-@pytest.mark.parametrize("point", [False, True], ids=["with probabilities", "one-point"])
-def test_the_sampled_distribution_is_the_targets(tiny: Tiny, engines: Engines, point: bool) -> None:
-    """Second and third tokens of 3,000 requests with top_k=4: chi-square against a run of the plain engine.
-
-    Two-sample chi-square with at most 4 x 4 cells; the 99.9 % point of 15 degrees of freedom is 37.7.
-    """
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM, max_num_seqs=64, max_num_batched_tokens=2048)
-    prompt, vocab = random_prompts((6,), seed=2)[0], 384
-    count = 3000
-
-    def pairs(engine: LLM, seed: int) -> list[tuple[int, ...]]:
-        params = [
-            SamplingParams(temperature=1.0, top_k=4, seed=seed + i, max_tokens=3, ignore_eos=True) for i in range(count)
-        ]
-        return [tuple(o.outputs[0].token_ids[1:]) for o in engine.generate([prompt] * count, params)]
-
-    first = pairs(plain, 0)
-    likely = torch.full((vocab,), 1e-3)
-    for pair in first[:500]:
-        likely[list(pair)] += 1
-    drafter = Unigram(likely / likely.sum(), 2)
-    if point:
-        inner = drafter.propose
-        drafter.propose = lambda batch: Draft(token_ids=inner(batch).token_ids)  # type: ignore[method-assign]
-    accepted = llm.engine.drafting.counts.accepted
-    with drafted_by(llm, drafter):
-        second = pairs(llm, 10_000)
-    assert llm.engine.drafting.counts.accepted - accepted > 100
-    frequent = [p for p in set(first) | set(second) if first.count(p) + second.count(p) >= 20]
-    cells = [(first.count(p), second.count(p)) for p in frequent]
-    rest = (count - sum(a for a, _ in cells), count - sum(b for _, b in cells))
-    chi_square = sum((a - b) ** 2 / (a + b) for a, b in [*cells, rest] if a + b)
-    assert chi_square < {n: 37.7 + 2.2 * max(0, n - 16) for n in range(80)}[len(cells)]
 
 
 # ---- the n-gram drafter

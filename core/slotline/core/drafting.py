@@ -43,6 +43,7 @@ class DraftCounts:
         proposed, accepted: draft tokens.
         accepted_at: how often the draft at each position stood.
         failures: proposals that were lost because the drafter raised or left the vocabulary.
+        last_failure: what the last of them was; empty for none.
     """
 
     steps: int = 0
@@ -50,6 +51,7 @@ class DraftCounts:
     accepted: int = 0
     accepted_at: list[int] = field(factory=list)
     failures: int = 0
+    last_failure: str = ""
 
     @property
     def acceptance_length(self) -> float:
@@ -65,11 +67,17 @@ class DraftCounts:
             "acceptance_length": self.acceptance_length,
             "acceptance_by_position": [count / max(self.steps, 1) for count in self.accepted_at],
             "failures": self.failures,
+            "last_failure": self.last_failure,
         }
 
 
 class Drafting:
-    """The drafter and what the core knows about its proposals."""
+    """The drafter and what the core knows about its proposals.
+
+    Attributes:
+        probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
+            `Rows.draft_entry` says which request is which.
+    """
 
     def __init__(
         self,
@@ -94,8 +102,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._device = device
         self._served = np.zeros(rows.max_requests, bool)
-        self._probabilities: torch.Tensor | None = None
-        self._proposal = np.full(rows.max_requests, -1, np.int64)  # entry of the last proposal, by row
+        self.probabilities: torch.Tensor | None = None
 
     def admit(self, request: Request) -> None:
         """A request took its row. If the drafter cannot take it, it runs without drafts."""
@@ -135,7 +142,8 @@ class Drafting:
             hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
         """
         self._rows.num_drafts[:] = 0
-        self._probabilities = None
+        self._rows.draft_entry[:] = -1
+        self.probabilities = None
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
         wanted = self._served[rows] & (room > 0)
@@ -153,27 +161,9 @@ class Drafting:
             return
         counts = np.minimum(self._lengths(token_ids), room)
         self._rows.draft(rows, token_ids, counts)
-        self._probabilities = draft.probabilities
-        self._proposal[rows] = np.arange(len(rows))
-
-    def drafts(self, logits_rows: Int, draft_positions: Int) -> Int:
-        """The draft at the place of each logits row, [n]; -1 behind the last one of a request."""
-        last = np.append(draft_positions[1:] == 0, True)
-        places = np.minimum(self._rows.num_tokens[logits_rows] + draft_positions, self._rows.max_model_len - 1)
-        return np.where(last, -1, self._rows.token_ids[logits_rows, places])
-
-    @property
-    def has_probabilities(self) -> bool:
-        """Whether the drafter gave the distributions that the last drafts were drawn from."""
-        return self._probabilities is not None
-
-    def probabilities(self, logits_rows: Int, draft_positions: Int, index: Int) -> torch.Tensor | None:
-        """The drafter's distributions [m, vocab_size] at the places `index` [m] of the logits rows, if it gave any."""
-        if self._probabilities is None:
-            return None
-        entry, position = self._proposal[logits_rows[index]], draft_positions[index]
-        device = self._probabilities.device
-        return self._probabilities[torch.from_numpy(entry).to(device), torch.from_numpy(position).to(device)]
+        if draft.probabilities is not None:
+            self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
+            self._rows.draft_entry[rows] = np.arange(len(rows))
 
     def count(self, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
         """Add a step to the counts."""
@@ -252,3 +242,4 @@ class Drafting:
         if self.counts.failures == 0:
             logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
         self.counts.failures += count
+        self.counts.last_failure = what

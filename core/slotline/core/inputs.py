@@ -23,6 +23,7 @@ from slotline.core.rows import Rows
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.scheduler import Schedule
 from slotline.core.staging import Staging, reserved_bytes
+from slotline.core.verification import PLACE_WIDTH, Rejections, drafted
 from slotline.registry.contracts import AttentionBatch, StateBatch
 
 Int = npt.NDArray[np.int64]
@@ -44,6 +45,8 @@ class StepInputs:
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
+        drafts: [num_logits] int64, the draft that each judges, -1 behind a request's last; None as before.
+        rejections: which of them rejection sampling decides; None for none.
         query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included;
             `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
         batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads.
@@ -67,6 +70,8 @@ class StepInputs:
     logits_indices: torch.Tensor
     logits_rows: Int
     draft_positions: Int | None
+    drafts: Int | None
+    rejections: Rejections | None
     query_start_loc: torch.Tensor
     query_start_loc_cpu: npt.NDArray[np.int32]
     seq_lens_cpu: npt.NDArray[np.int32]
@@ -139,6 +144,7 @@ class InputGatherer:
         by_group = reserved_bytes((len(groups),), np.int32)
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
+        packed += reserved_bytes((rows.max_requests * max_drafts, PLACE_WIDTH), np.int64)
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
             feed.staging.reserve(
@@ -303,6 +309,10 @@ class InputGatherer:
             )
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
         params = None if batch.all_greedy else last.upload(batch.packed())
+        drafts = rejections = None
+        if draft_positions is not None:
+            drafts = drafted(self.rows, logits_rows, draft_positions)
+            rejections = Rejections.gather(self.rows, batch, draft_positions, drafts, last.upload)
         scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], last.upload)
         for feed in self.feeds:
             feed.staging.flush()
@@ -338,6 +348,8 @@ class InputGatherer:
             logits_indices=logits_indices_device,
             logits_rows=logits_rows,
             draft_positions=draft_positions,
+            drafts=drafts,
+            rejections=rejections,
             query_start_loc=sent[-1].query_start_loc,
             query_start_loc_cpu=starts32,
             seq_lens_cpu=seq_lens32,

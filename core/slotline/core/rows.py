@@ -29,6 +29,7 @@ class Rows:
         generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
             the results of a step in flight can be told from those of a later request in the same row.
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
+        draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
         next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
@@ -49,6 +50,7 @@ class Rows:
         self.num_pending = np.zeros(max_requests, np.int64)
         self.generation = np.zeros(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
+        self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
         self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)

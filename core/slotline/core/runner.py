@@ -27,7 +27,6 @@ from slotline.core.processors import ProcessorPipeline
 from slotline.core.profiling import StepProfiler
 from slotline.core.rows import Rows
 from slotline.core.sampler import sample
-from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.staging import Staging
 from slotline.core.states import StateRouter
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
@@ -122,13 +121,13 @@ class Runner:
             tokens, final = sample(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
             )
-            drafts, tokens = self._reject(tokens, final, batch, inputs.draft_positions)
+            tokens = self._reject(tokens, final, inputs)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
             sampling = Sampling(
                 batch=batch,
                 draft_positions=inputs.draft_positions,
-                drafts=drafts,
+                drafts=inputs.drafts,
                 tokens=self.staging.download(processed.mark(tokens)),
                 errors=processed.errors,
                 **({} if self.drafting is None else self._states_for(self.drafting, launched, states)),
@@ -240,22 +239,13 @@ class Runner:
 
     def _keeps_final(self, inputs: StepInputs) -> bool:
         """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
-        if inputs.draft_positions is not None and self.drafting is not None and self.drafting.has_probabilities:
-            return True
-        return not self.raw_logprobs and inputs.scored is not None
+        return inputs.rejections is not None or (not self.raw_logprobs and inputs.scored is not None)
 
-    def _reject(
-        self, tokens: torch.Tensor, final: torch.Tensor | None, batch: SamplingBatch, draft_positions: Int | None
-    ) -> tuple[Int | None, torch.Tensor]:
-        """The drafts [n] that the logits rows judge, and the tokens after rejection sampling where it applies."""
-        if draft_positions is None or self.drafting is None:
-            return None, tokens
-        drafts = self.drafting.drafts(batch.rows, draft_positions)
-        index = np.flatnonzero((drafts >= 0) & (batch.temperature > 0))
-        proposed = self.drafting.probabilities(batch.rows, draft_positions, index) if len(index) else None
-        if proposed is not None and final is not None:
-            tokens = reject(final, tokens, batch, drafts, proposed.to(final.device), index)
-        return drafts, tokens
+    def _reject(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: StepInputs) -> torch.Tensor:
+        """The tokens [num_logits] after rejection sampling, where it applies."""
+        if inputs.rejections is None or final is None or self.drafting is None or self.drafting.probabilities is None:
+            return tokens
+        return reject(final, tokens, self.drafting.probabilities, inputs.rejections)
 
     def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
         """Start scoring the sampled tokens of the places that ask for it."""

@@ -1,0 +1,211 @@
+"""Verification cannot change what is generated: exact distributions on a vocabulary of eight, and hundreds of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import add, random_prompts, run_all, tokens_of
+from test_drafting import NGRAM, drafted_by, guided, pool_of
+
+from slotline.core import LLM, SamplingParams
+from slotline.registry.contracts import Draft, DraftBatch
+from slotline.registry.errors import ConfigError
+from slotline.testing.oracles.drafter import SIGNIFICANCE, chi_square
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+VOCAB, TEXTS, K = 8, 4000, 3
+PROMPT = [3, 5, 3]
+
+
+class Bigram:
+    """Draws from a random table by the last token; says what it drew from in one of several ways."""
+
+    def __init__(self, how: str, seed: int = 0) -> None:
+        self.how = how
+        weights = np.random.default_rng(seed).normal(0.0, 1.5, (VOCAB, VOCAB))
+        self.table = torch.from_numpy(weights).softmax(-1)
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.uniforms is not None
+        last, ids, given = batch.last_token_ids, [], []
+        for position in range(K):
+            given.append(self.table[last])
+            cumulative = given[-1].cumsum(-1)
+            number = torch.from_numpy(batch.uniforms[:, position : position + 1]) * cumulative[:, -1:]
+            last = torch.searchsorted(cumulative, number, right=True).squeeze(1)
+            ids.append(last)
+        token_ids, probabilities = torch.stack(ids, 1), torch.stack(given, 1)
+        if self.how == "one-point":
+            return Draft(token_ids=token_ids)
+        if self.how == "ends early":
+            token_ids[::2, 1] = -1
+        if self.how == "unnormalised":
+            probabilities = probabilities * 3
+        return Draft(token_ids=token_ids, probabilities=probabilities.float())
+
+
+def reference(logprobs: np.ndarray[Any, Any], output: Sequence[int], params: SamplingParams) -> np.ndarray[Any, Any]:
+    """The distribution of the next token, from the model's own, one rule after the other in float64."""
+    scores = logprobs.astype(np.float64).copy()
+    for token in range(VOCAB):
+        if token in PROMPT or token in output:
+            scores[token] = scores[token] * params.repetition_penalty  # log-probabilities are negative
+        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        scores[token] += (params.logit_bias or {}).get(token, 0.0)
+    scores /= params.temperature
+    kept = scores >= scores.max() + np.log(params.min_p) if params.min_p else np.ones(VOCAB, bool)
+    if params.top_k > 0:
+        kept &= scores >= np.sort(scores)[-params.top_k]
+    weights = np.where(kept, np.exp(scores - scores.max()), 0.0)
+    order = np.argsort(-weights)
+    before = np.cumsum(weights[order]) - weights[order]
+    weights[order[before >= params.top_p * weights.sum()]] = 0.0
+    return np.asarray(weights / weights.sum())
+
+
+SETTINGS = {
+    "plain": {"temperature": 1.0},
+    "cold, top-k": {"temperature": 0.6, "top_k": 5},
+    "hot, top-p": {"temperature": 1.4, "top_p": 0.8},
+    "min-p": {"temperature": 1.0, "min_p": 0.1},
+    "bias": {"temperature": 1.0, "logit_bias": {2: 1.5, 4: -1.0}},
+    "penalties": {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+}
+CASES = [(how, name) for how in ("probabilities", "one-point") for name in SETTINGS]
+CASES += [("ends early", "plain"), ("unnormalised", "plain")]
+
+
+@pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
+def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: str, name: str) -> None:
+    """The joint counts of the tokens after the first, of which up to three are drafted, against exact probabilities.
+
+    Pearson's chi-square over 4,000 texts by first token; seeds are fixed, the level is one in a million.
+    """
+    path = tiny("llama", vocab_size=VOCAB, initializer_range=0.2)
+    scoring = engines(path, **{"sampling.max_logprobs": VOCAB, "max_num_seqs": 128, "max_num_batched_tokens": 2048})
+    prefixes = [list(prefix) for length in range(3) for prefix in product(range(VOCAB), repeat=length)]
+    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB)
+    scored = scoring.generate([PROMPT + prefix for prefix in prefixes], asked)
+    params = SamplingParams(max_tokens=3, ignore_eos=True, **SETTINGS[name])
+    given = {}
+    for prefix, output in zip(prefixes, scored, strict=True):
+        entry = output.outputs[0].logprobs[0]
+        given[tuple(prefix)] = reference(np.array([entry[t].logprob for t in range(VOCAB)]), prefix, params)
+
+    options = {"drafter.name": "ngram", "drafter.tokens": K, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    llm = engines(path, **options)
+    before = llm.engine.drafting.counts.accepted
+    with drafted_by(llm, Bigram(how)):
+        texts = llm.generate(
+            [PROMPT] * TEXTS,
+            [SamplingParams(max_tokens=3, ignore_eos=True, seed=i, **SETTINGS[name]) for i in range(TEXTS)],
+        )
+    counts = np.zeros((VOCAB,) * 3)
+    for text in texts:
+        counts[tuple(text.outputs[0].token_ids)] += 1
+    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.drafting.counts.accepted - before > TEXTS / 10
+    groups = {}
+    for first in range(VOCAB):
+        pairs = np.stack([given[(first,)][second] * given[(first, second)] for second in range(VOCAB)])
+        groups[first] = counts[first].ravel(), pairs.ravel() * counts[first].sum()
+    result = chi_square(groups)
+    assert result.freedom >= 10
+    assert result.p_value > SIGNIFICANCE, result
+
+
+def test_a_seeded_text_does_not_depend_on_the_batch_around_it(tiny: Tiny, engines: Engines) -> None:
+    path = tiny("llama", vocab_size=VOCAB, initializer_range=0.2)
+    llm = engines(path, **{"drafter.name": "ngram", "drafter.tokens": K})
+    prompts = random_prompts((4, 9, 2, 7, 12), seed=1, vocab_size=VOCAB)
+    params = [SamplingParams(temperature=1.0, seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
+    with drafted_by(llm, Bigram("probabilities")):
+        together = [o.outputs[0].token_ids for o in llm.generate(prompts, params)]
+        alone = [llm.generate(p, each)[0].outputs[0].token_ids for p, each in zip(prompts, params, strict=True)]
+    assert together == alone
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 9])
+def test_hundreds_of_greedy_texts_are_the_same(tiny: Tiny, engines: Engines, tokens: int) -> None:
+    """100 requests for each k, of any length, through a pool that is too small and in chunks; half share prefixes."""
+    rng = Random(tokens)
+    path = tiny("llama")
+    plain = engines(path)
+    llm = engines(
+        path, **{**NGRAM, "drafter.tokens": tokens}, memory=pool_of(9), max_num_batched_tokens=24, max_num_seqs=6
+    )
+    heads = random_prompts((16, 32), seed=tokens)
+    prompts = random_prompts([rng.randint(1, 30) for _ in range(100)], seed=tokens + 100)
+    prompts = [rng.choice(heads) + p[:8] if rng.random() < 0.5 else p for p in prompts]
+    params = [SamplingParams(temperature=0, max_tokens=rng.randint(1, 14), ignore_eos=True) for _ in prompts]
+    expected = [o.outputs[0].token_ids for o in plain.generate(prompts, params)]
+    drafter = guided(prompts, expected, rng.choice((0.5, 0.8)))
+    drafter.num_tokens = tokens
+    accepted = llm.engine.drafting.counts.accepted
+    with drafted_by(llm, drafter):
+        requests = [add(llm, str(i), p, each) for i, (p, each) in enumerate(zip(prompts, params, strict=True))]
+        run_all(llm)
+    assert [r.output_token_ids for r in requests] == expected
+    assert llm.engine.drafting.counts.accepted > accepted
+    assert sum(r.metrics.num_preemptions for r in requests) > 0
+    assert sum(r.metrics.num_cached_tokens > 0 for r in requests) > 5
+
+
+class Failing:
+    """Repeats the last token, and fails once the way it was told to, for one request or for all."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.calls = what, 0
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.calls += 1
+        ids = batch.last_token_ids[:, None].repeat(1, 4)
+        if self.calls == 4:
+            if self.what == "raises":
+                raise RuntimeError("lost its way")
+            ids[1, 2] = 384
+        return Draft(token_ids=ids)
+
+
+@pytest.mark.parametrize(("what", "lost"), [("raises", 3), ("vocabulary", 1)])
+def test_a_failure_in_the_middle_of_a_run_is_told_and_costs_one_proposal(
+    tiny: Tiny, engines: Engines, what: str, lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM)
+    prompts = random_prompts((9, 5, 12), seed=3)
+    expected, sizes = tokens_of(plain, prompts), []
+    with drafted_by(llm, Failing(what)):
+        requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
+        while llm.engine.has_work:
+            llm.engine.step()
+            rows = [request.row for request in requests if request.row >= 0]
+            sizes.append(llm.engine.rows.num_drafts[rows].tolist())
+    assert [request.output_token_ids for request in requests] == expected
+    assert llm.engine.drafting.counts.failures == lost
+    assert ("lost its way" if what == "raises" else "384") in llm.engine.drafting.counts.last_failure
+    assert [r.message for r in caplog.records if "drafter:" in r.message]
+    assert sizes[3] == ([0, 0, 0] if what == "raises" else [4, 2, 4])
+    assert sizes[4] == [4, 4, 4]
+
+
+def test_no_draft_tokens_is_a_fault_of_the_configuration(tiny: Tiny) -> None:
+    with pytest.raises(ConfigError, match=r"drafter.tokens"):
+        LLM(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 0})
