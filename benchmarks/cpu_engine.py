@@ -90,7 +90,7 @@ class Slotline:
 
     def _run(self, batch: list[list[int]], tokens: int, *, forget: bool = True) -> tuple[float, list[float]]:
         if forget:
-            self.llm.engine.scheduler.cache.pool.reset()
+            self.llm.engine.scheduler.cache.reset()
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         start = perf_counter()
         outputs = self.llm.generate(batch, params, progress=False)
@@ -108,7 +108,7 @@ class Slotline:
         shared = prompts(1, PREFIX, 5)[0]
         tails = prompts(32, 16, 6)
         first = self._run([shared + tail for tail in tails[:16]], 1)[1]
-        self.llm.engine.scheduler.cache.pool.reset()
+        self.llm.engine.scheduler.cache.reset()
         self._run([shared + tails[0]], 1)
         second = self._run([shared + tail for tail in tails[16:]], 1, forget=False)[1]
         return statistics.median(first), statistics.median(second)

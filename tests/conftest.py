@@ -117,7 +117,7 @@ def engines() -> Iterator[Callable[..., LLM]]:
             made[key] = LLM(path, **{**DEFAULTS, **settings})
         llm = made[key]
         everything_returned(llm)
-        llm.engine.scheduler.cache.pool.reset()  # no prefix hits from the tests before
+        llm.engine.scheduler.cache.reset()  # no prefix hits from the tests before
         return llm
 
     yield get

@@ -458,7 +458,7 @@ def test_reloaded_weights_are_used_by_the_next_request_and_old_prefixes_are_forg
     with torch.no_grad():
         for parameter in model.hf_model.parameters():
             parameter.neg_()
-    llm.engine.scheduler.cache.pool.reset()
+    llm.engine.scheduler.cache.reset()
     assert tokens_of(llm, prompts) != expected
     llm.engine.reload_weights()
     assert tokens_of(llm, prompts) == expected

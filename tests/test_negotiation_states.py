@@ -11,7 +11,7 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
-from slotline.registry.capability import Max, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.state import StateCapabilities, StateLayer, StateTensorSpec
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ModelError, NegotiationError, SlotlineError
@@ -116,20 +116,38 @@ def test_a_named_backend_that_cannot_serve_leaves_auto_as_the_remedy() -> None:
     assert raised.value.fix == 'state.backend = "auto"'
 
 
-def test_states_switch_prefix_caching_off_and_say_so() -> None:
+def test_a_backend_without_checkpoints_switches_prefix_caching_off_and_says_so() -> None:
     found = plan(backend("a"))
     assert not found.prefix_caching
     (note,) = found.downgrades
     assert note.code == "N331"
-    assert "mamba2 layers: this version takes no checkpoints of their states" in note.because
+    assert "mamba2 layers: a makes no checkpoints of their states" in note.because
     assert note.to_avoid == ("cache.prefix_caching = false",)
     assert not plan(backend("a"), prefix_caching=explicit(False)).downgrades
+    with_copies = plan(backend("a", checkpoints=Flag(True)))
+    assert with_copies.prefix_caching
+    assert not with_copies.downgrades
 
 
-def test_prefix_caching_that_was_asked_for_is_refused_beside_states() -> None:
-    with pytest.raises(NegotiationError, match="takes no checkpoints") as raised:
+def test_prefix_caching_that_was_asked_for_needs_checkpoints() -> None:
+    with pytest.raises(NegotiationError, match="no state backend serves") as raised:
         plan(backend("a"), prefix_caching=explicit(True))
     assert raised.value.fix == "cache.prefix_caching = false"
+    assert "N178" in raised.value.explain()
+    fast = backend("fast", priority=10)
+    found = plan(fast, backend("careful", checkpoints=Flag(True)), prefix_caching=explicit(True))
+    assert set(chosen(found).values()) == {"careful"}
+    assert "N178" in why_not(found, "fast")
+
+
+def test_a_drafter_needs_states_that_can_be_taken_back() -> None:
+    drafter = Asked(5, "drafter ngram: 1+4 tokens", True)
+    with pytest.raises(NegotiationError, match="no state backend serves") as raised:
+        plan(backend("a"), query_len=drafter)
+    assert raised.value.fix == 'drafter.name = ""'
+    assert "N177" in raised.value.explain()
+    found = plan(backend("a", priority=9), backend("b", rollback=Flag(True)), query_len=drafter)
+    assert set(chosen(found).values()) == {"b"}
 
 
 def test_a_table_entry_for_a_kind_that_the_model_lacks_is_a_warning() -> None:
@@ -138,16 +156,16 @@ def test_a_table_entry_for_a_kind_that_the_model_lacks_is_a_warning() -> None:
 
 
 BAD = {
-    "a drafter": (
-        {"drafter.name": "ngram"},
-        NegotiationError,
-        r"Mamba2ForCausalLM keeps states \(short_conv, mamba2\), which this version cannot take back",
-    ),
     "a backend that is not installed": ({"state.backend": "nowhere"}, SlotlineError, "no state plugin 'nowhere'"),
     "no backend at all": (
         {"plugins.block": ["state:torch"]},
         NegotiationError,
         r"(?s)no state backend serves backbone.layers.0.mixer.conv, .* of kind short_conv;\s.* of kind mamba2",
+    ),
+    "too many checkpoints": (
+        {"memory": "1MiB", "max_num_seqs": 2, "state.checkpoints": 500},
+        CapacityError,
+        "state.checkpoints = 500 beside the states of 2 requests take",
     ),
     "too many rows": (
         {"memory": "1MiB", "max_num_seqs": 64},

@@ -112,7 +112,7 @@ def test_what_fails_behind_a_draft_that_falls_fails_nobody(tiny: Tiny, engines: 
 def test_cached_prefixes_are_right_after_a_failure(llm: LLM) -> None:
     (prompt,) = random_prompts([30], seed=12)
     want = tokens_of(llm, [prompt])
-    llm.engine.scheduler.cache.pool.reset()
+    llm.engine.scheduler.cache.reset()
     llm.generate([prompt], params(fail="ban", fail_at=6))
     assert tokens_of(llm, [prompt]) == want
 

@@ -17,6 +17,7 @@ from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.cache_memory import allocate_caches
 from slotline.core.cache_specs import SpecBuilder
 from slotline.core.cascade import Cascade, CascadeGroup
+from slotline.core.checkpoints import Checkpoints
 from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
@@ -25,7 +26,7 @@ from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
-from slotline.core.memory import DeviceMemory, MemoryReport, refuse_states, size_pool
+from slotline.core.memory import DeviceMemory, MemoryReport, count_slots, size_pool
 from slotline.core.placement import batches_of, device_memory, later_feeds
 from slotline.core.planning import Planned, make_plan
 from slotline.core.pooling import Pooling
@@ -36,7 +37,7 @@ from slotline.core.runner import Runner
 from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
 from slotline.core.staging import Staging, staging_for
-from slotline.core.states import StateGroup, StateRouter, allocate, page_bytes
+from slotline.core.states import StateGroup, StateRouter, allocate
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
@@ -124,7 +125,13 @@ class EngineBuilder:
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
         runner.router = self._router(attention, specs, memory.num_blocks)
-        cache = CacheManager(BlockPool(memory.num_blocks), groups, prefix_caching=planned.plan.prefix_caching)
+        cache = CacheManager(
+            BlockPool(memory.num_blocks),
+            groups,
+            prefix_caching=planned.plan.prefix_caching,
+            prefix_unit=planned.plan.block_size,
+            checkpoints=self._checkpoints(rows, runner.states),
+        )
         engine = Engine(
             plan=planned.plan,
             rows=rows,
@@ -271,16 +278,19 @@ class EngineBuilder:
             CapacityError: if that many states do not fit.
         """
         planned, scheduler = self.planned, self.planned.loaded.config.scheduler
-        layers = [layer for group in planned.plan.state_groups for layer in group.layers]
-        if not layers:
+        layers, memory = [layer for group in planned.plan.state_groups for layer in group.layers], planned.plan.states
+        if memory is None:
             return None
-        refuse_states(
-            self._state_bytes(),
+        num_slots = count_slots(
+            memory.slot_bytes,
             scheduler.max_requests,
+            memory.checkpoints,
             planned.loaded.config.cache.memory,
             DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
             explicit=planned.loaded.origins["cache.memory"].kind != "default",
         )
+        if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
+            logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
         groups = []
         for group in planned.plan.state_groups:
             descriptor = planned.registry.load(Kind.STATE, group.backend, required=True)
@@ -297,13 +307,15 @@ class EngineBuilder:
             groups.append(
                 StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
             )
-        return StateRouter(
-            groups, {layer.index: allocate(layer, scheduler.max_requests, planned.device) for layer in layers}
-        )
+        states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
+        return StateRouter(groups, states, num_slots)
 
-    def _state_bytes(self) -> int:
-        layers = (layer for group in self.planned.plan.state_groups for layer in group.layers)
-        return self.planned.loaded.config.scheduler.max_requests * sum(map(page_bytes, layers))
+    def _checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:
+        """What is kept of states, where the model keeps any."""
+        memory = self.planned.plan.states
+        if states is None or memory is None:
+            return None
+        return Checkpoints(rows, states.num_slots, memory.unit, states.copy)
 
     def _runner(
         self,
@@ -406,7 +418,8 @@ class EngineBuilder:
             devices=device_memory(plan, self.planned.stages, specs),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
-            state_bytes=self._state_bytes(),
+            state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
+            checkpoints=runner.states.num_slots - requests if runner.states else 0,
         )
         if report.num_blocks - 1 < sum(held):
             raise CapacityError(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slotline.core.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.checkpoints import Checkpoints
 from slotline.core.multimodal import hash_extra
 from slotline.core.request import Request
 from slotline.core.rows import NO_LIMIT, Rows
@@ -102,15 +103,28 @@ class CacheManager:
 
     Prefixes are hashed in stretches of `hash_block_size` tokens, which divides each group's block size; a group's block
     is found by the hash of its last stretch. All groups must agree on a prefix, so it is whole blocks of each:
-    a multiple of `prefix_unit` tokens.
+    a multiple of `prefix_unit` tokens. Where the model keeps states, one of its checkpoints must stand at its end too.
+
+    Args:
+        prefix_unit: of a model without cache groups.
+        checkpoints: of the model's states; None where it keeps none.
     """
 
-    def __init__(self, pool: BlockPool, groups: Sequence[CacheGroup], *, prefix_caching: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[CacheGroup],
+        *,
+        prefix_caching: bool,
+        prefix_unit: int = 1,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
         self.pool = pool
         self.groups = tuple(groups)
         self.prefix_caching = prefix_caching
-        self.hash_block_size = gcd(*(g.block_size for g in groups)) or 1
-        self.prefix_unit = lcm(*(g.block_size for g in groups))
+        self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
+        self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
+        self.checkpoints = checkpoints
 
     def rows_short(self, rows: Int, num_tokens: Int) -> Int:
         """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
@@ -130,16 +144,39 @@ class CacheManager:
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
         """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
-        if not self.prefix_caching or request.whole_prompt:
+        if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
             return 0, [[] for _ in self.groups]
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         hashes = self._hashes(request, token_ids, length // self.hash_block_size)
         while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
+            if self.checkpoints is not None:
+                length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
             hits = [self._hit(group, hashes, length) for group in self.groups]
-            agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=0)
+            agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
             if agreed == length:
                 return length, hits
             length = agreed // self.prefix_unit * self.prefix_unit
+
+    def whole_units(self, request: Request, token_ids: npt.NDArray[np.int32]) -> Sequence[BlockHash]:
+        """The hashes of all prefixes of `token_ids`, short of the last token, that can be gone on from."""
+        if not self.prefix_caching or request.whole_prompt:
+            return ()
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
+
+    def keep_states(self, rows: Rows, running: Int) -> None:
+        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from."""
+        if self.checkpoints is None:
+            return
+        for row in self.checkpoints.due(running).tolist():
+            count = int(rows.num_computed_tokens[row]) // self.hash_block_size
+            self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
+
+    def reset(self) -> None:
+        """Forget all cached prefixes; what requests hold stays theirs."""
+        self.pool.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
 
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
         """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
@@ -188,6 +225,8 @@ class CacheManager:
             wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
             raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
         self.pool.check()
+        if self.checkpoints is not None:
+            self.checkpoints.check()
 
     def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: Rows) -> None:
         expected = group.kernel_blocks(blocks)
@@ -204,6 +243,11 @@ class CacheManager:
         step = group.block_size // self.hash_block_size
         own = hashes[step - 1 : length // self.hash_block_size : step]
         return group.spec.prefix_hit(own, lambda block_hash: self.pool.lookup(group.index, block_hash))
+
+    def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
+        """Of the stretches' hashes, those at whole units up to `length` tokens."""
+        step = self.prefix_unit // self.hash_block_size
+        return hashes[step - 1 : length // self.hash_block_size : step]
 
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""

@@ -129,6 +129,7 @@ class Engine:
         self.device = device
         self.graphs = graphs
         self.cascade = cascade or Cascade([None] * len(gatherer.groups))
+        self.checkpoints = scheduler.cache.checkpoints
         self.asynchronous = asynchronous
         self.check = check
         self.startup = startup or {}
@@ -231,7 +232,7 @@ class Engine:
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
-        self.scheduler.cache.pool.reset()
+        self.scheduler.cache.reset()
         if self.encoding is not None:
             self.encoding.reset()
 
@@ -324,6 +325,8 @@ class Engine:
             inputs.embeds = self.encoding.embeds(schedule) if self.encoding else None
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        if self.checkpoints is not None:
+            self.checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
         return launched
 
     def _graph_shape(self, schedule: Schedule, *, cascade: bool) -> GraphShape | None:

@@ -14,6 +14,9 @@ from attrs import evolve, frozen
 from slotline.registry.config import size_in_bytes
 from slotline.registry.errors import CapacityError
 
+CHECKPOINT_SHARE = 0.25
+"""Of the memory that rows leave, what `auto` gives to checkpoints: these are of use with blocks beside them alone."""
+
 _CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, unless its owner says so
 
 
@@ -42,13 +45,14 @@ class MemoryReport:
 
     Attributes:
         devices: each by itself.
-        states: of every row, in state layers.
+        states: of every slot, in state layers; `checkpoints` of them for checkpoints.
         num_blocks: blocks in the pool, the null block included.
     """
 
     devices: tuple[DeviceMemory, ...]
     num_blocks: int
     states: int = 0
+    checkpoints: int = 0
 
     @property
     def total(self) -> int:
@@ -71,26 +75,44 @@ class MemoryReport:
         return sum(device.block for device in self.devices)
 
 
-def refuse_states(num_bytes: int, num_slots: int, asked: float | str, memory: DeviceMemory, *, explicit: bool) -> None:
-    """Check that the states of every row fit, before they are allocated.
+def count_slots(
+    each: int,
+    num_rows: int,
+    checkpoints: int | str,
+    asked: float | str,
+    memory: DeviceMemory,
+    *,
+    explicit: bool,
+) -> int:
+    """Slots for states, checked before they are allocated: one for each row, and those for checkpoints.
 
     Args:
-        num_bytes: of all slots in all state layers.
-        num_slots: the rows.
+        each: bytes of a slot over all state layers.
+        num_rows: rows of the scheduler.
+        checkpoints: how many, or ``auto``: as many as rows, in `CHECKPOINT_SHARE` of what these leave at most.
         asked, explicit: as for `size_pool`.
         memory: of the device where they are to lie.
 
     Raises:
-        CapacityError: naming the number of rows that would fit.
+        CapacityError: naming the number of rows, or of checkpoints, that would fit.
     """
     room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit)
-    each = num_bytes // num_slots
-    if num_bytes > room:
+    fits = max(room, 0) // each
+    if num_rows > fits:
         raise CapacityError(
-            f"the states of scheduler.max_requests = {num_slots} requests take {num_bytes} bytes, {each} each, and "
-            f"cache.memory = {asked!r} leaves {max(room, 0)}",
-            fix=f"set scheduler.max_requests = {room // each}" if room >= each else "raise cache.memory",
+            f"the states of scheduler.max_requests = {num_rows} requests take {num_rows * each} bytes, {each} each, "
+            f"and cache.memory = {asked!r} leaves {max(room, 0)}",
+            fix=f"set scheduler.max_requests = {fits}" if fits else "raise cache.memory",
         )
+    if isinstance(checkpoints, str):
+        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * each)) // each)
+    elif num_rows + checkpoints > fits:
+        raise CapacityError(
+            f"state.checkpoints = {checkpoints} beside the states of {num_rows} requests take "
+            f"{(num_rows + checkpoints) * each} bytes, {each} each, and cache.memory = {asked!r} leaves {max(room, 0)}",
+            fix=f"set state.checkpoints = {fits - num_rows}, or raise cache.memory",
+        )
+    return num_rows + checkpoints
 
 
 def size_pool(
@@ -101,6 +123,7 @@ def size_pool(
     useful_blocks: int,
     profile: Callable[[], float],
     state_bytes: int = 0,
+    checkpoints: int = 0,
 ) -> MemoryReport:
     """The pool that `cache.memory` allows; the device with the least room for its part of a block decides.
 
@@ -111,6 +134,7 @@ def size_pool(
         useful_blocks: more than this no set of running requests can use at a time.
         profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
         state_bytes: what state layers have been given already; it counts as cache.
+        checkpoints: of those slots, for the record.
 
     Raises:
         CapacityError: if not even one block fits.
@@ -133,7 +157,7 @@ def size_pool(
             fix="raise cache.memory, lower scheduler.max_batched_tokens, or take a smaller model or dtype",
         )
     report = tuple(evolve(device, cache=num_blocks * device.block) for device in devices)
-    return MemoryReport(devices=report, num_blocks=num_blocks, states=state_bytes)
+    return MemoryReport(devices=report, num_blocks=num_blocks, states=state_bytes, checkpoints=checkpoints)
 
 
 def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:

@@ -48,12 +48,7 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
 
 
 def choose_drafter(
-    loaded: LoadedConfig,
-    registry: PluginRegistry,
-    info: DeviceInfo,
-    max_model_len: int,
-    facts: ModelFacts,
-    family: Descriptor[Any],
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, family: Descriptor[Any]
 ) -> Descriptor[Any] | None:
     """The drafter that the configuration names, if any.
 
@@ -77,11 +72,6 @@ def choose_drafter(
         texts.append(f"needs hidden states of chosen layers; model family {family.name!r}: taps {refusal}")
     if offer.tree.support:
         texts.append("proposes trees, and this version verifies chains")
-    if facts.state_layers:
-        kinds = ", ".join(dict.fromkeys(layer.state_kind for layer in facts.state_layers))
-        texts.append(
-            f"{facts.architecture} keeps states ({kinds}), which this version cannot take back to an accepted draft"
-        )
     if config.tokens >= max_model_len - 1:
         texts.append(f"{origin} does not fit beside a prompt into max_model_len={max_model_len}")
     if texts:

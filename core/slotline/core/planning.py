@@ -14,6 +14,7 @@ from slotline.core.cache_specs import SpecBuilder, plan_pool
 from slotline.core.measurements import load_measurements
 from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
+from slotline.core.states import with_state_memory
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -100,7 +101,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry) if task == "generate" else ()
-    drafter = choose_drafter(loaded, registry, info, max_model_len, facts, family_descriptor)
+    drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
     parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
@@ -130,6 +131,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len))
+    plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     plan = review(plan, request, registry.hooks)
     _mark_selected(registry, plan)
     return Planned(

@@ -102,6 +102,7 @@ class Scheduler:
 
     def schedule(self) -> Schedule:
         """Choose the next step's tokens and give their requests rows and blocks."""
+        self.cache.keep_states(self.rows, self._running_rows)
         rows, counts, preempted = self._schedule_running()
         admitted: list[Request] = []
         if self._waiting and not preempted:
@@ -171,11 +172,17 @@ class Scheduler:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         if self.encoder_cache is not None:
             left = self._before_unencoded(self.encoder_cache, rows, left)
+        left = self._up_to_checkpoints(rows, left)
         if int(left.sum()) <= self.max_batched_tokens:
             return left
         before = np.cumsum(left) - left
-        cut: Int = np.clip(self.max_batched_tokens - before, 0, left)
-        return cut
+        return self._up_to_checkpoints(rows, np.clip(self.max_batched_tokens - before, 0, left))
+
+    def _up_to_checkpoints(self, rows: Int, counts: Int) -> Int:
+        """`counts`, cut where a state is to be kept; it can be copied between two steps alone."""
+        if self.cache.checkpoints is None:
+            return counts
+        return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
 
     def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
         """`left`, cut in each row before the first item that cannot be encoded in this step."""
@@ -247,12 +254,18 @@ class Scheduler:
                 return 0
         fresh = request.row < 0
         row = self.rows.admit(request, self._seed(request)) if fresh else request.row
+        checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
+        if checkpoints is not None:
+            divisible = self.chunked_prefill and not request.whole_prompt
+            count = checkpoints.aim(row, units, hit, count, divisible=divisible)
         if not self.cache.try_admit(row, prefix, hit + count):
             if fresh:
                 self.rows.release(request)
             if self.encoder_cache is not None:
                 self.encoder_cache.release(request)
             return 0
+        if checkpoints is not None:
+            checkpoints.begin(row, units, hit)
         self.rows.num_computed_tokens[row] = hit
         self.rows.find_next_feature(row)
         if request.status is Status.WAITING:

@@ -2,19 +2,24 @@
 
 A request's slot is its row: a row is held from admission to the end, so slots need no pool, no table and no counting,
 and a step finds them without a look-up. The price is memory for every row from the start, which `explain` and the
-memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros.
+memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros. Slots
+behind those of the rows hold checkpoints (`slotline.core.checkpoints`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from math import lcm
 from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
+from slotline.core.checkpoints import interval_of
 from slotline.core.memory import zeroed_bytes
 from slotline.registry.contracts import StateBackend, StateBatch, StateLayer, StateTensorSpec
+from slotline.registry.negotiation import Plan
+from slotline.registry.negotiation.state_memory import StateMemory
 
 Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
 State = Mapping[str, torch.Tensor]
@@ -38,10 +43,12 @@ class StateRouter:
     Args:
         groups: what was built.
         states: by layer index.
+        num_slots: in each of their tensors.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State]) -> None:
+    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int) -> None:
         self.groups = tuple(groups)
+        self.num_slots = num_slots
         self._plans: list[Any] = []
         self._routes = {
             layer.index: (group.backend.forward, states[layer.index], position)
@@ -59,9 +66,40 @@ class StateRouter:
         forward, state, position = self._routes[layer.index]
         return forward(layer, inputs, state, self._plans[position])
 
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot to another, in every layer; behind what was started and before what follows."""
+        for group in self.groups:
+            for layer in group.layers:
+                group.backend.copy(layer, self.state(layer), source, target)
+
     def state(self, layer: StateLayer) -> State:
         """The layer's tensors [num_slots, *shape] by name."""
         return self._routes[layer.index][1]
+
+
+def with_state_memory(plan: Plan, num_rows: int, checkpoints: int | str) -> Plan:
+    """The same plan with what its states take, if the model keeps any.
+
+    Args:
+        num_rows: rows of the scheduler.
+        checkpoints: as `state.checkpoints` says.
+    """
+    layers = [layer for group in plan.state_groups for layer in group.layers]
+    if not layers:
+        return plan
+    unit = lcm(*(group.block_size for group in plan.cache_groups)) if plan.cache_groups else plan.block_size
+    memory = StateMemory(
+        slot_bytes=sum(map(page_bytes, layers)),
+        used_bytes=sum(_num_bytes(tensor) for layer in layers for tensor in layer.tensors),
+        num_layers=len(layers),
+        num_rows=num_rows,
+        alignment=ALIGNMENT,
+        checkpoints=checkpoints if plan.prefix_caching else 0,
+        unit=unit,
+        interval=interval_of(unit),
+    )
+    return evolve(plan, states=memory)
 
 
 def page_bytes(layer: StateLayer) -> int:

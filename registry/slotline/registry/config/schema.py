@@ -11,6 +11,7 @@ from typing import Any, Literal
 from attrs import field, frozen
 
 from slotline.registry.config.validators import (
+    AtLeast,
     at_least,
     fraction_or_size,
     number_or_names,
@@ -56,6 +57,14 @@ class StateConfig:
     backend: str | tuple[str, ...] | Mapping[str, str] = field(
         default="auto",
         metadata=_doc("'auto', a name, a list in order of preference, or a table from state kind to name"),
+    )
+    checkpoints: int | Literal["auto"] = field(
+        default="auto",
+        validator=AtLeast(0, auto=True),
+        metadata=_doc(
+            "states kept for prefix caching; 'auto' is `scheduler.max_requests`, in a quarter of what their states "
+            "leave of the cache's memory at most"
+        ),
     )
 
 

@@ -174,7 +174,7 @@ def _cascade(search: Search, solution: Solution, index: int) -> str:
 
 def _shares(search: Search, solution: Solution) -> bool:
     request = search.problem.request
-    asked = request.prefix_caching.value and not request.state_groups
+    asked = request.prefix_caching.value
     return asked and not any(search.loses_prefix_caching(spec) for spec in solution.specs.values())
 
 

@@ -281,12 +281,8 @@ def _inexact(search: Search, solution: Solution) -> Iterator[Note]:
 
 
 def _prefix_caching(search: Search, solution: Solution) -> Iterator[Note]:
-    request = search.problem.request
     losing = [spec for spec in solution.specs.values() if search.loses_prefix_caching(spec)]
     because = [f"{spec.name}: {spec.capabilities.prefix_caching.describe()}" for spec in losing]
-    if request.prefix_caching.value:
-        kinds = dict.fromkeys(group.state_kind for group in request.state_groups)
-        because += [f"{kind} layers: this version takes no checkpoints of their states" for kind in kinds]
     if because:
         yield Note(
             code="N331",

@@ -425,9 +425,9 @@ _ALL = (
         "N331",
         _D,
         "no prefix caching",
-        "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks, or the model "
-        "has layers that keep a state, of which no checkpoints are taken.",
-        "Set `cache.prefix_caching = false`, or choose another spec.",
+        "Prefix caching is on unless switched off, and a cache spec that was chosen cannot share blocks, or the "
+        "backend of layers that keep a state makes no checkpoints to go on from.",
+        "Set `cache.prefix_caching = false`, or choose another spec or state backend.",
     ),
     _code(
         "N332",

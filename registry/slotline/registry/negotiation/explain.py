@@ -51,6 +51,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += ["", *_state_group(state_group, width)]
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width))]
     lines += rows("pool", plan.pool.lines() if plan.pool else (), width)
+    lines += rows("states", plan.states.lines(plan.pool) if plan.states else (), width)
     lines += _graphs(plan, width)
     lines += rows("parts", _parts(plan), width)
     lines += ["", "settings", *_settings(plan)]
@@ -162,9 +163,6 @@ def _state_group(group: StateGroupPlan, width: int) -> list[str]:
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
     lines = [*hang(f"state group {group.name}  ", facts, width), *row("backend", chosen, width, indent=2)]
-    elements = sum(tensor.num_elements for layer in group.layers for tensor in layer.tensors)
-    slots = f"one for each row of the scheduler, {elements:,} elements over all layers"
-    lines += row("slots", slots, width, indent=2)
     lines += row("queries", f"{group.max_query_len} at most, never captured in a graph", width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")
 

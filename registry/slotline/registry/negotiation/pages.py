@@ -112,16 +112,16 @@ class PoolPlan:
         need, best = self.bytes_per_request, self.optimal_bytes_per_request
         text = (
             f"{self.block_bytes} bytes a block; a request of {self.max_model_len} tokens holds "
-            f"{' + '.join(f'{group.blocks} {group.name}' for group in self.groups)} blocks at most, {_size(need)}: "
-            f"{_percent(need / best - 1)} above the {_size(best)} that are read, or {2**30 / need:.1f} requests per "
-            f"GiB where {2**30 / best:.1f} is the optimum"
+            f"{' + '.join(f'{group.blocks} {group.name}' for group in self.groups)} blocks at most, {in_units(need)}: "
+            f"{in_percent(need / best - 1)} above the {in_units(best)} that are read, or {2**30 / need:.1f} requests "
+            f"per GiB where {2**30 / best:.1f} is the optimum"
         )
         return [text, *(text for group in self.groups if (text := self._waste(group)))]
 
     def _waste(self, group: GroupPage) -> str:
         if group.page_bytes == self.block_bytes:
             return ""
-        percent, page = _percent(self.padding(group)), f"{group.block_size} tokens take {group.page_bytes} bytes"
+        percent, page = in_percent(self.padding(group)), f"{group.block_size} tokens take {group.page_bytes} bytes"
         if not self.shared:
             return f"{percent} unused in blocks of group {group.name}, whose {page}: groups do not share memory"
         largest = max(self.groups, key=lambda other: other.page_bytes)
@@ -174,11 +174,13 @@ def _preference(plan: PoolPlan) -> tuple[int, int, int]:
     return lcm(*sizes), sum(sizes), plan.bytes_per_request
 
 
-def _percent(share: float) -> str:
+def in_percent(share: float) -> str:
+    """A share in words."""
     return f"{100 * share:.1f} %"
 
 
-def _size(count: int) -> str:
+def in_units(count: int) -> str:
+    """A number of bytes in words."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -15,6 +15,7 @@ from slotline.registry.contracts.state import StateLayer
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.negotiation.pages import PoolPlan
 from slotline.registry.negotiation.request import Part, Setting
+from slotline.registry.negotiation.state_memory import StateMemory
 
 CAPTURED = "captured"
 EAGER = "eager"
@@ -291,6 +292,7 @@ class Plan:
         block_size: tokens of a manager block as negotiated; a cache group's own may be a multiple of it.
         cache_groups, groups: the decisions; a group names its cache group.
         pool: how the pool's memory is cut; None where nobody asked the cache specs.
+        states: how the memory of state layers is cut; None without them, or where nobody asked.
         graphs: the graph mode.
         state_groups: the decisions for layers that keep a state instead of keys and values.
         downgrades: what came out otherwise than asked or than usual; an error each under `strict`.
@@ -313,6 +315,7 @@ class Plan:
     graphs: GraphPlan
     state_groups: tuple[StateGroupPlan, ...] = ()
     pool: PoolPlan | None = None
+    states: StateMemory | None = None
     downgrades: tuple[Note, ...] = ()
     warnings: tuple[Note, ...] = ()
     notes: tuple[Note, ...] = ()
@@ -361,6 +364,7 @@ class Plan:
             **({"state_groups": [group.decision() for group in self.state_groups]} if self.state_groups else {}),
             "graphs": self.graphs.decision(),
             **({} if self.pool is None else {"pool": self.pool.to_json()}),
+            **({} if self.states is None else {"states": self.states.to_json()}),
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
             "facts": {key: _plain(value) for key, value in self.facts.items()},

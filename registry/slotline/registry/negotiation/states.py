@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from attrs import evolve, frozen
 
@@ -13,7 +13,16 @@ from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.needs import Pair
 from slotline.registry.negotiation.offers import not_asked_for, usability
 from slotline.registry.negotiation.parts import part_reasons
-from slotline.registry.negotiation.plan import Failure, GroupFailure, Plan, Reason, Rejection, StateGroupPlan
+from slotline.registry.negotiation.plan import (
+    NONE,
+    Failure,
+    GroupFailure,
+    Note,
+    Plan,
+    Reason,
+    Rejection,
+    StateGroupPlan,
+)
 from slotline.registry.negotiation.request import (
     AUTO,
     Asked,
@@ -70,7 +79,32 @@ def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate
         origin=asked.origin,
         explicit=asked.explicit,
     )
-    return evolve(plan, state_groups=groups, settings=(*plan.settings, setting))
+    plan = evolve(plan, state_groups=groups, settings=(*plan.settings, setting))
+    return _shared_as_far_as_states_allow(plan, request, candidates)
+
+
+def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
+    """The same plan, without prefix caching where a chosen state backend makes no checkpoints."""
+    offers = {candidate.name: candidate.capabilities for candidate in candidates}
+    losing = [group for group in plan.state_groups if offers[group.backend].checkpoints.refusal(True) is not None]
+    if not losing or not plan.prefix_caching:
+        return plan
+    note = Note(
+        code="N331",
+        key="cache.prefix_caching",
+        text="prefix caching is off",
+        asked="true",
+        resolved="false",
+        because=tuple(f"{group.name} layers: {group.backend} makes no checkpoints of their states" for group in losing),
+        to_avoid=("cache.prefix_caching = false",),
+    )
+    off = {"cache.prefix_caching", "attention.cascade"}  # no blocks are shared, so no step has a common prefix
+    return evolve(
+        plan,
+        groups=tuple(evolve(group, cascade=NONE) for group in plan.groups),
+        settings=tuple(evolve(s, resolved="false") if s.key in off else s for s in plan.settings),
+        downgrades=(*plan.downgrades, note),
+    )
 
 
 def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: str) -> tuple[StateGroupPlan, ...]:
@@ -84,11 +118,10 @@ def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: 
     Raises:
         NegotiationError: naming layers and kinds that no backend serves, or the settings that state layers rule out.
     """
-    _refuse_prefix_caching(request)
     verdicts = {group.name: _verdicts(request, group, candidates, dtype) for group in request.state_groups}
     unserved = [group for group in request.state_groups if all(verdict.reasons for verdict in verdicts[group.name])]
     if unserved:
-        raise _unserved(unserved, verdicts)
+        raise _unserved(request, candidates, dtype, unserved, verdicts)
     return tuple(_plan(request, group, verdicts[group.name], dtype) for group in request.state_groups)
 
 
@@ -113,13 +146,15 @@ def _verdict(
 
 
 def _needs(request: PlanRequest, group: StateGroupRequest, pair: Pair) -> tuple[Need, ...]:
-    device, longest = request.device, request.max_query_len
+    device, longest, sharing = request.device, request.max_query_len, request.prefix_caching
     model = f"model: {group.name} layers"
     return (
         Need(capability="devices", value=device.type, origin=f"device {device.name or device.type}"),
         Need(capability="state_kinds", value=group.state_kind, origin=model),
         Need(capability="dtypes", value=pair, origin=request.dtype.origin),
         Need(capability="query_len", value=longest.value, origin=longest.origin),
+        Need(capability="rollback", value=request.query_len.value > 1, origin=request.query_len.origin),
+        Need(capability="checkpoints", value=sharing.value and sharing.explicit, origin=sharing.origin),
     )
 
 
@@ -177,18 +212,13 @@ def _rejection(verdict: _Verdict, reasons: tuple[Reason, ...]) -> Rejection:
     )
 
 
-def _refuse_prefix_caching(request: PlanRequest) -> None:
-    sharing = request.prefix_caching
-    if sharing.value and sharing.explicit:
-        kinds = ", ".join(dict.fromkeys(group.state_kind for group in request.state_groups))
-        message = (
-            f"cache.prefix_caching = true ({sharing.origin}), but the model keeps states ({kinds}), of which this "
-            "version takes no checkpoints to resume from"
-        )
-        raise _error(Failure(code="N500", message=message, remedies=("cache.prefix_caching = false",)))
-
-
-def _unserved(groups: Sequence[StateGroupRequest], verdicts: dict[str, list[_Verdict]]) -> NegotiationError:
+def _unserved(
+    request: PlanRequest,
+    candidates: Sequence[Candidate],
+    dtype: str,
+    groups: Sequence[StateGroupRequest],
+    verdicts: dict[str, list[_Verdict]],
+) -> NegotiationError:
     failures = tuple(
         GroupFailure(
             name=group.name,
@@ -199,10 +229,27 @@ def _unserved(groups: Sequence[StateGroupRequest], verdicts: dict[str, list[_Ver
         for group in groups
     )
     texts = "; ".join(f"{_named(group)} of kind {group.state_kind}" for group in groups)
-    asked = any(reason.code == "N190" for failure in failures for item in failure.rejected for reason in item.reasons)
-    remedies = (f"state.backend = {toml(AUTO)}",) if asked else ()
-    code = "N500" if asked else "N502"
+    codes = {reason.code for failure in failures for item in failure.rejected for reason in item.reasons}
+    remedies = tuple(text for text, other in _gentler(request) if _serves_all(other, candidates, dtype))
+    code = "N500" if codes & {"N177", "N178", "N190"} else "N502"
     return _error(Failure(code=code, message=f"no state backend serves {texts}", groups=failures, remedies=remedies))
+
+
+def _gentler(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
+    """Requests that ask for one thing less, each with the setting."""
+    if request.state_backend.explicit:
+        yield f"state.backend = {toml(AUTO)}", evolve(request, state_backend=Asked(AUTO))
+    if request.prefix_caching.value and request.prefix_caching.explicit:
+        yield "cache.prefix_caching = false", evolve(request, prefix_caching=Asked(False))
+    if request.query_len.value > 1:
+        yield 'drafter.name = ""', evolve(request, query_len=Asked(1))
+
+
+def _serves_all(request: PlanRequest, candidates: Sequence[Candidate], dtype: str) -> bool:
+    return all(
+        any(not verdict.reasons for verdict in _verdicts(request, group, candidates, dtype))
+        for group in request.state_groups
+    )
 
 
 def _named(group: StateGroupRequest) -> str:
