@@ -32,6 +32,7 @@ ANY_ATTENTION = Candidate(
             different_value_head=Flag(True),
             sliding_window=Flag(True),
             chunked=Flag(True),
+            mla=Flag(True),
         ),
         factory="nowhere:nothing",
     ),

@@ -23,6 +23,7 @@ descriptor = Descriptor(
         chunked=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        mla=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
         lse=Flag(True, "natural log; a sink counts as one more key"),

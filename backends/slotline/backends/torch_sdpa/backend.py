@@ -7,7 +7,7 @@ beyond a request's length is ever read, so garbage there cannot leak.
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -140,7 +140,8 @@ class TorchBackend:
         if self._encoder or not plan.blocks.numel():
             return
         scales = self._scales.get(layer.index, (None, None))
-        for new, stored, scale in zip((key, value), cache, scales, strict=True):
+        parts = zip((key, value), cache, scales, strict=True)
+        for new, stored, scale in islice(parts, 1 if layer.mla else 2):  # latents hold their values
             rows = new[: plan.num_tokens] if plan.rows is None else new[plan.rows]
             _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
 
@@ -177,8 +178,12 @@ class TorchBackend:
 
     def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, scaled back where the cache has scales."""
-        keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in cache)
         scales = self._scales.get(layer.index)
+        if layer.mla:
+            keys = _raw(cache.key)[group.blocks, group.offsets].view(cache.key.dtype)
+            keys = keys if scales is None else keys.float() * scales.key
+            return keys, keys[..., : layer.head_size_v]
+        keys, values = (_raw(part)[group.blocks, group.offsets].view(part.dtype) for part in cache)
         return (keys, values) if scales is None else (keys.float() * scales.key, values.float() * scales.value)
 
 

@@ -8,6 +8,8 @@ keys, then its values. With equal head sizes the memory is therefore, outermost 
 
 so a page is one contiguous piece whichever layout is chosen, and can be copied or shared as bytes. Where groups with
 unequal pages share the pool, its kernel blocks lie apart instead: each is one contiguous piece at a fixed distance.
+
+A page of latents is [num_blocks * ratio, kernel_block_size, head_size]; it holds no values of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +33,11 @@ def token_bytes(layer: AttentionLayer, dtype: torch.dtype) -> int:
     return layer.num_kv_heads * (layer.head_size + layer.head_size_v) * dtype.itemsize
 
 
+def latent_bytes(layer: AttentionLayer, dtype: torch.dtype) -> int:
+    """Bytes of one token's latent in `layer`."""
+    return layer.head_size * dtype.itemsize
+
+
 def bind_pages(
     raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int, layout: str
 ) -> KVCache:
@@ -40,7 +47,32 @@ def bind_pages(
 
     Raises CapacityError if `raw` has another size, PluginError for an unknown `layout`.
     """
-    expected = num_kernel_blocks * size * token_bytes(layer, dtype)
+    blocks = _blocks(raw, layer, dtype, num_kernel_blocks, size, token_bytes(layer, dtype))  # [., elements of K and V]
+    split = size * layer.num_kv_heads * layer.head_size
+    heads = layer.num_kv_heads
+    return KVCache(
+        _logical(blocks[:, :split], size, heads, layer.head_size, layout),
+        _logical(blocks[:, split:], size, heads, layer.head_size_v, layout),
+    )
+
+
+def bind_latents(
+    raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int
+) -> KVCache:
+    """View `raw` as the latents of an MLA layer; the values are the first `head_size_v` numbers of the keys.
+
+    Raises CapacityError if `raw` has another size than `num_kernel_blocks` kernel blocks of `size` tokens.
+    """
+    blocks = _blocks(raw, layer, dtype, num_kernel_blocks, size, latent_bytes(layer, dtype))
+    keys = blocks.view(num_kernel_blocks, size, 1, layer.head_size)
+    return KVCache(keys, keys[..., : layer.head_size_v])
+
+
+def _blocks(
+    raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int, each: int
+) -> torch.Tensor:
+    """`raw` as [num_kernel_blocks, elements], for `each` bytes a token."""
+    expected = num_kernel_blocks * size * each
     if raw.numel() != expected or (raw.dim() == 2 and raw.shape[0] != num_kernel_blocks):
         raise CapacityError(
             f"layer {layer.name!r}: the cache buffer has {raw.numel()} bytes, {num_kernel_blocks} kernel blocks of "
@@ -48,13 +80,7 @@ def bind_pages(
             fix="allocate num_blocks * page_bytes(layer)",
         )
     rows = raw if raw.dim() == 2 else raw.view(num_kernel_blocks, -1)
-    blocks = rows.view(dtype)  # [num_kernel_blocks, elements of K and V]
-    split = size * layer.num_kv_heads * layer.head_size
-    heads = layer.num_kv_heads
-    return KVCache(
-        _logical(blocks[:, :split], size, heads, layer.head_size, layout),
-        _logical(blocks[:, split:], size, heads, layer.head_size_v, layout),
-    )
+    return rows.view(dtype)
 
 
 def _logical(part: torch.Tensor, size: int, num_kv_heads: int, head_size: int, layout: str) -> torch.Tensor:

@@ -40,7 +40,7 @@ LAG = 200_000_000
 
 
 def by_level(subject: Subject) -> Iterable[Case]:
-    """Each graph level that is declared, and a window where one is declared."""
+    """Each graph level that is declared, with a window and with latents where those are declared."""
     if subject.device.type != "cuda":
         raise NotApplicable(f"graphs are captured on CUDA devices, this is {subject.device.type}")
     return cases_of_levels(subject)
@@ -49,8 +49,8 @@ def by_level(subject: Subject) -> Iterable[Case]:
 def cases_of_levels(subject: Subject) -> list[dict[str, object]]:
     """As `by_level`, on any device."""
     rows: list[dict[str, object]] = []
-    for fields in ({}, {"window": 9}):
-        needs = {"sliding_window": bool(fields)}
+    for fields in ({}, {"window": 9}, {"mla": True}):
+        needs = {"sliding_window": "window" in fields, "mla": "mla" in fields}
         if refusal(subject, needs) is None:
             rows += [
                 {"graphs": level.name, **fields}

@@ -37,6 +37,7 @@ FLAGS = (
     "sliding_window",
     "soft_cap",
     "sinks",
+    "mla",
     "tree_mask",
     "cascade",
     "kv_scales",
@@ -49,6 +50,7 @@ VALUES: Mapping[str, Callable[[Subject], Sequence[Any]]] = MappingProxyType(
         "devices": lambda _: ("cpu", "cuda", UNKNOWN),
         "dtypes": lambda _: tuple(product(FLOATS, (*FLOATS, "float8_e4m3fn", "float8_e5m2"))),
         "head_sizes": lambda _: (1, 7, 63, 65, 80, 128, 320, 4096),
+        "latent_sizes": lambda subject: (1, 24, 576, 4096) if subject.capabilities.mla.support else (),
         "group_sizes": lambda _: (1, 3, 5, 6, 7, 8, 12, 16, 64, 128),
         "kernel_block_sizes": lambda subject: [size for size in SIZES if not _divides(subject, size)],
         "layouts": lambda _: ("NHD", "HND"),
@@ -105,8 +107,17 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
         "sliding_window": {"window": 32, "kv_kind": "sliding"},
         "soft_cap": {"soft_cap": 30.0},
         "sinks": {"sinks": True},
+        "mla": _latent(layer, layer.head_size),
+        "latent_sizes": _latent(layer, value),
     }
     return changes.get(capability, {})
+
+
+def _latent(layer: AttentionLayer, size: Any) -> dict[str, Any]:
+    """What makes an MLA layer of a layer: one KV head for as many query heads as a KV head had."""
+    heads = layer.num_heads // layer.num_kv_heads
+    shape = {"num_heads": heads, "num_kv_heads": 1, "head_size": size, "head_size_v": size}
+    return {**shape, "mla": True, "kv_kind": "mla"}
 
 
 def _request_changes(request: PlanRequest, capability: str, value: Any) -> dict[str, Any]:

@@ -138,11 +138,9 @@ def fork(run: Run) -> None:
 
 
 def by_feature(subject: Subject) -> Iterable[Case]:
-    """Plain attention, and a window where it is declared."""
-    rows: list[dict[str, Any]] = [{}]
-    if refusal(subject, {"sliding_window": True}) is None:
-        rows.append({"window": 9})
-    return rows
+    """Plain attention, with a window and with latents where those are declared."""
+    features: dict[str, dict[str, Any]] = {"sliding_window": {"window": 9}, "mla": {"mla": True}}
+    return [{}, *(fields for name, fields in features.items() if refusal(subject, {name: True}) is None)]
 
 
 @check(

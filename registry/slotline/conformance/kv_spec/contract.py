@@ -36,12 +36,13 @@ def _context(run: Run) -> KVSpecContext:
         name="model.layers.0.self_attn",
         index=0,
         num_heads=4,
-        num_kv_heads=2,
+        num_kv_heads=1 if kind == "mla" else 2,
         head_size=64,
         head_size_v=64,
         scale=0.125,
         window=size + 1 if kind == "sliding" else None,
         chunk=2 * size if kind == "chunked" else None,
+        mla=kind == "mla",
         kv_kind=kind,
     )
     return KVSpecContext(

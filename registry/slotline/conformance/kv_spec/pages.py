@@ -41,6 +41,11 @@ def where(layer: AttentionLayer, name: str) -> str:
     return f"layer of {layer.num_kv_heads} KV heads of {layer.head_size} and {layer.head_size_v}: {name}"
 
 
+def own_views(layer: AttentionLayer, cache: KVCache) -> tuple[tuple[str, torch.Tensor], ...]:
+    """The views that have memory of their own, with names: values of latents have none."""
+    return (("key", cache.key),) if layer.mla else (("key", cache.key), ("value", cache.value))
+
+
 @check(Kind.KV_SPEC, "kv_spec.page.bytes", Level.NUMERICS, cases=memory_cases, cost=0.01)
 def page_bytes(run: Run) -> None:
     """A page has room for the keys and the values of a block's tokens."""
@@ -50,7 +55,8 @@ def page_bytes(run: Run) -> None:
         found = group.spec.page_bytes(layer)
         if not isinstance(found, int) or found <= 0:
             raise Failed(f"page_bytes returned {found!r}, wanted a positive int")
-        wanted = group.block_size * layer.num_kv_heads * (layer.head_size + layer.head_size_v) * itemsize
+        own = layer.head_size if layer.mla else layer.head_size + layer.head_size_v  # latents hold their values
+        wanted = group.block_size * layer.num_kv_heads * own * itemsize
         if layer.kv_kind in KNOWN_KINDS and found < wanted:
             raise Failed(
                 f"{where(layer, 'page_bytes')} is {found}; {group.block_size} tokens of {run['dtype']} need {wanted}"
@@ -90,10 +96,13 @@ def bind_layout(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.bind.own_memory", Level.HOSTILE, cases=memory_cases)
 def bind_own_memory(run: Run) -> None:
-    """Every element of keys and values has bytes of its own, inside the memory that was given."""
+    """Every element of keys and values has bytes of its own, inside the memory that was given; values of latents have
+    the keys'."""
     for _, layer, raw, cache in bound(run):
+        if layer.mla:
+            _values_of_latents(layer, raw, cache)
         taken = torch.zeros(raw.numel(), dtype=torch.bool)
-        for name, view in (("key", cache.key), ("value", cache.value)):
+        for name, view in own_views(layer, cache):
             first = element_bytes(view, raw)
             if int(first.min()) < 0 or int(first.max()) + view.element_size() > raw.numel():
                 raise Failed(
@@ -109,6 +118,13 @@ def bind_own_memory(run: Run) -> None:
             taken[own] = True
 
 
+def _values_of_latents(layer: AttentionLayer, raw: torch.Tensor, cache: KVCache) -> None:
+    """Raise `Failed` unless the values are the keys' first numbers."""
+    keys, values = (element_bytes(view, raw) for view in cache)
+    if not torch.equal(keys[..., : layer.head_size_v], values):
+        raise Failed(f"{where(layer, 'value')} does not lie on the keys' first {layer.head_size_v} numbers")
+
+
 @check(Kind.KV_SPEC, "kv_spec.bind.write_read", Level.HOSTILE, cases=memory_cases)
 def bind_write_read(run: Run) -> None:
     """What is written through the views is read back, and nothing around the memory changes."""
@@ -116,11 +132,13 @@ def bind_write_read(run: Run) -> None:
         size = raw.numel()
         buffer = torch.as_strided(raw, (size + 2 * GUARD,), (1,), raw.storage_offset() - GUARD)
         wanted = []
-        for sign, view in ((1, cache.key), (-1, cache.value)):
+        for sign, (_, view) in zip((1, -1), own_views(layer, cache), strict=False):
             block, token, head, dim = (torch.arange(n, device=view.device) for n in view.shape)
             number = block[:, None, None, None] + token[:, None, None] + 3 * head[:, None] + 5 * dim
             wanted.append((sign * (number % 8 + 1)).float())  # exact in every dtype
             view.copy_(wanted[-1].to(view.dtype))
+        if layer.mla:
+            wanted.append(wanted[0][..., : layer.head_size_v])
         for name, view, numbers in (("key", cache.key, wanted[0]), ("value", cache.value, wanted[1])):
             wrong = (view.float() != numbers).nonzero().tolist()
             if wrong:
@@ -146,8 +164,9 @@ def bind_page_stride(run: Run) -> None:
                 raise Failed(f"{where(layer, name)} has shape {tuple(view.shape)}, wanted {shape}")
         numbers = (torch.arange(len(rows), device=device) % 8 + 1).float()[:, None, None, None]  # exact in every dtype
         cache.key.copy_(numbers.expand(cache.key.shape).to(cache.key.dtype))
-        cache.value.copy_((-numbers).expand(cache.value.shape).to(cache.value.dtype))
-        for name, view, sign in (("key", cache.key, 1), ("value", cache.value, -1)):
+        of_values = 1 if layer.mla else -1
+        cache.value.copy_((of_values * numbers).expand(cache.value.shape).to(cache.value.dtype))
+        for name, view, sign in (("key", cache.key, 1), ("value", cache.value, of_values)):
             if bool((view.float() != sign * numbers).any()):
                 raise Failed(f"{where(layer, name)} does not hold what was written to it where pages lie apart")
         if bool((raw == 0).all(dim=1).any()):

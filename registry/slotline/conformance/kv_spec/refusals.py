@@ -43,6 +43,8 @@ def base(subject: Subject, kind: str = "") -> PlanRequest:
                     layer,
                     window=64 if layer.kv_kind == "sliding" else None,
                     chunk=64 if layer.kv_kind == "chunked" else None,
+                    mla=layer.kv_kind == "mla",
+                    num_kv_heads=1 if layer.kv_kind == "mla" else 2,
                 )
             ]
         ),

@@ -13,6 +13,11 @@ What the payload means:
 * Kernel block 0 is the null block: block tables point to it where a request has no block; it is never read.
 * Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
 * `seq_lens` includes the new tokens; the queries of a request are its last tokens (bottom-right causal alignment).
+* Of a layer with multi-head latent attention (`AttentionLayer.mla`), the key is what all heads share: the latent, then
+  the part with positions; its first `head_size_v` numbers are the value too. The model multiplies the projections from
+  the latent into queries and outputs ("absorbed", DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so attention has one
+  KV head. The cache holds keys alone, and `KVCache.value` is a view of them: `write` stores the key, `value` is not
+  stored. In an eight-bit cache the key's scale counts, and the value's has no meaning.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
 * An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
@@ -75,6 +80,8 @@ class AttentionCapabilities:
         query_len: most query tokens of one request in a batch.
         sliding_window, chunked, soft_cap, sinks, tree_mask: features by name; `chunked` is attention within chunks
             (`AttentionLayer.chunk`).
+        mla: whether it serves multi-head latent attention, and `latent_sizes` with which sizes of a key (latent and
+            position part together); `head_sizes` and `different_value_head` are not asked for then.
         cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
         kv_scales: whether eight-bit caches are kept with the layer's scales.
         graphs: which batches `forward` can be captured for.
@@ -101,6 +108,8 @@ class AttentionCapabilities:
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
+    mla: Flag = Flag(Support.NOT_IMPLEMENTED)
+    latent_sizes: Range = Range()
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
@@ -129,6 +138,8 @@ class AttentionLayer:
             where it does not. A layer has a window or a chunk, not both.
         soft_cap: scores become ``cap * tanh(score / cap)``; None for none.
         sinks: whether the layer has a learned sink logit per query head.
+        mla: whether keys are latents that hold their own values: one KV head, the value of a key is its first
+            `head_size_v` numbers.
         kv_kind: what kind of cache it needs, e.g. ``full`` or ``sliding``.
         attention_type: ``decoder``, ``encoder_only`` or ``cross``.
         shares_kv_with: index of the layer whose cache it reads, None for its own.
@@ -145,6 +156,7 @@ class AttentionLayer:
     chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    mla: bool = False
     kv_kind: str = "full"
     attention_type: str = "decoder"
     shares_kv_with: int | None = None
@@ -154,7 +166,8 @@ class KVCache(NamedTuple):
     """The cache of one layer: two views, whatever the physical layout.
 
     Both have shape [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]; strides follow the layout, the
-    last dimension is contiguous. Kernel block 0 is the null block.
+    last dimension is contiguous. Kernel block 0 is the null block. With `AttentionLayer.mla` the value is the key's
+    first `head_size_v` numbers, in the same memory.
     """
 
     key: torch.Tensor

@@ -199,6 +199,14 @@ _ALL = (
         "Propose fewer draft tokens, lower `scheduler.max_batched_tokens`, or choose another backend.",
     ),
     _code(
+        "N168",
+        _R,
+        "multi-head latent attention",
+        "The model keeps one latent for all heads in place of keys and values, and the backend does not read such a "
+        "cache.",
+        "Choose a backend that serves it, such as `torch`.",
+    ),
+    _code(
         "N169",
         _R,
         "chunked attention",
@@ -529,6 +537,8 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "soft_cap": "N171",
         "sinks": "N172",
         "chunked": "N169",
+        "mla": "N168",
+        "latent_sizes": "N130",
         "tree_mask": "N173",
         "cascade": "N174",
         "batch_invariant": "N175",

@@ -142,6 +142,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += [f"chunk {layer.chunk}"] if layer.chunk is not None else []
     facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
     facts += ["sinks"] if layer.sinks else []
+    facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
     lines = [*hang(f"group {group.name}  ", ", ".join(facts), width), *row("backend", chosen, width, indent=2)]

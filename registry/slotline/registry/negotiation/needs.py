@@ -85,10 +85,10 @@ def _device_needs(problem: Problem) -> Iterator[GroupNeed]:
 
 def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
     layer = group.layer
+    sizes = {"head_sizes": layer.head_size, "different_value_head": layer.head_size_v != layer.head_size}
     facts = {
         "attention_types": layer.attention_type,
-        "head_sizes": layer.head_size,
-        "different_value_head": layer.head_size_v != layer.head_size,
+        **({"mla": True, "latent_sizes": layer.head_size} if layer.mla else sizes),
         "group_sizes": layer.num_heads // max(layer.num_kv_heads, 1),
         "sliding_window": layer.window is not None,
         "chunked": layer.chunk is not None,

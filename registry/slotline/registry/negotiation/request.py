@@ -279,4 +279,5 @@ def group_layers(layers: Sequence[AttentionLayer]) -> tuple[GroupRequest, ...]:
 
 def _needs_of(layer: AttentionLayer) -> tuple[object, ...]:
     shape = (layer.num_heads, layer.num_kv_heads, layer.head_size, layer.head_size_v, layer.scale)
-    return (layer.kv_kind, layer.attention_type, shape, layer.window, layer.chunk, layer.soft_cap, layer.sinks)
+    features = (layer.window, layer.chunk, layer.soft_cap, layer.sinks, layer.mla)
+    return (layer.kv_kind, layer.attention_type, shape, *features)

@@ -67,7 +67,7 @@ class World:
         self._generator = torch.Generator().manual_seed(case.seed)
         lengths, heads = [length for _, length in case.requests], case.num_kv_heads
         self.keys = [self.random(n, heads, case.head_size).to(case.cache_dtype) for n in lengths]
-        self.values = [self.random(n, heads, self.layer.head_size_v).to(case.cache_dtype) for n in lengths]
+        self.values = [self.value_of(key) for key in self.keys]
         self.queries = [self.random(q, case.num_heads, case.head_size, times=case.amplitude) for q, _ in case.requests]
         self.sinks = self.random(case.num_heads).to(self.device) if case.sinks else None
         table = self._tables()
@@ -80,6 +80,12 @@ class World:
     def random(self, *shape: int, times: float = 1.0) -> torch.Tensor:
         """Normal numbers of the case's dtype, on the host; each call gives others."""
         return (torch.randn(*shape, generator=self._generator) * times).to(self.case.dtype)
+
+    def value_of(self, key: torch.Tensor) -> torch.Tensor:
+        """Values for keys [L, Hkv, D]: random ones, or those that latents hold."""
+        if self.case.mla:
+            return key[..., : self.layer.head_size_v]
+        return self.random(*key.shape[:2], self.layer.head_size_v).to(self.case.cache_dtype)
 
     # What a backend sees
 
@@ -118,16 +124,18 @@ class World:
         """New buffers [num_blocks, ...] and the two views of them, poisoned as the case asks."""
         case, n, size = self.case, self.num_blocks, self.case.block_size
         gap = 64 if case.strided else 0
-        parts = [size * case.num_kv_heads * width for width in (case.head_size, self.layer.head_size_v)]
+        widths = (case.head_size,) if case.mla else (case.head_size, self.layer.head_size_v)
+        parts = [size * case.num_kv_heads * width for width in widths]
         if case.strided:
             whole = torch.empty(n, sum(parts) + gap, dtype=case.cache_dtype, device=self.device)
-            buffers, flat = [whole], [whole[:, : parts[0]], whole[:, parts[0] : sum(parts)]]
+            buffers, flat = [whole], list(whole[:, : sum(parts)].split(parts, dim=1))
         else:
             buffers = [torch.empty(n, part, dtype=case.cache_dtype, device=self.device) for part in parts]
             flat = list(buffers)
         shape = (size, case.num_kv_heads) if case.layout == "NHD" else (case.num_kv_heads, size)
         views = [part.unflatten(1, (*shape, -1)) for part in flat]
-        cache = KVCache(*(view if case.layout == "NHD" else view.transpose(1, 2) for view in views))
+        views = [view if case.layout == "NHD" else view.transpose(1, 2) for view in views]
+        cache = KVCache(views[0], views[0][..., : self.layer.head_size_v] if case.mla else views[1])
         self._poison(buffers, cache, sum(parts))
         return buffers, cache
 
@@ -197,7 +205,7 @@ class World:
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
         rows = [self.queries]
-        for dense, scale in zip((self.keys, self.values), self.case.kv_scales or (1.0, 1.0), strict=True):
+        for dense, scale in zip((self.keys, self.values), self.case.part_scales, strict=True):
             pairs = zip(dense, self.case.requests, strict=True)
             rows.append([each[length - q :].to(self.case.dtype) * scale for each, (q, length) in pairs])
         shapes = [
@@ -314,7 +322,7 @@ class World:
     def dense(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of each request that its queries attend to."""
         if self.case.kv_scales is not None:
-            scale_k, scale_v = self.case.kv_scales
+            scale_k, scale_v = self.case.part_scales
             pairs = zip(self.keys, self.values, strict=True)
             return [(k.to(self.case.dtype) * scale_k, v.to(self.case.dtype) * scale_v) for k, v in pairs]
         if self.case.attention_type != "encoder_only":

@@ -28,6 +28,7 @@ class Case:
         dtype, kv_dtype: of the activations and of the cache; kv_dtype None for dtype.
         kv_scales: scales of keys and values in an eight-bit cache, powers of two; None for 1 and 1.
         scale: None for ``head_size ** -0.5``.
+        mla: whether keys are latents that hold their values; there is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
         amplitude: factor on the queries.
         padding: rows after the last token.
@@ -56,6 +57,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    mla: bool = False
     causal: bool = True
     attention_type: str = "decoder"
     amplitude: float = 1.0
@@ -83,6 +85,12 @@ class Case:
         wide = [dtype for dtype in (self.dtype, self.cache_dtype) if dtype.itemsize > 1]
         return max(wide, key=lambda dtype: torch.finfo(dtype).eps)
 
+    @property
+    def part_scales(self) -> tuple[float, float]:
+        """What stored keys and stored values count times; values of latents are keys."""
+        scale_k, scale_v = self.kv_scales or (1.0, 1.0)
+        return scale_k, scale_k if self.mla else scale_v
+
     def scale_tensors(self, device: str) -> KVScales:
         """The scales as a backend gets them, new tensors in each call."""
         return KVScales(*(torch.tensor(scale, device=device) for scale in self.kv_scales or (1.0, 1.0)))
@@ -100,7 +108,8 @@ class Case:
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
-            kv_kind="full" if self.window is None else "sliding",
+            mla=self.mla,
+            kv_kind="mla" if self.mla else "full" if self.window is None else "sliding",
             attention_type=self.attention_type,
         )
 

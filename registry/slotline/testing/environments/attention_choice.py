@@ -23,6 +23,8 @@ PAIRS = (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"
 HEAD_SIZES = (64, 80, 96, 128, 40, 7, 16, 32, 48, 72, 112, 160, 192, 256, 512, 576)
 """Sizes that models have, and a few that are no power of two; the first that is declared is the usual one."""
 GROUPS = (3, 2, 4, 1, 5, 6, 7, 8)
+LATENTS = {40: 32, 72: 64, 576: 512, 36: 24, 24: 16}
+"""Sizes of an MLA key, and of the latent in it: small ones, DeepSeek's, and some whose parts are no power of two."""
 BLOCK_SIZES = (16, 8, 48, 1)
 
 
@@ -42,6 +44,12 @@ def head_sizes(subject: Subject) -> tuple[int, ...]:
     offer = subject.capabilities.head_sizes
     usual = _covered(offer, HEAD_SIZES)
     return tuple(dict.fromkeys((*usual[: None if subject.exhaustive else 6], *_ends(offer))))
+
+
+def latent_sizes(subject: Subject) -> tuple[int, ...]:
+    """Declared sizes of an MLA key, the usual one first."""
+    offer = subject.capabilities.latent_sizes
+    return tuple(dict.fromkeys((*_covered(offer, LATENTS), *_ends(offer))))
 
 
 def group_sizes(subject: Subject) -> tuple[int, ...]:
@@ -76,8 +84,7 @@ def needs_of(case: Case) -> dict[str, Any]:
     """What a case asks of a backend, by capability, as negotiation words it."""
     return {
         "dtypes": tuple(str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.cache_dtype)),
-        "head_sizes": case.head_size,
-        "different_value_head": case.head_size_v not in (None, case.head_size),
+        **_sizes_of(case),
         "group_sizes": case.num_heads // case.num_kv_heads,
         "kernel_block_sizes": case.block_size,
         "layouts": case.layout,
@@ -88,6 +95,12 @@ def needs_of(case: Case) -> dict[str, Any]:
         "sinks": case.sinks,
         "kv_scales": case.kv_scales is not None,
     }
+
+
+def _sizes_of(case: Case) -> dict[str, Any]:
+    if case.mla:
+        return {"mla": True, "latent_sizes": case.head_size}
+    return {"head_sizes": case.head_size, "different_value_head": case.head_size_v not in (None, case.head_size)}
 
 
 def refusal(subject: Subject, needs: Mapping[str, Any], conditions: Iterable[str] = ()) -> str | None:
@@ -133,12 +146,17 @@ def choose(
     if "dtype" not in wanted:
         dtype, kv_dtype = _first(subject, wanted, conditions, "dtypes", dtype_pairs(subject))
         wanted.update(dtype=getattr(torch, dtype), kv_dtype=getattr(torch, kv_dtype))
+    sizes = ("latent_sizes", latent_sizes(subject)) if wanted.get("mla") else ("head_sizes", head_sizes(subject))
     for name, capability, values in (
-        ("head_size", "head_sizes", head_sizes(subject)),
+        ("head_size", *sizes),
         ("block_size", "kernel_block_sizes", block_sizes(subject)),
     ):
         if name not in wanted:
             wanted[name] = _first(subject, wanted, conditions, capability, values)
+    if wanted.get("mla"):
+        wanted["num_kv_heads"] = 1
+        size = wanted["head_size"]
+        wanted.setdefault("head_size_v", LATENTS.get(size, size - size // 9))
     if "num_heads" not in wanted:
         kv_heads = wanted.setdefault("num_kv_heads", 2)
         if group is None:
@@ -181,7 +199,8 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": wanted.get("window") is not None,
         "soft_cap": wanted.get("soft_cap") is not None,
         "sinks": bool(wanted.get("sinks")),
-        "different_value_head": wanted.get("head_size_v") is not None,
+        "different_value_head": wanted.get("head_size_v") is not None and not wanted.get("mla"),
+        "mla": bool(wanted.get("mla")),
         "attention_types": wanted.get("attention_type", "decoder"),
     }
 

@@ -76,15 +76,19 @@ class Pool:
         """A new request without tokens; returns its number."""
         case, layer = self.case, self.home.layer
         shapes = [(case.num_heads, case.head_size), (case.num_kv_heads, case.head_size)]
-        shapes.append((case.num_kv_heads, layer.head_size_v))
-        return self._add(Request([], 0, *(self._random(self.longest, *shape) for shape in shapes)))
+        query, key = (self._random(self.longest, *shape) for shape in shapes)
+        latent = key[..., : layer.head_size_v]
+        value = latent if case.mla else self._random(self.longest, case.num_kv_heads, layer.head_size_v)
+        return self._add(Request([], 0, query, key, value))
 
     def fork(self, number: int) -> int:
         """A second request with the same tokens so far, which shares all blocks; later tokens differ."""
         old = self.requests[number]
         for block in old.blocks:
             self.references[block] += 1
-        new = Request(list(old.blocks), old.length, old.query.clone(), old.key.clone(), old.value.clone())
+        key = old.key.clone()
+        value = key[..., : self.home.layer.head_size_v] if self.case.mla else old.value.clone()
+        new = Request(list(old.blocks), old.length, old.query.clone(), key, value)
         self._redraw(new)
         return self._add(new)
 
@@ -167,7 +171,7 @@ class Pool:
         return torch.randn(*shape, generator=self._generator).to(self.case.dtype).to(self.case.cache_dtype)
 
     def _redraw(self, request: Request) -> None:
-        for tokens in (request.query, request.key, request.value):
+        for tokens in (request.query, request.key, *(() if self.case.mla else (request.value,))):
             tokens[request.length :] = self._random(*tokens[request.length :].shape)
 
 

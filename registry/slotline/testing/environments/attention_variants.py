@@ -106,7 +106,7 @@ def redrawn(world: World, index: int | None = None) -> World:
         other.buffers, other.cache = world.empty_cache()
     case = world.case
     other.keys = [world.random(*each.shape).to(case.cache_dtype) for each in world.keys]
-    other.values = [world.random(*each.shape).to(case.cache_dtype) for each in world.values]
+    other.values = [world.value_of(key) for key in other.keys]
     other.queries = [world.random(*each.shape, times=case.amplitude) for each in world.queries]
     for request in range(len(case.requests)):
         other.store(request)

@@ -22,10 +22,14 @@ SHAPES = {
     "short_value": (4, 2, 8, 3),
 }
 """num_heads, num_kv_heads, head_size, head_size_v."""
+LATENTS = {
+    name: (4, 1, size, rank) for name, (size, rank) in zip(SHAPES, ((40, 32), (16, 16), (7, 5), (9, 3)), strict=True)
+}
+"""The same of layers with multi-head latent attention, under the same names."""
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 LAYOUTS = ("NHD", "HND")
-KNOWN_KINDS = ("full", "sliding", "chunked")
+KNOWN_KINDS = ("full", "sliding", "chunked", "mla")
 """Kinds of layers whose visibility the suite knows; those of others are held to what holds for every kind."""
 
 
@@ -33,7 +37,7 @@ def layer_of(
     shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None, chunk: int | None = None
 ) -> AttentionLayer:
     """A layer of one of the `SHAPES`."""
-    num_heads, num_kv_heads, head_size, head_size_v = SHAPES[shape]
+    num_heads, num_kv_heads, head_size, head_size_v = (LATENTS if kind == "mla" else SHAPES)[shape]
     return AttentionLayer(
         name=f"layers.{index}",
         index=index,
@@ -44,6 +48,7 @@ def layer_of(
         scale=1.0,
         window=window,
         chunk=chunk,
+        mla=kind == "mla",
         kv_kind=kind,
     )
 
@@ -102,6 +107,8 @@ def group_cases(subject: Subject) -> list[Case]:
     for size in block_sizes(subject):
         if "full" in kinds:
             cases.append({"kind": "full", "block_size": size})
+        if "mla" in kinds:
+            cases.append({"kind": "mla", "block_size": size})
         if "sliding" in kinds:
             windows = {1, 2, size - 1, size, size + 1, size + 2, 2 * size, 2 * size + 1} - {0}
             cases += [{"kind": "sliding", "window": window, "block_size": size} for window in sorted(windows)]

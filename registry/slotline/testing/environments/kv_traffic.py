@@ -131,9 +131,10 @@ class Traffic:
         """Store the tokens' numbers in every layer."""
         numbers = request.numbers[first:last, None, None]
         where = self.places(request, first, last)
-        for cache in self.caches:
+        for layer, cache in zip(self.group.layers, self.caches, strict=True):
             cache.key[where] = numbers.expand(-1, *cache.key.shape[2:])
-            cache.value[where] = -numbers.expand(-1, *cache.value.shape[2:])
+            if not layer.mla:
+                cache.value[where] = -numbers.expand(-1, *cache.value.shape[2:])
 
     def read(self, request: Request, first: int, last: int) -> None:
         """What the queries first .. last - 1 read, each layer through its own window.
@@ -145,7 +146,8 @@ class Traffic:
             start = int(oldest_visible([layer], last)[first:].min())
             where = self.places(request, start, last)
             wanted = request.numbers[start:last, None, None]
-            for name, found, sign in (("key", cache.key[where], 1), ("value", cache.value[where], -1)):
+            of_values = 1 if layer.mla else -1
+            for name, found, sign in (("key", cache.key[where], 1), ("value", cache.value[where], of_values)):
                 wrong = (found * sign != wanted).flatten(1).any(dim=1).nonzero()
                 if len(wrong):
                     self.fail(request, start + int(wrong[0]), f"{layer.kv_kind} {layer.name}, {name}", first)

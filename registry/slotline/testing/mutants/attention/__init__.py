@@ -7,6 +7,7 @@ from slotline.testing.mutants.attention import (
     cascade,
     contract,
     correct,
+    latents,
     masks,
     outputs,
     paging,
@@ -23,6 +24,7 @@ MUTANTS = (
     *plans.MUTANTS,
     *scales.MUTANTS,
     *cascade.MUTANTS,
+    *latents.MUTANTS,
 )
 CORRECT = (*correct.CORRECT, *cascade.CORRECT)
 

@@ -22,6 +22,14 @@ def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
     return Mutant(name, summary, level, changed)
 
 
+LATENTS = KVSpecCapabilities(kv_kinds=Set(("mla",)), exact_kinds=Set(("mla",)))
+
+
+def _of_latents(name: str, summary: str, level: Level, factory: Any) -> Mutant:
+    made = _mutant(name, summary, level, factory)
+    return attrs.evolve(made, descriptor=attrs.evolve(made.descriptor, capabilities=LATENTS))
+
+
 MUTANTS: tuple[Mutant, ...] = (
     _mutant("forgets-values", "its pages have room for keys alone", Level.NUMERICS, memory.ForgetsValues),
     _mutant("kernel-page", "its pages have room for one kernel block", Level.NUMERICS, memory.PageOfKernelBlock),
@@ -38,6 +46,12 @@ MUTANTS: tuple[Mutant, ...] = (
         "whole-blocks", "shows one kernel block of each block that is split", Level.NUMERICS, memory.WholeBlocksOnly
     ),
     _mutant("values-over-keys", "binds the values where the keys are", Level.HOSTILE, memory.ValuesOverKeys),
+    _of_latents(
+        "latents-beside-values", "gives values of latents their own memory", Level.HOSTILE, memory.LatentsBesideValues
+    ),
+    _of_latents(
+        "latents-behind", "takes a latent's last numbers for its value", Level.HOSTILE, memory.LatentsBehindPositions
+    ),
     _mutant("copy", "binds a copy of the memory", Level.HOSTILE, memory.BindsACopy),
     _mutant(
         "storage-start",
@@ -103,6 +117,10 @@ CORRECT: tuple[Correct, ...] = (
             ),
             factory=right.Planes,
         ),
+    ),
+    Correct(
+        "latents that hold their values",
+        attrs.evolve(reference.descriptor, name="latents", factory=right.Latents, capabilities=LATENTS),
     ),
     Correct(
         "a kind of its own, one block for each request",

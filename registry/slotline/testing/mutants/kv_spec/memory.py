@@ -8,6 +8,7 @@ import attrs
 import torch
 
 from slotline.registry.contracts import AttentionLayer, BlockHash, KVCache, KVSpecContext
+from slotline.testing.mutants.kv_spec import right
 from slotline.testing.reference.kv_spec import WindowedSpec
 
 Lookup = Callable[[BlockHash], int | None]
@@ -47,6 +48,21 @@ class LastDtypeForAll(WindowedSpec):
 
     def page_bytes(self, layer: AttentionLayer) -> int:
         return self.block_size * self.token_elements(layer) * LastDtypeForAll.shared.itemsize
+
+
+class LatentsBesideValues(right.Latents):
+    """Gives values memory of their own behind all latents."""
+
+    def token_elements(self, layer: AttentionLayer) -> int:
+        return layer.head_size + layer.head_size_v
+
+    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
+        return WindowedSpec.bind(self, raw, layer, num_blocks)
+
+
+class LatentsBehindPositions(right.Latents):
+    def values(self, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return keys[..., -layer.head_size_v :]
 
 
 # --- bind

@@ -57,6 +57,22 @@ class Planes(WindowedSpec):
         )
 
 
+class Latents(WindowedSpec):
+    """One latent for each token, which holds its value."""
+
+    def token_elements(self, layer: AttentionLayer) -> int:
+        return layer.head_size
+
+    def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
+        kernel_blocks = num_blocks * (self.block_size // self.context.kernel_block_size)
+        keys = self.view(raw.view(self.dtype).view(kernel_blocks, -1), 1, layer.head_size)
+        return KVCache(keys, self.values(keys, layer))
+
+    def values(self, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """Their part of the keys."""
+        return keys[..., : layer.head_size_v]
+
+
 class OneBlock(WindowedSpec):
     """A kind of its own: a summary of fixed size, so that a request has one block at any length."""
 

@@ -30,6 +30,7 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        mla=Flag(True),
         kv_scales=Flag(True),
         lse=Flag(True),
         limits=(

@@ -43,7 +43,8 @@ class EagerAttention:
         """Store the step's tokens, but for those with slot -1."""
         slots = plan.slot_mapping[: plan.starts[-1]]
         kept = slots >= 0
-        for view, new, scale in zip(cache, (key, value), self.write_scales(layer), strict=True):
+        parts = list(zip(cache, (key, value), self.write_scales(layer), strict=True))
+        for view, new, scale in parts[:1] if layer.mla else parts:  # latents hold their values
             rows = new[: len(slots)][kept]
             self.store(view, slots[kept], rows if scale is None else rows.float() / scale)
 
@@ -108,7 +109,11 @@ class EagerAttention:
         """What was stored, times the layer's scales."""
         both = zip((keys, values), self.read_scales(layer), strict=True)
         keys, values = (stored if scale is None else stored.float() * scale for stored, scale in both)
-        return keys, values
+        return keys, self.latent_values(layer, keys) if layer.mla else values
+
+    def latent_values(self, layer: AttentionLayer, keys: torch.Tensor) -> torch.Tensor:
+        """The values [n, 1, Dv] that latents hold."""
+        return keys[..., : layer.head_size_v]
 
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
         """The first position that any query of a request sees; blocks before it may be gone."""
