@@ -1,0 +1,174 @@
+"""The workloads of `slotline bench`, end to end, on a model of random weights, beside what the card could do at best.
+
+    python benchmarks/engine_gpu.py benchmarks/models/qwen3-0.6b [--workload nano latency prefill] [--runs 2]
+        [--profile 40] [--phases] [--set scheduler.async=false]
+
+Each workload runs once to warm up, then so many times; the best counts, as in the figures it is compared with, and all
+are printed. Model length 8192; everything else as slotline chooses it. `--profile N` then runs each workload once
+more under torch's profiler, N steps from its middle (prefill: all), and prints the kernels' time by kind and the share
+of the time in which the device is busy; `--phases` prints the host's time in each part of a step. Weights are made on
+the device: what reading them costs is in benchmarks/startup.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from step_gpu import BANDWIDTH, MATRIX_RATE, kind_of, random_model
+from torch.profiler import ProfilerActivity, profile
+
+from slotline.core import LLM
+from slotline.core.cli import bench_run
+from slotline.core.cli.bench_run import Run, timed_runs
+from slotline.core.workloads import Workload, workload
+from slotline.plugins.model_families import loading
+
+
+def build(folder: Path, settings: list[str]) -> tuple[LLM, float]:
+    """An LLM over the folder's configuration and the seconds that building it took."""
+    loading.load_transformers_model = random_model
+    with tempfile.TemporaryDirectory() as name:
+        shutil.copy(folder / "config.json", name)
+        (Path(name) / "model.safetensors").touch()  # its header is never read
+        start = perf_counter()
+        llm = LLM(model=name, device="cuda", dtype="bfloat16", max_model_len=8192, overrides=settings)
+        return llm, perf_counter() - start
+
+
+def least_seconds(llm: LLM, work: Workload) -> float:
+    """At best: a step reads the weights and each key once or does the operations, whichever is longer."""
+    model = llm.engine.runner.model
+    config, layers = model.hf_model.config, model.facts.layers
+    head = config.vocab_size * config.hidden_size
+    body = sum(p.numel() for name, p in model.hf_model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    body -= 0 if config.tie_word_embeddings else head
+    per_token = sum(4 * layer.num_kv_heads * layer.head_size for layer in layers)  # bytes of bfloat16 keys and values
+    pairs = sum(4 * layer.num_heads * layer.head_size for layer in layers)  # operations of a query and a key
+    lengths = [(len(prompt), out) for prompt, out in zip(work.waves[-1], work.max_tokens[-1], strict=True)]
+    prompt_tokens = sum(prompt for prompt, _ in lengths)
+    operations = 2 * body * prompt_tokens + 2 * head * len(lengths) + pairs * sum(p * p / 2 for p, _ in lengths)
+    total = max(operations / MATRIX_RATE, 2 * (body + head) / BANDWIDTH)
+    for step in range(1, max(out for _, out in lengths)):
+        running = [prompt + step for prompt, out in lengths if out > step]
+        read = 2 * (body + head) + per_token * sum(running)
+        total += max(read / BANDWIDTH, (2 * (body + head) * len(running) + pairs * sum(running)) / MATRIX_RATE)
+    return total
+
+
+def figure(work: Workload, seconds: float) -> str:
+    """The workload's figure of merit: output tokens per second, or seconds where one token each is wanted."""
+    outputs = sum(work.max_tokens[-1])
+    return f"{seconds:.4f} s" if work.name == "prefill" else f"{outputs / seconds:,.0f} tok/s"
+
+
+def describe(llm: LLM, work: Workload, runs: list[Run]) -> dict[str, Any]:
+    """One line for a workload; what it says, for JSON."""
+    best = min(run.seconds for run in runs)
+    wave = min(runs, key=lambda run: run.seconds).waves[-1]
+    least = least_seconds(llm, work)
+    each = ", ".join(figure(work, run.seconds) for run in runs)
+    print(
+        f"{work.name}: {figure(work, best)} ({each}); limit {figure(work, least)}, {100 * least / best:.0f} % of it",
+        end="",
+    )
+    later = sorted(step[1] for step in wave.later_steps)
+    prompt = wave.prompt_seconds
+    print(f"; {wave.prompt_steps} steps with prompts {prompt:.3f} s, then {len(later)} steps", end="")
+    print(f", median {1e3 * later[len(later) // 2]:.2f} ms" if later else "")
+    return {"workload": work.name, "best": figure(work, best), "all": each, "limit": figure(work, least)}
+
+
+def profiled(llm: LLM, work: Workload, count: int) -> None:
+    """Some steps under torch's profiler: kernels by kind, how busy the device is, and the host's phases."""
+    engine = llm.engine
+    first = 0 if work.name == "prefill" else 60
+    step, seen, marks = engine.step, 0, dict[str, float]()
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+
+    def watched() -> Any:
+        nonlocal seen
+        if seen == first:
+            torch.cuda.synchronize()
+            profiler.start()
+            marks["start"] = perf_counter()
+        result = step()
+        seen += 1
+        if seen == first + count or (seen > first and "end" not in marks and not engine.has_work):
+            torch.cuda.synchronize()
+            marks["end"] = perf_counter()
+            profiler.stop()
+        return result
+
+    engine.step = watched  # type: ignore[method-assign]
+    bench_run._run(llm, work)
+    del engine.step  # type: ignore[attr-defined]
+    by_kind, by_name = defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    spans = []
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Activity"):
+            by_kind["copies" if event.name.startswith("Mem") else kind_of(event.name)] += event.device_time
+            by_name[event.name].append(event.device_time)
+            spans.append((event.time_range.start, event.time_range.end))
+    busy, reach = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        busy += max(0.0, end - max(begin, reach))
+        reach = max(reach, end)
+    wall, steps = 1e6 * (marks["end"] - marks["start"]), min(count, seen - first)
+    share, launches = 100 * busy / wall, len(spans) / steps
+    print(
+        f"   {steps} steps: {wall / steps:.0f} us each, busy {busy / steps:.0f} ({share:.0f} %), {launches:.0f} kernels"
+    )
+    kinds = sorted(by_kind.items(), key=lambda item: -item[1])
+    print("   us a step: " + ", ".join(f"{kind} {time / steps:.0f}" for kind, time in kinds))
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:18]:
+        each = f"{len(times) / steps:6.1f} x {sum(times) / len(times):8.2f}"
+        print(f"   {sum(times) / steps:9.1f} us a step, {each}  {name[:90]}")
+
+
+def phases(llm: LLM, work: Workload) -> None:
+    """The host's time in the parts of a step, averaged over one more run; the timing itself is in it."""
+    profiler = llm.engine.profiler
+    profiler.reset()
+    profiler.enabled = True
+    bench_run._run(llm, work)
+    profiler.enabled = False
+    steps = max(profiler.counts.values())
+    parts = ", ".join(f"{name} {1e6 * spent / steps:.0f}" for name, spent in profiler.seconds.items())
+    print(f"   host, us a step over {steps} steps: {parts}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workload", nargs="*", default=["nano", "latency", "prefill"])
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--profile", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--phases", action="store_true", help="the host's time in the parts of a step, too")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
+    parser.add_argument("--json", action="store_true", help="the figures as the last line")
+    arguments = parser.parse_args()
+    llm, seconds = build(arguments.folder, arguments.settings)
+    startup = ", ".join(f"{phase} {taken:.1f}" for phase, taken in llm.engine.startup.items())
+    print(llm.plan.summary(), f"built in {seconds:.1f} s: {startup}", sep="\n")
+    found = []
+    for name in arguments.workload:
+        work = workload(name)
+        found.append(describe(llm, work, timed_runs(llm, work, arguments.runs)))
+        if arguments.profile:
+            profiled(llm, work, arguments.profile)
+        if arguments.phases:
+            phases(llm, work)
+    if arguments.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
