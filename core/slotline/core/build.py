@@ -172,6 +172,7 @@ class EngineBuilder:
             task=planned.task,
             optimize=config.optimize,
             offload_bytes=int(config.offload_gib * 2**30),
+            batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,
             options=self._options(planned.family_descriptor),
         )
@@ -247,6 +248,7 @@ class EngineBuilder:
             max_tokens=scheduler.max_batched_tokens,
             max_model_len=self.planned.max_model_len,
             kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
+            batch_invariant=self.planned.loaded.config.batch_invariant,
             options=self._options(descriptor),
         )
         with device_scope(context.device):

@@ -47,6 +47,34 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
     return Setting(key="task", asked=config.task, resolved=task, origin=origin, explicit=config.task != "auto")
 
 
+def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> None:
+    """Refuse what would let a request's numbers hang on its batch, where they must not.
+
+    Attention backends are asked in negotiation, and the family once more when it loads the model.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    config = loaded.config
+    if not config.batch_invariant:
+        return
+    texts = []
+    if refusal := family.capabilities.batch_invariant.refusal(True):
+        texts.append(f"model family {family.name!r}: {refusal}")
+    if facts.state_layers:
+        kinds = ", ".join(dict.fromkeys(layer.state_kind for layer in facts.state_layers))
+        texts.append(f"{facts.architecture} keeps states ({kinds}), and no state backend promises it")
+    if not config.optimize:
+        texts.append("optimize = false: transformers' own modules leave it to the matrix library")
+    if config.offload_gib:
+        texts.append(f"offload_gib = {config.offload_gib:g}: weights are not on the device when they are looked at")
+    if texts:
+        raise NegotiationError(
+            f"batch_invariant = true ({loaded.origins['batch_invariant'].where}) cannot hold: {'; '.join(texts)}",
+            fix="remove what it cannot hold beside, or set batch_invariant = false",
+        )
+
+
 def choose_drafter(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, family: Descriptor[Any]
 ) -> Descriptor[Any] | None:

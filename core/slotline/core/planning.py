@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from slotline.core.cache_specs import SpecBuilder, plan_pool
 from slotline.core.measurements import load_measurements
-from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors
+from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors, refuse_variance
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import with_state_memory
 from slotline.registry.config import LoadedConfig
@@ -96,6 +96,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     family_descriptor, family = _family_for(registry, path)
     facts = family.inspect(path)
     _refuse_windows(facts)
+    refuse_variance(loaded, facts, family_descriptor)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
     stages = divide(loaded, devices, facts, family_descriptor)

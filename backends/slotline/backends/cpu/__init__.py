@@ -25,6 +25,7 @@ CAPABILITIES = AttentionCapabilities(
     soft_cap=Flag(True),
     sinks=Flag(True),
     lse=Flag(True, "natural log; a sink counts as one more key"),
+    batch_invariant=Flag(True, "every query token by itself"),
     priority=100,
     priority_reason="4 to 10 times as fast as `torch` in decode, 2 to 3 in prefill: reads the cache in place",
 )

@@ -57,6 +57,9 @@ class CpuBackend:
         # Flash attention knows no soft cap, and no value head of another size.
         flash = layer.soft_cap is None and layer.head_size == layer.head_size_v
         self._longest = MAX_KERNEL_QUERY if flash else context.max_model_len
+        self._piece, self._min_split = MAX_KERNEL_QUERY, kernels.MIN_SPLIT
+        if context.batch_invariant:  # every query token by itself, its keys in one go: nothing else has a say in it
+            self._longest, self._piece, self._min_split = context.max_model_len, 1, context.max_model_len + 1
         self._dtype: torch.dtype = getattr(torch, context.dtype)
         self._read_new = context.dtype == context.kv_dtype
         self._bound: dict[int, Bound] = {}
@@ -85,14 +88,14 @@ class CpuBackend:
         """The arrays for `kernels.attend`, None without work for it, and how many query tokens they cover."""
         starts = np.ascontiguousarray(batch.query_start_loc_cpu)
         lens = np.ascontiguousarray(batch.seq_lens_cpu[: batch.num_requests])
-        pieces = np.empty((batch.num_requests + batch.num_tokens // MAX_KERNEL_QUERY, 5), np.int64)
-        count = kernels.cut_pieces(starts, lens, MAX_KERNEL_QUERY, self._longest, self._window, pieces)
+        pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 5), np.int64)
+        count = kernels.cut_pieces(starts, lens, self._piece, self._longest, self._window, pieces)
         if not count:
             return None, 0
         pieces = pieces[:count]
         items = np.empty((count * self._kv_heads + self._threads, 5), np.int64)
         bins = np.empty(self._threads + 1, np.int64)
-        kernels.partition(pieces, self._kv_heads, self._threads, items, bins)
+        kernels.partition(pieces, self._kv_heads, self._threads, self._min_split, items, bins)
         taken = int(pieces[:, kernels.QUERY_LEN].sum())
         return (items, bins, pieces, np.ascontiguousarray(batch.block_table.numpy()), self._work, self._parts), taken
 

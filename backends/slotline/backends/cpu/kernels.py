@@ -198,10 +198,11 @@ def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, win
 
 
 @_entry()
-def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any) -> Any:
+def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: Any, starts: Any) -> Any:
     """Share the keys of all pieces among `threads`, equally and in order; fills `items` and `starts` [threads + 1].
 
-    A KV head of a piece is cut in two only where one thread's share ends inside it. Returns the number of partial
+    A KV head of a piece is cut in two only where one thread's share ends inside it, and both parts have at least
+    `min_split` keys. Returns the number of partial
     results, which are numbered in the order of the items.
     """
     total = 0
@@ -218,7 +219,7 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, items: Any, starts: Any)
                 share = max(0, share) // TILE * TILE
                 stop = end
                 if thread < threads and share < end - at:
-                    if share >= MIN_SPLIT and end - at - share >= MIN_SPLIT:
+                    if share >= min_split and end - at - share >= min_split:
                         stop, cut = at + share, True
                     elif share < (end - at) // 2:
                         starts[thread] = count

@@ -38,6 +38,7 @@ descriptor = Descriptor(
         graphs=Level(GraphSupport.ALWAYS),
         plain_writes=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),
+        batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),
         priority=50,
         priority_reason="reads the cache in place, for decode, prefill and verification",
     ),

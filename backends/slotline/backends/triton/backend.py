@@ -89,6 +89,7 @@ class TritonBackend:
         self._cores = cores
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
+        self._invariant = context.batch_invariant
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -100,6 +101,8 @@ class TritonBackend:
 
     def plan(self, batch: AttentionBatch) -> Plan:
         decodes, requests = batch.num_decodes, batch.num_requests
+        if self._invariant:
+            return Plan(batch, ((self._invariant_launch(batch),),) if batch.num_tokens else ())
         if batch.common_prefix_len:
             return Plan(batch, (self._cascade(batch),))
         launches = []
@@ -131,6 +134,27 @@ class TritonBackend:
             single=single,
             shape=shape,
             num_parts=splits,
+        )
+
+    def _invariant_launch(self, batch: AttentionBatch) -> Launch:
+        """The same tiles in the same order for a token in any batch: blocks of one size, keys unsplit from the first.
+
+        Rows of a block do not touch, and tiles of keys that a row does not see leave it as it is, bit for bit.
+        """
+        shape = LARGE if self._large else SHORT
+        block_q = self._block_q(shape.rows, shape)
+        requests, tokens = batch.num_requests, batch.num_tokens
+        return Launch(
+            first=0,
+            end=requests,
+            first_token=0,
+            tokens=tokens,
+            blocks=tokens // block_q + requests,
+            block_q=block_q,
+            splits=1,
+            single=False,
+            shape=shape,
+            num_parts=1,
         )
 
     def _cascade(self, batch: AttentionBatch) -> tuple[Launch, Launch]:

@@ -104,6 +104,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         tasks=Set(("generate", "embed", "classify")),
         pipeline=Flag(True),
         taps=Flag(True),
+        batch_invariant=Flag(True, "except models with experts"),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

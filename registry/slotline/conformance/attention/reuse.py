@@ -9,7 +9,7 @@ from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.environments.attention import BACKEND_THREADS, bits
 from slotline.testing.environments.attention_choice import build, chosen, examine, world, writes_cache
 from slotline.testing.environments.attention_shapes import SHAPES, decode, mixed, with_empty_rows
-from slotline.testing.environments.attention_variants import in_place, leave_stale_needles, only
+from slotline.testing.environments.attention_variants import in_place, leave_stale_needles, only, tail
 
 
 @check(Kind.ATTENTION, "attention.reuse.batches", Level.HOSTILE)
@@ -70,7 +70,7 @@ def stale(run: Run) -> None:
 )
 def batch_invariance(run: Run) -> None:
     """A request's output is bitwise the same alone and in any batch, in any place."""
-    made = world(run, chosen(run, mixed))
+    made = world(run, chosen(run, mixed, batch_invariant=True))
     together, _ = made.run(build(run, made.case), writes_cache(run))
     starts = made.batch.query_start_loc_cpu
     for request in range(len(made.case.requests)):
@@ -81,6 +81,28 @@ def batch_invariance(run: Run) -> None:
                 f"request {request} {made.case.requests[request]} gives other bits alone than in the batch; "
                 "batch_invariant is declared"
             )
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.invariance.steps",
+    Level.HOSTILE,
+    needs={"batch_invariant": True},
+)
+def step_invariance(run: Run) -> None:
+    """A token's output is bitwise the same whether its request's tokens come in one step or in several."""
+    made = world(run, chosen(run, lambda p: ((2 * p + 3, 4 * p + 7), (p + 1, p + 1)), batch_invariant=True))
+    whole, _ = made.run(build(run, made.case), writes_cache(run))
+    starts = made.batch.query_start_loc_cpu
+    for request, (query_len, _) in enumerate(made.case.requests):
+        for count in dict.fromkeys((1, query_len // 2, query_len - 1)):
+            part = tail(made, request, count)
+            out, _ = part.run(build(run, part.case), writes_cache(run))
+            if not torch.equal(bits(out[:count]), bits(whole[starts[request + 1] - count : starts[request + 1]])):
+                raise Failed(
+                    f"the last {count} of {query_len} query tokens of request {request} get other bits in a step of "
+                    "their own; batch_invariant is declared"
+                )
 
 
 @check(Kind.ATTENTION, "attention.determinism.runs", Level.HOSTILE, mandatory=False)

@@ -257,6 +257,13 @@ class Config:
     optimize: bool = field(
         default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules")
     )
+    batch_invariant: bool = field(
+        default=False,
+        metadata=_doc(
+            "a request's log-probabilities are bitwise the same alone and in any batch; slower, and refused where a "
+            "part cannot"
+        ),
+    )
     offload_gib: float = field(default=0.0, metadata=_doc("GiB of weights kept in host memory"))
     strict: bool = field(
         default=False, metadata=_doc("every downgrade and every plugin that fails to load is an error")

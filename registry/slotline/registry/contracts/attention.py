@@ -89,7 +89,8 @@ class AttentionCapabilities:
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
         plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
             else; then whoever makes them may store them, and `write` is not called.
-        batch_invariant: a request's output is bitwise the same in any batch.
+        batch_invariant: where the context asks for it, a token's output is bitwise the same whatever else is in the
+            batch and however its request is cut into steps.
         limits: offers that shrink when another feature is needed.
         priority: `auto` prefers the higher figure on this device; give the reason in `priority_reason`.
     """
@@ -210,6 +211,7 @@ class AttentionContext:
         layout: ``NHD`` or ``HND``.
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
         kv_scales: by layer index, the scales of an eight-bit cache; a layer that is not in it has scales of 1.
+        batch_invariant: whether the plan counts on the capability of that name.
         options: the plugin's own table, an instance of its options class, or None.
     """
 
@@ -226,6 +228,7 @@ class AttentionContext:
     max_tokens: int
     max_model_len: int
     kv_scales: Mapping[int, KVScales] = field(factory=dict)
+    batch_invariant: bool = False
     options: Any = None
 
 

@@ -56,6 +56,8 @@ class ModelFamilyCapabilities:
         tasks: of ``generate``, ``embed`` and ``classify``.
         pipeline: whether `load` can spread a model's layers over the stages of its context.
         taps: whether `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
+        batch_invariant: whether `load` can give a model whose logits for a token are bitwise the same whatever else is
+            in the batch and however its request is cut into steps, as long as attention's outputs are.
     """
 
     architectures: Set[str]
@@ -63,6 +65,7 @@ class ModelFamilyCapabilities:
     tasks: Set[str] = Set(("generate",))
     pipeline: Flag = Flag(False)
     taps: Flag = Flag(False)
+    batch_invariant: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -173,6 +176,7 @@ class ModelContext:
 
     Attributes:
         device: torch device string; the last stage's where there are several.
+        batch_invariant: whether the model must be what the capability of that name says.
         stages: the pipeline's stages, two at least, for a family that declares `pipeline`; else empty.
     """
 
@@ -183,6 +187,7 @@ class ModelContext:
     task: str = "generate"
     optimize: bool = True
     offload_bytes: int = 0
+    batch_invariant: bool = False
     stages: tuple[Stage, ...] = ()
     options: Any = None
 

@@ -86,6 +86,7 @@ def prepare_request(
         query_len=Asked(1 + draft_tokens, drafter, True) if draft_tokens else Asked(1),
         max_query_len=source.asked("scheduler.max_batched_tokens", longest),
         tree_mask=Asked(tree, drafter, tree),
+        batch_invariant=source.asked("batch_invariant", config.batch_invariant),
         cascade=source.asked("attention.cascade", config.attention.cascade),
         prefix_caching=source.asked("cache.prefix_caching", config.cache.prefix_caching),
         needs=tuple(needs),

@@ -69,6 +69,7 @@ class Case:
     first_block: int = FIRST_BLOCK
     spare_blocks: int = 2
     max_query_len: int | None = None
+    batch_invariant: bool = False
     seed: int = 0
 
     def friendly(self) -> Case:
@@ -131,4 +132,5 @@ class Case:
             max_tokens=8192,
             max_model_len=65536,
             kv_scales={index: self.scale_tensors(device) for index in scales},
+            batch_invariant=self.batch_invariant,
         )

@@ -124,6 +124,15 @@ def only(world: World, request: int) -> World:
     return other
 
 
+def tail(world: World, request: int, count: int) -> World:
+    """A batch of the last `count` query tokens of one request of a world, over the same cache."""
+    other = only(world, request)
+    other.case = evolve(other.case, requests=((count, other.case.requests[0][1]),))
+    other.queries = [other.queries[0][-count:]]
+    other.batch = other.make_batch()
+    return other
+
+
 def in_place(world: World) -> World:
     """Another batch of as many requests and blocks, in the very tensors and arrays of the first."""
     requests = world.case.requests[1:] + world.case.requests[:1]

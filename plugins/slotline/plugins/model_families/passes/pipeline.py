@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from attrs import evolve
 from torch import nn
 
 from slotline.plugins.model_families.passes import (
     gated_mlp,
+    invariant_linear,
     lean_attention,
     lean_head,
     lean_layer,
@@ -18,6 +21,8 @@ from slotline.plugins.model_families.passes import (
     rotary,
 )
 from slotline.plugins.model_families.passes.target import Target, target_of
+
+Pass = Callable[[nn.Module, Target], tuple[str, ...]]
 
 # Packing takes every linear layer that merging and fusing have left; the short forwards need both done.
 PASSES = (
@@ -33,7 +38,13 @@ PASSES = (
 )
 
 
-def optimize(model: nn.Module, *, device: str, dtype: str | torch.dtype) -> tuple[str, ...]:
+INVARIANT_PASSES = (rms_norm.apply, rotary.apply, invariant_linear.apply)
+"""Those after which a token's numbers do not hang on the batch."""
+
+
+def optimize(
+    model: nn.Module, *, device: str, dtype: str | torch.dtype, batch_invariant: bool = False
+) -> tuple[str, ...]:
     """Edit a loaded decoder in place so that it computes the same with less work.
 
     Weights that a pass merges or packs replace the originals, so the model cannot be saved or cast afterwards. To
@@ -44,23 +55,25 @@ def optimize(model: nn.Module, *, device: str, dtype: str | torch.dtype) -> tupl
         model: a transformers causal language model on its device, in evaluation mode.
         device: where it runs, e.g. ``cpu`` or ``cuda:0``.
         dtype: the weights' dtype or its name.
+        batch_invariant: whether a token's numbers must be bitwise the same in any batch.
 
     Returns:
         A note for each thing done, or left out with the reason.
 
     Raises:
-        slotline.registry.errors.ModelError: if the dtype is unknown.
+        slotline.registry.errors.ModelError: if the dtype is unknown, or the model has parts whose numbers would hang on
+            the batch where they must not.
     """
     target = target_of(device, dtype)
     if next(model.parameters()).device.type != target.device:
         target = evolve(target, kernels=None, fused=None)  # its weights come to the device later: nothing can be tried
-    return apply_passes(model, target)
+    return apply_passes(model, target, INVARIANT_PASSES if batch_invariant else PASSES)
 
 
-def apply_passes(model: nn.Module, target: Target) -> tuple[str, ...]:
-    """Run every pass for a target; see `optimize`."""
+def apply_passes(model: nn.Module, target: Target, passes: Sequence[Pass] = PASSES) -> tuple[str, ...]:
+    """Run passes for a target, by default every one; see `optimize`."""
     notes: tuple[str, ...] = ()
-    for apply in PASSES:
+    for apply in passes:
         with torch.no_grad():
             notes += apply(model, target)
     return notes

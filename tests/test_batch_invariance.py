@@ -1,0 +1,101 @@
+"""`batch_invariant = true`: a request's log-probabilities are bitwise the same alone and in any batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_driver import random_prompts
+from torch import nn
+
+from slotline.core import LLM, RequestOutput, SamplingParams
+from slotline.plugins.model_families.passes import invariant_linear
+from slotline.plugins.model_families.passes.target import Target, target_of
+from slotline.registry.errors import ModelError, NegotiationError
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+SCORED = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, logprobs=3, prompt_logprobs=2)
+
+
+def bits(output: RequestOutput) -> Any:
+    """Tokens and the exact value of every log-probability."""
+    scored = [*(output.prompt_logprobs or ()), *(output.outputs[0].logprobs or ())]
+    values = [None if entry is None else [(t, found.logprob.hex()) for t, found in entry.items()] for entry in scored]
+    return output.outputs[0].token_ids, values
+
+
+def alone(llm: LLM, prompts: Sequence[list[int]]) -> list[Any]:
+    """Each prompt by itself, on an empty prefix cache."""
+    found = []
+    for prompt in prompts:
+        llm.engine.scheduler.cache.pool.reset()
+        found.append(bits(llm.generate([prompt], SCORED)[0]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama", "float32"), ("llama", "bfloat16"), ("gemma3", "float32"), ("gemma2", "float32")]
+)
+def test_a_requests_numbers_are_bitwise_the_same_alone_and_in_a_batch(
+    family: str, dtype: str, tiny: Tiny, engines: Engines
+) -> None:
+    """Chunked prompts beside decodes, prefix hits, and a pool so small that requests are preempted and start anew."""
+    settings = {"backend": "cpu", "optimize": True, "dtype": dtype, "block_size": 4, "batch_invariant": True}
+    wide = engines(tiny(family), **settings, **{"scheduler.max_batched_tokens": 24})
+    narrow = engines(tiny(family), memory="100KiB" if dtype == "float32" else "50KiB", **settings)
+    expected = alone(wide, PROMPTS)
+    together = wide.generate(PROMPTS, SCORED)
+    assert [bits(output) for output in together] == expected
+    assert [bits(output) for output in wide.generate(PROMPTS, SCORED)] == expected  # over cached prefixes
+    pressed = narrow.generate(PROMPTS, SCORED)
+    assert sum(output.metrics.num_preemptions for output in pressed) > 0
+    assert [bits(output) for output in pressed] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_tiled_product_gives_a_row_the_same_bits_among_any_number_of_rows(dtype: torch.dtype) -> None:
+    """3,072 inputs: there the library's own product for one row differs from that for two on common machines."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3072, 768, bias=True, dtype=dtype))
+    x = torch.randn(40, 3072).to(dtype)
+    plain = model(x)
+    invariant_linear.apply(model, target_of("cpu", dtype))
+    whole = model(x)
+    assert torch.allclose(whole.float(), plain.float(), rtol=2e-2, atol=2e-2)
+    for start, end in ((0, 1), (7, 8), (3, 20), (39, 40), (0, 33), (5, 5)):
+        assert torch.equal(model(x[start:end]), whole[start:end])
+    assert model(x[None]).shape == (1, 40, 768)
+
+
+def test_what_cannot_hold_it_is_refused_with_every_reason(tiny: Tiny) -> None:
+    with pytest.raises(NegotiationError) as found:
+        LLM(tiny("llama"), device="cpu", batch_invariant=True, backend="torch")
+    assert "N175" in str(found.value)
+    assert "batch_invariant = false" in str(found.value)
+    with pytest.raises(NegotiationError, match=r"optimize = false.*; offload_gib = 1"):
+        LLM(tiny("llama"), device="cpu", batch_invariant=True, optimize=False, offload_gib=1.0)
+    with pytest.raises(ModelError, match=r"Qwen3MoeExperts.* multiply weights in a way that hangs on"):
+        LLM(tiny("qwen3_moe"), device="cpu", batch_invariant=True)
+
+
+def test_a_gpu_without_kernels_is_refused() -> None:
+    with pytest.raises(ModelError, match="no kernels of fixed sizes"):
+        invariant_linear.apply(nn.Sequential(nn.Linear(4, 4)), Target("cuda", torch.float32))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("graphs", ["none", "auto"])
+def test_the_same_on_a_gpu_with_graphs_and_asynchronous_scheduling(graphs: str, dtype: str, tiny: Tiny) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "batch_invariant": True, "graphs.mode": graphs, "max_model_len": 128}
+    llm = LLM(tiny("llama"), device="cuda", memory="64MiB", max_num_batched_tokens=24, **options)
+    assert {group.backend for group in llm.plan.groups} == {"triton"}
+    expected = alone(llm, PROMPTS)
+    assert [bits(output) for output in llm.generate(PROMPTS, SCORED)] == expected
+    assert [bits(output) for output in llm.generate(PROMPTS[::-1], SCORED)] == expected[::-1]
