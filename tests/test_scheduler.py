@@ -80,22 +80,23 @@ def test_without_chunked_prefill_a_prompt_waits_for_a_step_that_holds_all_of_it(
 
 
 @pytest.mark.behaviour(45, 46)
-def test_single_token_requests_come_first_in_the_batch_in_their_order() -> None:
+def test_single_token_requests_come_first_in_the_batch_the_longest_at_the_front() -> None:
     bench = Bench(max_batched_tokens=16)
     for name, length in (("a", 2), ("b", 9), ("c", 2), ("d", 6)):
         bench.add(name, length, max_tokens=9)
     bench.step()  # a, b, c whole, d cut to 3
     schedule = bench.step()
-    assert bench.names(schedule) == ["a", "b", "c", "d"]
+    assert bench.names(schedule) == ["b", "a", "c", "d"]
     assert schedule.num_scheduled.tolist() == [1, 1, 1, 3]
+    assert schedule.num_computed.tolist() == [9, 2, 2, 3]
     bench.scheduler.remove(bench.scheduler.running[0])
     late = bench.add("e", 5, max_tokens=9)
     schedule = bench.step()
-    assert bench.names(schedule) == ["b", "c", "d", "e"]
+    assert bench.names(schedule) == ["b", "d", "c", "e"]
     assert late.row == 0
-    assert schedule.rows.tolist() == [1, 2, 3, 0]  # batch order, not row order
+    assert schedule.rows.tolist() == [1, 3, 2, 0]  # batch order, not row order
     assert (schedule.num_decodes, schedule.num_tokens) == (3, 8)
-    assert schedule.num_computed.tolist() == [10, 3, 6, 0]
+    assert schedule.num_computed.tolist() == [10, 6, 3, 0]
 
 
 @pytest.mark.behaviour(45, 46)

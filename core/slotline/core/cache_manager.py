@@ -66,8 +66,8 @@ class CacheGroup:
         """Append manager blocks to the row's table."""
         held = self.blocks[row]
         start = len(held) * self.ratio
-        ids = self.kernel_blocks(blocks)
-        self.table[row, start : start + ids.size] = ids
+        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # the step's path: no array for a block or two
+        self.table[row, start : start + len(blocks) * self.ratio] = ids
         self.versions[row] += 1
         held.extend(blocks)
         everything = len(held) >= self._blocks_at_most

@@ -35,8 +35,8 @@ from slotline.registry.negotiation import Plan, capture_sizes
 logger = logging.getLogger("slotline")
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
 """Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
-AUTO_MIXED_SIZES = (1, 2, 4, 8, 16, *range(32, 513, 32))
-"""Token counts of mixed batches where none are named: coarser, since each may take a graph for every layer."""
+AUTO_MIXED_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts of mixed batches where none are named: few, since each may take a graph for every layer."""
 WARM_UPS = 1
 """Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
 
@@ -291,11 +291,12 @@ class GraphRunner:
         """Query tokens of the made-up requests.
 
         Of a mixed batch whose attention is captured: as few and long requests as can be, beside requests without
-        query tokens, since a launch for these serves any other division of as many tokens.
+        query tokens, since a launch for these serves any other division of as many tokens. Each has a past, which a
+        backend might serve in another way than a prompt that begins.
         """
         rows = self._gatherer.rows
         if shape.num_requests:
-            return even_split(shape.num_tokens, -(-shape.num_tokens // rows.max_model_len))
+            return even_split(shape.num_tokens, -(-shape.num_tokens // max(1, rows.max_model_len - 1)))
         return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
 
     def _forward(

@@ -29,7 +29,8 @@ class Schedule:
     """What one step computes.
 
     Attributes:
-        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first.
+        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first, those with the
+            most computed tokens at the front.
         num_scheduled: [num_requests] int64, tokens of each, at least 1.
         num_computed: [num_requests] int64, tokens of each that were computed before.
         num_tokens: sum of `num_scheduled`, drafts included.
@@ -285,17 +286,17 @@ class Scheduler:
         ) % 2**64
 
     def _in_batch_order(self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]) -> Schedule:
-        longer = counts > 1
-        num_decodes = len(counts) - int(longer.sum())
-        if 0 < num_decodes < len(counts):
-            order = np.argsort(longer, kind="stable")
-            rows, counts = rows[order], counts[order]
+        computed, longer = self.rows.num_computed_tokens[rows], counts > 1
+        # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun
+        # longest first leaves no multiprocessor with a long remainder at the end (Graham 1969).
+        order = np.lexsort((np.where(longer, 0, -computed), longer))
+        counts = counts[order]
         return Schedule(
-            rows=rows,
+            rows=rows[order],
             num_scheduled=counts,
-            num_computed=self.rows.num_computed_tokens[rows],
+            num_computed=computed[order],
             num_tokens=int(counts.sum()),
-            num_decodes=num_decodes,
+            num_decodes=len(counts) - int(longer.sum()),
             admitted=tuple(admitted),
             preempted=tuple(preempted),
         )

@@ -111,7 +111,7 @@ class GraphsConfig:
         default="auto",
         metadata=_doc(
             "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512; mixed "
-            "batches in steps of 32"
+            "batches in larger ones"
         ),
     )
 
