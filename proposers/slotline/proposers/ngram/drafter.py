@@ -13,6 +13,8 @@ from numba import njit, prange
 from slotline.proposers.ngram import NgramOptions
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 
+_MANY_TOKENS = 1 << 22
+
 
 class NgramDrafter:
     """Implements `Drafter`. Keeps nothing between steps: the history is in the rows."""
@@ -29,7 +31,9 @@ class NgramDrafter:
         """The tokens behind the best earlier place of each request's last tokens; none where there is no such place."""
         drafts = np.full((len(batch.rows), self._num_tokens), -1, np.int64)
         rows, table, known = batch.rows.numpy(), batch.token_table.numpy(), batch.num_tokens.numpy()
-        look_up(rows, table, known, self._shortest, self._longest, drafts)
+        # Threads cost more than they save where others want the cores too, unless there is much to read.
+        find = look_up if int(known.sum()) < _MANY_TOKENS else look_up_on_all_cores
+        find(rows, table, known, self._shortest, self._longest, drafts)
         return Draft(token_ids=torch.from_numpy(drafts))
 
     def release(self, row: int) -> None:
@@ -55,8 +59,7 @@ def _place(tokens: Any, shortest: int, longest: int) -> int:
     return place
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def look_up(rows: Any, table: Any, known: Any, shortest: int, longest: int, drafts: Any) -> None:
+def _look_up(rows: Any, table: Any, known: Any, shortest: int, longest: int, drafts: Any) -> None:
     """Fill drafts [n, k], which holds -1, for permanent rows [n] of `table` with `known` [n] tokens each."""
     for index in prange(len(rows)):
         count = known[index]
@@ -65,3 +68,7 @@ def look_up(rows: Any, table: Any, known: Any, shortest: int, longest: int, draf
         if place >= 0:
             for i in range(min(drafts.shape[1], count - place)):
                 drafts[index, i] = tokens[place + i]
+
+
+look_up = njit(cache=True, nogil=True)(_look_up)
+look_up_on_all_cores = njit(cache=True, nogil=True, parallel=True)(_look_up)

@@ -6,9 +6,19 @@ from collections.abc import Mapping
 
 import torch
 
-from slotline.testing.check import Failed
+from slotline.testing.check import Failed, NotApplicable, Run
 from slotline.testing.environments.drafter import Request, RowDraft
 from slotline.testing.oracles.drafter import PROBABILITY_ERRORS
+
+
+def must_forget(run: Run) -> None:
+    """For checks in which requests leave.
+
+    Raises:
+        NotApplicable: for a drafter that says that it remembers them.
+    """
+    if run.subject.capabilities.remembers:
+        raise NotApplicable("remembers: requests that left may change a draft")
 
 
 def same_drafts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.conformance.drafter.comparing import same_draft, same_drafts
+from slotline.conformance.drafter.comparing import must_forget, same_draft, same_drafts
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Level, Run, check
 from slotline.testing.environments.drafter import Request, World, random_request, world_of
@@ -58,6 +58,7 @@ def edge_full_row(run: Run) -> None:
 @check(Kind.DRAFTER, "drafter.edge.one_row", Level.HOSTILE)
 def edge_one_row(run: Run) -> None:
     """An engine for one request at a time, many requests one after the other."""
+    must_forget(run)
     rng, world = run.rng, World(run.subject, max_requests=1, garbage="garbage")
     for _ in range(8):
         request = random_request(rng)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.conformance.drafter.comparing import same_draft, same_drafts
+from slotline.conformance.drafter.comparing import must_forget, same_draft, same_drafts
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.environments.drafter import Request, World, random_request, world_of
@@ -83,6 +83,8 @@ def _used(run: Run) -> World:
 )
 def rows_recycled(run: Run) -> None:
     """A request that takes a used row gets the draft of an unused one, whether the row was released before or not."""
+    if run["released"]:
+        must_forget(run)
     world, requests = _used(run), _requests(run)
     expected = world_of(run.subject, requests, garbage="garbage").propose(range(6))
     for row, request in requests.items():
@@ -95,6 +97,7 @@ def rows_recycled(run: Run) -> None:
 @check(Kind.DRAFTER, "drafter.rows.release", Level.HOSTILE)
 def rows_release(run: Run) -> None:
     """After one request has left, one that never got a draft among them, the others' drafts are the same."""
+    must_forget(run)
     rng, world = run.rng, _used(run)
     requests = dict(world.requests)
     expected = world_of(run.subject, requests, garbage="garbage").propose(range(6))

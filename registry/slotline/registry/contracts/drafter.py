@@ -25,6 +25,8 @@ class DrafterCapabilities:
         max_tokens: most draft tokens it can propose in a row.
         tree: whether it proposes a tree instead of a chain.
         probabilities: whether it returns its own distribution, which rejection sampling then uses.
+        remembers: whether requests that left change what it proposes to later ones; if not, a proposal is a function of
+            the request's own history.
         needs_history: reads the token history on the host.
         needs_hidden_states: reads the last hidden states.
         needs_layers: reads hidden states of the layers that `LayerReader.layer_ids` names.
@@ -37,6 +39,7 @@ class DrafterCapabilities:
     max_tokens: Max = Max()
     tree: Flag = Flag(False)
     probabilities: Flag = Flag(False)
+    remembers: bool = False
     needs_history: bool = False
     needs_hidden_states: bool = False
     needs_layers: bool = False
