@@ -119,7 +119,7 @@ class EngineBuilder:
         scales = self._kv_scales()
         attention = self._attention_groups(scales)
         cascade = self._cascade(attention, groups)
-        drafting = self._drafting(rows)
+        drafting = self._drafting(rows, model)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
@@ -463,7 +463,7 @@ class EngineBuilder:
             )
         return ProcessorPipeline(slots, rows, _PROCESSED)
 
-    def _drafting(self, rows: Rows) -> Drafting | None:
+    def _drafting(self, rows: Rows, model: Model) -> Drafting | None:
         descriptor, facts = self.planned.drafter, self.planned.facts
         if descriptor is None:
             return None
@@ -479,6 +479,7 @@ class EngineBuilder:
             device=self.planned.device,
             dtype=self.planned.plan.dtype,
             path=str(path) if path else None,
+            compute_logits=model.compute_logits,
             options=self._options(descriptor),
         )
         return Drafting(

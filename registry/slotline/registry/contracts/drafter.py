@@ -4,6 +4,7 @@ fast text comes, never which text.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, frozen
@@ -50,7 +51,11 @@ class DrafterCapabilities:
 
 @frozen(kw_only=True)
 class DrafterContext:
-    """What a drafter's factory gets. `path` is the draft checkpoint's folder or None."""
+    """What a drafter's factory gets. `path` is the draft checkpoint's folder or None.
+
+    `compute_logits` is the model's output projection, for drafters that share it: hidden states [n, hidden_size] behind
+    the last norm to logits [n, vocab_size] float32, on the device; None outside an engine.
+    """
 
     contract: int
     num_tokens: int
@@ -61,6 +66,7 @@ class DrafterContext:
     device: str
     dtype: str
     path: str | None = None
+    compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     options: Any = None
 
 

@@ -1,0 +1,154 @@
+"""Medusa heads and their published folders.
+
+Head h is a row of residual blocks, x + SiLU(linear(x)), and an output projection. A folder holds config.json with
+`medusa_num_heads` and `medusa_num_layers` (or `num_heads` and `num_hidden_layers`, as vLLM converts them) and one file
+of weights under the authors' names or vLLM's:
+
+    h.l.linear.weight [hidden, hidden], h.l.linear.bias [hidden]    blocks.h.layers.l.weight, .bias
+    h.L.weight [vocab, hidden], L being the number of blocks         lm_heads.h.weight
+
+A bias may be missing. Where `original_lm_head` is true, or no head has a projection, all share the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch.nn.functional import silu
+
+from slotline.registry.errors import ModelError
+
+WEIGHT_FILES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
+_PREFIX = re.compile(r"^(medusa_heads?|model)\.")
+_FIX = "set drafter.path to a folder with Medusa heads that were trained for this model"
+
+
+@frozen(kw_only=True, eq=False)
+class MedusaHeads:
+    """All heads, stacked.
+
+    Attributes:
+        weights: [num_layers, num_heads, hidden_size, hidden_size]; biases: [num_layers, num_heads, hidden_size].
+        projections: [num_heads, vocab_size, hidden_size], or None where the model's own is shared.
+    """
+
+    weights: torch.Tensor
+    biases: torch.Tensor
+    projections: torch.Tensor | None
+
+    @property
+    def num_heads(self) -> int:
+        """How many tokens they can predict."""
+        return self.weights.shape[1]
+
+    def first(self, count: int) -> MedusaHeads:
+        """The first heads alone."""
+        projections = None if self.projections is None else self.projections[:count]
+        return MedusaHeads(weights=self.weights[:, :count], biases=self.biases[:, :count], projections=projections)
+
+    def to(self, device: str, dtype: torch.dtype) -> MedusaHeads:
+        """The same on a device, in the model's dtype."""
+        moved = evolve(self, weights=self.weights.to(device, dtype), biases=self.biases.to(device, dtype))
+        return moved if self.projections is None else evolve(moved, projections=self.projections.to(device, dtype))
+
+    def states(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """What the output projections read, [num_heads, n, hidden_size], from hidden states [n, hidden_size]."""
+        x = hidden_states.to(self.weights.dtype).expand(self.num_heads, *hidden_states.shape)
+        for weight, bias in zip(self.weights, self.biases, strict=True):
+            x = x + silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
+        return x
+
+
+def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
+    """The heads of a folder, in host memory.
+
+    Raises:
+        ModelError: if something is missing or does not fit a model of these sizes.
+    """
+    num_heads, num_layers, shared = _read_config(path)
+    found = {_PREFIX.sub("", name): tensor for name, tensor in _read_weights(path).items()}
+    shape = (hidden_size, hidden_size)
+    blocks = [
+        [
+            _find(found, (f"{h}.{i}.linear.weight", f"blocks.{h}.layers.{i}.weight"), shape, path)
+            for h in range(num_heads)
+        ]
+        for i in range(num_layers)
+    ]
+    zeros = torch.zeros(hidden_size, dtype=blocks[0][0].dtype if blocks else torch.float32)
+    biases = [
+        [_bias(found, (f"{h}.{i}.linear.bias", f"blocks.{h}.layers.{i}.bias"), zeros, path) for h in range(num_heads)]
+        for i in range(num_layers)
+    ]
+    names = [(f"{h}.{num_layers}.weight", f"lm_heads.{h}.weight") for h in range(num_heads)]
+    projections = None
+    if not shared and any(name in found for pair in names for name in pair):
+        projections = torch.stack([_find(found, pair, (vocab_size, hidden_size), path) for pair in names])
+    if not blocks:
+        return MedusaHeads(
+            weights=torch.zeros(0, num_heads, *shape),
+            biases=torch.zeros(0, num_heads, hidden_size),
+            projections=projections,
+        )
+    return MedusaHeads(
+        weights=torch.stack([torch.stack(layer) for layer in blocks]),
+        biases=torch.stack([torch.stack(layer) for layer in biases]),
+        projections=projections,
+    )
+
+
+def _read_config(path: Path) -> tuple[int, int, bool]:
+    """Heads, residual blocks of each, and whether they share the model's output projection."""
+    file = path / "config.json"
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        num_heads = settings.get("medusa_num_heads", settings.get("num_heads"))
+        num_layers = settings.get("medusa_num_layers", settings.get("num_hidden_layers"))
+        if not isinstance(num_heads, int) or not isinstance(num_layers, int) or num_heads < 1 or num_layers < 0:
+            raise ValueError(f"medusa_num_heads = {num_heads!r}, medusa_num_layers = {num_layers!r}")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"{str(file)!r} does not describe Medusa heads: {error}", fix=_FIX) from error
+    return num_heads, num_layers, bool(settings.get("original_lm_head", False))
+
+
+def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
+    file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
+    if file is None:
+        raise ModelError(f"{str(path)!r} has none of {', '.join(WEIGHT_FILES)}", fix=_FIX)
+    try:
+        if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            loaded: Mapping[str, torch.Tensor] = load_file(file)
+            return loaded
+        loaded = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # readers of two formats, each with errors of its own
+        raise ModelError(f"{str(file)!r} cannot be read: {type(error).__name__}: {error}", fix=_FIX) from error
+    return loaded
+
+
+def _find(
+    found: Mapping[str, torch.Tensor], names: tuple[str, ...], shape: tuple[int, ...], path: Path
+) -> torch.Tensor:
+    """The tensor under one of the names."""
+    name = next((name for name in names if name in found), None)
+    if name is None:
+        raise ModelError(f"the heads in {str(path)!r} lack {' or '.join(names)}", fix=_FIX)
+    if tuple(found[name].shape) != shape:
+        raise ModelError(
+            f"the heads in {str(path)!r} do not fit: {name} is {list(found[name].shape)}, "
+            f"the model asks for {list(shape)}",
+            fix=_FIX,
+        )
+    return found[name]
+
+
+def _bias(found: Mapping[str, torch.Tensor], names: tuple[str, ...], zeros: torch.Tensor, path: Path) -> torch.Tensor:
+    """The bias under one of the names; zeros if there is none."""
+    return _find(found, names, tuple(zeros.shape), path) if any(name in found for name in names) else zeros
