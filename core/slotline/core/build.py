@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 
+from slotline.core.adaptive import DraftControl
 from slotline.core.admission import EngineLimits
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
@@ -489,7 +490,15 @@ class EngineBuilder:
             num_tokens=context.num_tokens,
             vocab_size=facts.vocab_size,
             device=self.planned.device,
+            control=self._draft_control(rows),
         )
+
+    def _draft_control(self, rows: Rows) -> DraftControl | None:
+        """What chooses draft lengths, where the configuration wants that."""
+        drafter, phases = self.planned.loaded.config.drafter, dict(self.planned.plan.graphs.phases)
+        if not drafter.adaptive:
+            return None
+        return DraftControl(rows.max_requests, drafter.tokens, uniform=phases.get("verify", "none") != "none")
 
     def _limits(self) -> EngineLimits:
         config = self.planned.loaded.config

@@ -7,6 +7,7 @@ the vocabulary, costs the request its drafts in that step and is counted.
 from __future__ import annotations
 
 import logging
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,12 @@ import numpy.typing as npt
 import torch
 from attrs import define, field
 
+from slotline.core.adaptive import DraftControl
 from slotline.core.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.core.sampler import uniforms
+from slotline.core.scheduler import Schedule
 from slotline.registry.contracts import (
     ComputedTokens,
     Draft,
@@ -44,6 +47,9 @@ class DraftCounts:
         accepted_at: how often the draft at each position stood.
         failures: proposals that were lost because the drafter raised or left the vocabulary.
         last_failure: what the last of them was; empty for none.
+        proposals, draft_seconds: calls of the drafter, and how long they took on the host.
+        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took,
+            from the schedule to the next proposal.
     """
 
     steps: int = 0
@@ -52,6 +58,10 @@ class DraftCounts:
     accepted_at: list[int] = field(factory=list)
     failures: int = 0
     last_failure: str = ""
+    proposals: int = 0
+    draft_seconds: float = 0.0
+    decodes: dict[bool, int] = field(factory=lambda: {True: 0, False: 0})
+    decode_seconds: dict[bool, float] = field(factory=lambda: {True: 0.0, False: 0.0})
 
     @property
     def acceptance_length(self) -> float:
@@ -68,6 +78,9 @@ class DraftCounts:
             "acceptance_by_position": [count / max(self.steps, 1) for count in self.accepted_at],
             "failures": self.failures,
             "last_failure": self.last_failure,
+            "draft_seconds": self.draft_seconds / max(self.proposals, 1),
+            "verify_seconds": self.decode_seconds[True] / max(self.decodes[True], 1),
+            "plain_seconds": self.decode_seconds[False] / max(self.decodes[False], 1),
         }
 
 
@@ -75,6 +88,8 @@ class Drafting:
     """The drafter and what the core knows about its proposals.
 
     Attributes:
+        control: chooses how many drafts are verified; None for all that are proposed.
+        paused: whether nothing is drafted for now.
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
     """
@@ -88,11 +103,15 @@ class Drafting:
         num_tokens: int,
         vocab_size: int,
         device: str,
+        control: DraftControl | None = None,
     ) -> None:
         self.drafter = drafter
+        self.control = control
+        self.paused = False
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
         self.needs_computed = capabilities.needs_computed
+        self.remembers = capabilities.remembers
         self.taps: LayerTaps | None = None
         if capabilities.needs_layers:
             reader: LayerReader = drafter  # type: ignore[assignment]  # what it declares says so
@@ -103,10 +122,13 @@ class Drafting:
         self._device = device
         self._served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
+        self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
 
     def admit(self, request: Request) -> None:
         """A request took its row. If the drafter cannot take it, it runs without drafts."""
         self._served[request.row] = False
+        if self.control is not None:
+            self.control.admit(request.row)
         try:
             self.drafter.admit(request.row, request.prompt_token_ids)
         except Exception as error:  # a plugin may raise anything
@@ -122,6 +144,12 @@ class Drafting:
                 self.drafter.release(row)
             except Exception as error:
                 self._failed(1, f"release({row}) raised {type(error).__name__}: {error}")
+
+    def starting(self, schedule: Schedule) -> None:
+        """A step begins; one that only decodes is timed until the next proposal."""
+        drafts = self._rows.num_drafts[schedule.rows]
+        decoding = bool((schedule.num_scheduled == 1 + drafts).all())
+        self._decoding = (perf_counter(), schedule.num_tokens, bool(drafts.any())) if decoding else None
 
     @torch.inference_mode()
     def observe(self, states: ComputedStates) -> None:
@@ -141,6 +169,7 @@ class Drafting:
         Args:
             hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
         """
+        self._timed()
         self._rows.num_drafts[:] = 0
         self._rows.draft_entry[:] = -1
         self.probabilities = None
@@ -151,8 +180,9 @@ class Drafting:
             rows, known, room = rows[wanted], known[wanted], room[wanted]
             if hidden_states is not None:
                 hidden_states = hidden_states.take(np.flatnonzero(wanted))
-        if len(rows) == 0:
+        if len(rows) == 0 or self.paused or (self.control is not None and not self.control.asks(rows)):
             return
+        start = perf_counter()
         try:
             draft = self.drafter.propose(self._batch(rows, known, hidden_states))
             token_ids = self._checked(draft, len(rows))
@@ -160,19 +190,45 @@ class Drafting:
             self._failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return
         counts = np.minimum(self._lengths(token_ids), room)
+        seconds = perf_counter() - start
+        self.counts.proposals += 1
+        self.counts.draft_seconds += seconds
+        if self.control is not None:
+            self.control.proposed(counts, seconds)
+            counts = self.control.lengths(rows, counts)
         self._rows.draft(rows, token_ids, counts)
         if draft.probabilities is not None:
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
 
-    def count(self, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
-        """Add a step to the counts."""
+    def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
+        """Add a step to the counts: the logits rows' requests [n], the drafts that each assumes, and which stand."""
         drafted = draft_positions > 0
         self.counts.steps += int((draft_positions == 1).sum())
         self.counts.proposed += int(drafted.sum())
         accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
+        if self.control is not None and drafted.any():
+            first = np.flatnonzero(draft_positions == 0)
+            drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
+            some = drafts > 0
+            self.control.judged(rows[first][some], drafts[some], stood[some])
         self.counts.accepted += int(accepted.sum())
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, and what was decided about lengths where that is adaptive, as JSON types."""
+        return {**self.counts.to_json(), "adaptive": None if self.control is None else self.control.to_json()}
+
+    def _timed(self) -> None:
+        """The decoding step under way, if one is, is over."""
+        if self._decoding is None:
+            return
+        start, num_tokens, drafted = self._decoding
+        self._decoding, seconds = None, perf_counter() - start
+        self.counts.decodes[drafted] += 1
+        self.counts.decode_seconds[drafted] += seconds
+        if self.control is not None:
+            self.control.stepped(num_tokens, seconds, drafted=drafted)
 
     def _computed(self, states: ComputedStates) -> ComputedTokens:
         inputs = states.inputs

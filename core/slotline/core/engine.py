@@ -318,6 +318,8 @@ class Engine:
 
     def _launch(self, schedule: Schedule) -> Launched:
         """Gather a step's inputs and start its forward pass."""
+        if self.drafting is not None:
+            self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
             prefixes = self.cascade.prefixes(schedule.rows, schedule.num_computed, schedule.num_scheduled)
             shape = self._graph_shape(schedule, cascade=any(prefixes))

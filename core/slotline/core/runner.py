@@ -153,7 +153,7 @@ class Runner:
         places = np.arange(len(rows))
         if positions is not None and sampling.drafts is not None and self.drafting is not None:
             stands = standing(token_ids, sampling.drafts, positions)
-            self.drafting.count(positions, stands)
+            self.drafting.count(rows, positions, stands)
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slotline.core.cli.bench_drafts import drafts_report, drafts_text
 from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
 from slotline.core.cli.table import print_table
 from slotline.core.random_weights import model_folder
@@ -54,9 +55,10 @@ def _run(arguments: argparse.Namespace) -> int:
         with device_scope(device):
             before = measure_machine(device, llm.plan.dtype)
             runs = timed_runs(llm, work, arguments.runs)
+            drafts = drafts_report(llm, work, arguments.runs, median_run(runs)) if llm.engine.drafting else None
             machine = before.better_of(measure_machine(device, llm.plan.dtype))
         rows = figures(median_run(runs), cost_of(llm.plan, folder, loaded.config.scheduler.max_requests), machine)
-    report = _report(llm, work, runs, machine, rows)
+    report = _report(llm, work, runs, machine, rows) | {"drafts": drafts}
     if arguments.json:
         print_json(report)
     else:
@@ -91,7 +93,6 @@ def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: l
         "machine": machine.to_json(),
         "graphs": llm.engine.graphs.report.to_json() if llm.engine.graphs else None,
         "startup_s": dict(llm.engine.startup),
-        "drafts": llm.engine.drafting.counts.to_json() if llm.engine.drafting else None,
         "figures": {row.key: row.to_json() for row in rows},
     }
 
@@ -114,11 +115,7 @@ def _print(report: dict[str, Any], rows: list[Figure]) -> None:
     print(f"median of {len(seconds)} runs, best {min(seconds):,.3f} s\n")
     print_table(("figure", "measured", "limit", "share"), [row.cells() for row in rows], right=(1, 2, 3))
     if drafts := report["drafts"]:
-        by_position = ", ".join(f"{share:.0%}" for share in drafts["acceptance_by_position"])
-        print(
-            f"\ndrafts: {drafts['acceptance_length']:.2f} tokens of a request in a verifying step, the one after them "
-            f"included; accepted by position {by_position}; {drafts['failures']} lost to failures"
-        )
+        print("\n" + drafts_text(drafts))
 
 
 COMMAND = Command(

@@ -181,6 +181,9 @@ class DrafterConfig:
 
     name: str = field(default="", metadata=_doc("drafter plugin; empty for none"))
     tokens: int = field(default=4, validator=positive, metadata=_doc("draft tokens of a step"))
+    adaptive: bool = field(
+        default=False, metadata=_doc("verify as many drafts as pay, down to none, by measured acceptance and cost")
+    )
     path: str = field(default="", metadata=_doc("folder of the draft checkpoint", path=True))
     options: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("the drafter's own options, in a table `[drafter.NAME]`", rest=True)

@@ -1,0 +1,134 @@
+"""Adaptive draft lengths: what is chosen under known costs and acceptance, and that no text depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from engine_driver import GREEDY, random_prompts, tokens_of
+from test_drafting import NGRAM, drafted_by, guided
+
+from slotline.core import LLM, SamplingParams
+from slotline.core.adaptive import PERIOD, DraftControl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+K = 4
+
+
+def simulated(
+    acceptance: list[float],
+    *,
+    base: float = 1.0,
+    per_token: float = 0.0,
+    draft: float = 0.0,
+    noise: float = 0.05,
+    uniform: bool = False,
+    steps: int = 400,
+) -> tuple[np.ndarray, DraftControl]:
+    """Mean drafts of each request over the second half of a run whose costs and acceptance are given."""
+    rng, control = Random(1), DraftControl(len(acceptance), K, uniform=uniform)
+    rows = np.arange(len(acceptance))
+    for row in rows:
+        control.admit(int(row))
+    history = []
+    for _ in range(steps):
+        drafts = np.zeros(len(rows), np.int64)
+        if control.asks(rows):
+            lengths = np.full(len(rows), K)
+            control.proposed(lengths, draft * (1 + noise * rng.random()))
+            drafts = control.lengths(rows, lengths)
+        tokens = len(rows) + int(drafts.sum())
+        seconds = (base + per_token * tokens) * (1 + noise * rng.random())
+        control.stepped(tokens, seconds, drafted=bool(drafts.any()))
+        stood = [next((i for i in range(n) if rng.random() > p), n) for n, p in zip(drafts, acceptance, strict=True)]
+        some = drafts > 0
+        if some.any():
+            control.judged(rows[some], drafts[some], np.array(stood)[some])
+        history.append(drafts)
+    return np.mean(history[steps // 2 :], axis=0), control
+
+
+def test_all_drafts_are_taken_where_tokens_are_free() -> None:
+    chosen, control = simulated([0.8, 0.9])
+    assert (chosen > 3.7).all()
+    assert control.to_json()["acceptance"] == pytest.approx(0.85, abs=0.1)
+
+
+def test_no_draft_is_taken_where_none_stands() -> None:
+    chosen, control = simulated([0.0, 0.0], per_token=0.1)
+    assert (chosen < 0.2).all()
+    assert control.steps_without > 100
+
+
+def test_each_request_drafts_as_much_as_it_pays_for() -> None:
+    chosen, _ = simulated([0.95, 0.6, 0.02], base=1.0, per_token=0.12)
+    assert chosen[0] > 3.3
+    assert 0.4 < chosen[1] < 3.0
+    assert chosen[2] < 0.4
+
+
+def test_the_best_length_is_that_of_an_exhaustive_search() -> None:
+    """One request: tokens (1 - p**(k+1)) / (1 - p) over seconds base + per_token * (1 + k), for k from 0."""
+    for p, per_token in ((0.5, 0.05), (0.7, 0.2), (0.8, 0.1), (0.3, 0.3), (0.9, 0.3)):
+        chosen, _ = simulated([p], per_token=per_token, noise=0.0, steps=1200)
+        best = max(range(K + 1), key=lambda k: (1 - p ** (k + 1)) / (1 - p) / (1 + per_token * (1 + k)))
+        assert abs(chosen[0] - best) < 1.0, (p, per_token, best)
+
+
+def test_a_batch_that_fills_the_device_drafts_less() -> None:
+    few, _ = simulated([0.6] * 2, base=1.0, per_token=0.02)
+    many, _ = simulated([0.6] * 60, base=0.1, per_token=0.02)
+    assert few.mean() > many.mean() + 1.5
+
+
+def test_a_drafter_that_costs_more_than_it_saves_is_not_asked() -> None:
+    asked, _ = simulated([0.5], draft=0.05)
+    spared, control = simulated([0.5], draft=3.0)
+    assert asked.mean() > 2
+    assert spared.mean() < 0.3
+    assert control.to_json()["draft_seconds"] == pytest.approx(3.0, rel=0.1)
+
+
+def test_a_uniform_batch_drafts_as_one() -> None:
+    for acceptance in ([0.9, 0.9], [0.0, 0.05]):
+        _, control = simulated(acceptance, per_token=0.2, uniform=True)
+        assert control.chosen[1:K].sum() == 0
+
+
+def test_acceptance_that_changes_is_noticed() -> None:
+    """A request that starts to repeat itself after 400 steps gets drafts again."""
+    rng, control, rows = Random(2), DraftControl(1, K), np.array([0])
+    taken = []
+    for step in range(1400):
+        drafts = np.zeros(1, np.int64)
+        if control.asks(rows):
+            control.proposed(np.array([K]), 0.01)
+            drafts = control.lengths(rows, np.array([K]))
+        control.stepped(1 + int(drafts[0]), 1 + 0.2 * (1 + drafts[0]), drafted=bool(drafts[0]))
+        p = 0.0 if step < 400 else 0.9
+        if drafts[0]:
+            stood = next((i for i in range(drafts[0]) if rng.random() > p), int(drafts[0]))
+            control.judged(rows, drafts, np.array([stood]))
+        taken.append(int(drafts[0]))
+    assert np.mean(taken[200:400]) < 0.3
+    assert np.mean(taken[400 + 6 * PERIOD :]) > 2
+
+
+def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM, **{"drafter.adaptive": True})
+    prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
+    for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
+        expected = tokens_of(plain, prompts, params)
+        for right in (0.0, 0.9):
+            with drafted_by(llm, guided(prompts, expected, right)):
+                for _ in range(3):
+                    assert tokens_of(llm, prompts, params) == expected
+    decided = llm.engine.drafting.to_json()["adaptive"]
+    assert sum(decided["chosen"]) > 0
+    assert decided["step_seconds"] + decided["step_seconds_per_token"] > 0
