@@ -73,6 +73,27 @@ def test_the_backend_on_the_page_gives_the_torch_backends_text(tmp_path: Path) -
     ]
 
 
+def test_the_drafter_on_the_page_conforms_and_changes_no_text(tmp_path: Path) -> None:
+    """docs/drafters.md: the block is taken from the page and run as an inline plugin."""
+    (block,) = re.findall(
+        r"```python\n(# echo.py.*?)```", (DOCS / "drafters.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    file = tmp_path / "echo.py"
+    file.write_text(block, encoding="utf-8")
+    assert len(block[block.index("class") :].splitlines()) <= 30
+    from slotline.testing import check_plugin
+
+    target = f"{file}:Echo"
+    assert [f"{record.key}: {record.reason}" for record in check_plugin(target) if record.bad] == []
+    plain = LLM(dtype="float32", max_model_len=96)
+    llm = LLM(dtype="float32", max_model_len=96, **{"plugins.inline": [target], "drafter.name": "echo"})
+    prompts = ["import os\nimport sys\nimport ", "def main(argv):\n    "]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == expected
+    assert llm.engine.drafting.counts.accepted > 0
+
+
 def sampling_page() -> list[str]:
     """The blocks of docs/sampling.md that make a processor and name it."""
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)
