@@ -1,0 +1,36 @@
+"""Descriptor of the `triton` state backend: our own kernels for GPUs."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from slotline.registry.capability import Flag, GraphSupport, Level, Set
+from slotline.registry.contracts.state import STATE_KINDS, StateCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, if Triton is installed and the GPU has bfloat16."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda" and (device.compute_capability or (8, 0)) < (8, 0):
+        return f"compute capability 8.0 or later is needed, this is {device.compute_capability}"
+    return descriptor.capabilities
+
+
+descriptor = Descriptor(
+    kind=Kind.STATE,
+    name="triton",
+    capabilities=StateCapabilities(
+        devices=Set(("cuda",)),
+        state_kinds=Set(STATE_KINDS),
+        dtypes=Set((dtype, "float32") for dtype in ("float32", "bfloat16", "float16")),
+        checkpoints=Flag(True),
+        graphs=Level(GraphSupport.ALWAYS),
+        priority=50,
+    ),
+    factory="slotline.backends.triton_state.backend:TritonState",
+    probe="slotline.backends.triton_state:probe",
+    summary="one kernel for a step of decoding, chunks on tensor cores for prompts; captured in graphs",
+)

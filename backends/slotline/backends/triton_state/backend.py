@@ -1,0 +1,79 @@
+"""The `triton` state backend: which kernel serves which rows of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from slotline.backends.triton_state.convolution import Convolution
+from slotline.backends.triton_state.gated_delta import GatedDelta
+from slotline.backends.triton_state.mamba1 import Mamba1
+from slotline.backends.triton_state.mamba2 import Mamba2
+from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
+from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
+
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {"short_conv": Convolution(), "mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
+)
+
+
+class TritonState:
+    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps.
+
+    Slots, lengths and initial states are read on the device. From the host come counts of rows and tokens alone, which
+    in a captured forward are those of its tensors, so that a replay may hold any requests that fit into them.
+    """
+
+    def __init__(self, context: StateContext) -> None:
+        on_gpu = torch.device(context.device).type == "cuda"
+        self._cores = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
+
+    def plan(self, batch: StateBatch) -> StateBatch:
+        """The batch itself: its tensors stay where they are from one replay to the next."""
+        return batch
+
+    def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StateBatch) -> Tensor:
+        """See the contract."""
+        like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
+        out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        tokens, operator = out.shape[0], OPERATORS[layer.state_kind]
+        single = plan.num_decodes == plan.num_requests
+        if not tokens:
+            return out
+        decodes = min(plan.slots.shape[0], tokens) if single else 0 if _is_captured() else plan.num_decodes
+        if decodes:
+            operator.decode(layer.facts, inputs, state, out, self._rows(plan, 0, decodes, tokens))
+        if single:
+            out[decodes:].zero_()
+            return out
+        rows = self._rows(plan, decodes, plan.slots.shape[0], tokens)
+        clear_padding(out, rows)
+        operator.prefill(layer.facts, inputs, state, out, rows)
+        return out
+
+    def _rows(self, batch: StateBatch, first: int, end: int, tokens: int) -> Rows:
+        return Rows(
+            starts=batch.query_start_loc,
+            slots=batch.slots,
+            has_state=batch.has_initial_state.view(torch.int8),
+            first=first,
+            end=end,
+            num_tokens=tokens,
+            cores=self._cores,
+        )
+
+    def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
+        """All tokens count: rollback is not offered, so the core never asks for less."""
+
+    def copy(self, layer: StateLayer, state: Tensors, source: int, target: int) -> None:
+        """See the contract."""
+        for tensor in state.values():
+            tensor[target].copy_(tensor[source])
+
+
+def _is_captured() -> bool:
+    """Whether the launches will be replayed, for batches of which this one says nothing but the sizes."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,137 @@
+"""Launches of the gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from slotline.backends.triton_state.kernels import gated_delta as kernels
+from slotline.backends.triton_state.rows import Rows, Tensors, padded, precision
+
+TILE, WARPS = 4096, 4
+"""Numbers of state that a program of `decode` holds, and its warps."""
+CHUNK, EXACT_CHUNK = 64, 32
+"""Tokens of a chunk; products that round nothing take more registers."""
+SCAN_TILE, EXACT_SCAN_TILE = 4096, 2048
+"""Numbers of state that a program of `prefill` holds."""
+SCAN_WARPS, STAGES = 4, 2
+"""Its warps, and how many chunks are on their way at a time."""
+PREPARE_WARPS = 4
+"""Warps of the program that inverts a chunk's system."""
+
+
+class GatedDelta:
+    """See `rows.Operator`."""
+
+    def decode(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
+        q, k, v = inputs["q"], inputs["k"], inputs["v"]
+        block = _block(facts, TILE)
+        kernels.update[(triton.cdiv(facts["head_size_v"], block), facts["num_v_heads"], rows.count)](
+            q,
+            k,
+            v,
+            inputs["g"],
+            inputs["beta"],
+            state["delta"],
+            out,
+            rows.slots,
+            rows.has_state,
+            float(facts["scale"]),
+            *q.stride()[:2],
+            *k.stride()[:2],
+            *v.stride()[:2],
+            inputs["g"].stride(0),
+            inputs["beta"].stride(0),
+            state["delta"].stride(0),
+            facts["num_v_heads"],
+            facts["num_v_heads"] // facts["num_k_heads"],
+            padded_k=padded(facts["head_size_k"]),
+            block=block,
+            normed=facts["qk_l2norm"],
+            num_warps=WARPS,
+            **_sizes(facts),
+        )
+
+    def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
+        q, k, heads = inputs["q"], inputs["k"], facts["num_v_heads"]
+        exact = q.dtype == torch.float32
+        chunk = EXACT_CHUNK if exact else CHUNK
+        sides = (facts["head_size_k"], facts["head_size_v"], chunk)
+        reads, own, scores = (q.new_empty((rows.num_tokens, heads, side)) for side in sides)
+        factors = q.new_empty((3, heads, rows.num_tokens), dtype=torch.float32)
+        made = (reads, own, scores, factors)
+        _prepare(facts, inputs, made, rows, chunk)
+        block = _block(facts, EXACT_SCAN_TILE if exact else SCAN_TILE, 16)
+        kernels.scan[(triton.cdiv(facts["head_size_v"], block), heads, rows.count)](
+            q,
+            k,
+            *made,
+            state["delta"],
+            out,
+            rows.starts,
+            rows.slots,
+            rows.has_state,
+            rows.first,
+            *q.stride()[:2],
+            *k.stride()[:2],
+            state["delta"].stride(0),
+            heads,
+            heads // facts["num_k_heads"],
+            rows.num_tokens,
+            factors.stride(0),
+            padded_k=padded(facts["head_size_k"], 16),
+            chunk=chunk,
+            block=block,
+            precision=precision(q.dtype),
+            stages=STAGES,
+            num_warps=SCAN_WARPS,
+            **_sizes(facts),
+        )
+
+
+def _prepare(
+    facts: Mapping[str, Any], inputs: Tensors, made: tuple[Tensor, Tensor, Tensor, Tensor], rows: Rows, chunk: int
+) -> None:
+    q, k, v = inputs["q"], inputs["k"], inputs["v"]
+    kernels.prepare[(rows.chunks(chunk), facts["num_v_heads"])](
+        q,
+        k,
+        v,
+        inputs["g"],
+        inputs["beta"],
+        *made,
+        rows.starts,
+        rows.slots,
+        rows.first,
+        rows.end,
+        float(facts["scale"]),
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        inputs["g"].stride(0),
+        inputs["beta"].stride(0),
+        facts["num_v_heads"],
+        facts["num_v_heads"] // facts["num_k_heads"],
+        rows.num_tokens,
+        made[3].stride(0),
+        padded_k=padded(facts["head_size_k"], 16),
+        padded_v=padded(facts["head_size_v"], 16),
+        chunk=chunk,
+        normed=facts["qk_l2norm"],
+        precision=precision(q.dtype),
+        num_warps=PREPARE_WARPS,
+        **_sizes(facts),
+    )
+
+
+def _block(facts: Mapping[str, Any], tile: int, least: int = 1) -> int:
+    """Columns of a head's state that a program holds."""
+    return max(least, min(tile // padded(facts["head_size_k"], least), padded(facts["head_size_v"])))
+
+
+def _sizes(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return {"size_k": facts["head_size_k"], "size_v": facts["head_size_v"]}

@@ -1,0 +1,78 @@
+"""What the kernels of several kinds share: which request a block belongs to, and functions of one value."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def find_chunk(index, starts, first, end, chunk: tl.constexpr):
+    """Which of the requests `first` .. `end` a chunk of tokens belongs to, and which of its chunks it is.
+
+    Request r begins at chunk (tokens before) // chunk + (requests before): room for all its chunks, and for some that
+    no request has, whose number in the request then lies behind its end.
+    """
+    offset = tl.load(starts + first)
+    low, high = first, end
+    while low + 1 < high:
+        middle = (low + high) // 2
+        begin = (tl.load(starts + middle) - offset) // chunk + middle - first
+        if begin <= index:
+            low = middle
+        else:
+            high = middle
+    begin = (tl.load(starts + low) - offset) // chunk + low - first
+    return low, index - begin
+
+
+@triton.jit
+def clear(out, starts, slots, first, end, num_tokens, size, block: tl.constexpr):
+    """Zeros for the tokens of padded requests and those behind the last one. Grid: (requests `first` .. `end` and one
+    more, any number).
+    """
+    row = first + tl.program_id(0)
+    padded = tl.load(slots + row, mask=row < end, other=-1) < 0
+    begin = tl.load(starts + row)
+    last = tl.load(starts + row + 1, mask=row < end, other=num_tokens)
+    last = tl.where(padded, last, begin)
+    stop = last.to(tl.int64) * size
+    each = block * tl.num_programs(1)
+    for at in range(begin.to(tl.int64) * size + tl.program_id(1) * block, stop, each):
+        place = at + tl.arange(0, block)
+        tl.store(out + place, tl.zeros([block], out.dtype.element_ty), mask=place < stop)
+
+
+@triton.jit
+def limit(has_state, size):
+    """How many of `size` numbers along an axis of a state are to be read: all, or none of a request that starts."""
+    return tl.where(tl.load(has_state) != 0, size, 0)
+
+
+@triton.jit
+def silu(x):
+    """x * sigmoid(x)."""
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), also where 1 + exp(x) rounds to 1: the rounding of the sum is taken out again."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    total = 1.0 + grown
+    kept = tl.where(total == 1.0, 1.0, total - 1.0)
+    return tl.where(x > 20.0, x, tl.where(total == 1.0, grown, tl.log(total) * (grown / kept)))
+
+
+@triton.jit
+def time_step(dt, low, high, has_softplus: tl.constexpr, has_limit: tl.constexpr):
+    """dt with its bias: made positive, then clamped."""
+    if has_softplus:
+        dt = softplus(dt)
+    if has_limit:
+        dt = tl.minimum(tl.maximum(dt, low), high)
+    return dt

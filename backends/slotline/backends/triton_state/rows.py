@@ -1,0 +1,86 @@
+"""Which rows of a batch a launch serves, and numbers that launches of all kinds need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from slotline.backends.triton_state.kernels import common
+
+Tensors = Mapping[str, Tensor]
+CLEAR = 1024
+"""Values that a program sets to zero at a time."""
+
+
+@frozen(kw_only=True, eq=False)
+class Rows:
+    """Rows `first` .. `end` of a batch, and the tokens of the step's tensors.
+
+    Attributes:
+        starts, slots, has_state: the batch's tensors, read on the device alone; the last one as int8.
+        num_tokens: rows of the inputs, padding included.
+        cores: multiprocessors of the device.
+    """
+
+    starts: Tensor
+    slots: Tensor
+    has_state: Tensor
+    first: int
+    end: int
+    num_tokens: int
+    cores: int
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.end - self.first
+
+    def chunks(self, size: int) -> int:
+        """Chunks of so many tokens that the rows can have at most, each row's counted from its first token."""
+        return (self.num_tokens - self.first) // size + self.count  # every row before these has a token
+
+
+class Operator(Protocol):
+    """The launches of one kind of layer."""
+
+    def decode(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
+        """Rows with one token each, where token r is row r's; rows with slot -1 get zeros."""
+        ...
+
+    def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
+        """Rows with any number of tokens; those of rows with slot -1 are left alone."""
+        ...
+
+
+def clear_padding(out: Tensor, rows: Rows) -> None:
+    """Zeros for the tokens that `Operator.prefill` leaves alone."""
+    size = out[0].numel()
+    common.clear[(rows.count + 1, 8)](
+        out, rows.starts, rows.slots, rows.first, rows.end, rows.num_tokens, size, block=CLEAR
+    )
+
+
+def padded(size: int, least: int = 1) -> int:
+    """The size as a kernel's tile has it."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def limits(facts: Mapping[str, Any]) -> tuple[float, float]:
+    """The bounds of the time step."""
+    low, high = facts.get("dt_limit") or (float("-inf"), float("inf"))
+    return float(low), float(high)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products are rounded: not at all where the activations are float32."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def given(inputs: Tensors, name: str, instead: Tensor) -> Tensor:
+    """An optional input, or any tensor, which a kernel then does not read."""
+    return inputs.get(name, instead)
