@@ -7,7 +7,7 @@ import triton
 from torch.nn import functional
 
 from slotline.plugins.model_families.passes import triton_kernels
-from slotline.plugins.model_families.passes.kernels import NormWeight
+from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
 from slotline.plugins.model_families.passes.products import PRODUCT_ROWS, Products
 from slotline.registry.contracts.attention import CacheSlots
 
@@ -66,6 +66,30 @@ class TritonKernels:
             **self._early,
         )
         return total, out
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, form: GatedNorm
+    ) -> torch.Tensor:
+        """See `kernels.FusedKernels.gated_rms_norm`."""
+        n, size = weight.numel(), form.group_size
+        x, rows_of_gate = x.contiguous(), gate.reshape(-1, n)
+        if rows_of_gate.stride(1) != 1:
+            rows_of_gate = rows_of_gate.contiguous()
+        out = torch.empty_like(x)
+        triton_kernels.gated_rms_norm[(x.numel() // n, n // size)](
+            x,
+            rows_of_gate,
+            weight,
+            out,
+            form.eps,
+            n,
+            rows_of_gate.stride(0),
+            size=size,
+            gate_first=form.gate_first,
+            **_row_options(size),
+            **self._early,
+        )
+        return out
 
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, width: int, dtype: torch.dtype

@@ -25,6 +25,21 @@ class NormWeight:
     offset: float
 
 
+@frozen
+class GatedNorm:
+    """An RMS norm with a gate: which comes first, and over how many elements of a row at a time the norm goes.
+
+    Attributes:
+        eps: added to the mean square.
+        group_size: elements that are normed together; a row has one or more such groups.
+        gate_first: whether ``norm(x * silu(gate)) * weight``, else ``norm(x) * weight * silu(gate)``.
+    """
+
+    eps: float
+    group_size: int
+    gate_first: bool
+
+
 class RowKernels(Protocol):
     """Kernels over the rows of one dtype; they compute in float32 and round once. Nothing is checked inside."""
 
@@ -84,6 +99,12 @@ class FusedKernels(RowKernels, Protocol):
         The residual is [..., n] contiguous, x the same or parts [parts, ..., n] whose sum it is.
         Returns both, [..., n]; without `outer` the total twice.
         """
+        ...
+
+    def gated_rms_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, form: GatedNorm
+    ) -> torch.Tensor:
+        """What `GatedNorm` says: x and gate [..., n] and weight [n] to [..., n] contiguous, of x's dtype."""
         ...
 
     def linear(

@@ -10,6 +10,7 @@ from torch import nn
 
 from slotline.plugins.model_families.passes import (
     gated_mlp,
+    gated_norm,
     invariant_linear,
     lean_attention,
     lean_head,
@@ -26,6 +27,7 @@ Pass = Callable[[nn.Module, Target], tuple[str, ...]]
 
 # Packing takes every linear layer that merging and fusing have left; the short forwards need both done.
 PASSES = (
+    gated_norm.apply,
     rms_norm.apply,
     rotary.apply,
     lean_head.apply,

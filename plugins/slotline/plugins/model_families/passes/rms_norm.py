@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from slotline.plugins.model_families.passes.equality import equal
+from slotline.plugins.model_families.passes.gated_norm import takes_gate
 from slotline.plugins.model_families.passes.kernels import NormWeight, RowKernels
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.target import Target, slots
@@ -92,6 +93,8 @@ def _lean_norm(module: nn.Module, make: Callable[..., TorchRMSNorm]) -> TorchRMS
     weight = module._parameters.get("weight")
     if not isinstance(eps, float) or weight is None or weight.dim() != 1 or has_hooks(module):
         return None
+    if takes_gate(module):
+        return None  # without a gate it may be equal, and with one it is called
     # The probe must see a weight unlike one and zero, where the variants agree.
     probe = nn.Parameter(torch.linspace(0.1, 0.7, weight.numel()).to(weight), requires_grad=False)
     for offset in OFFSETS:

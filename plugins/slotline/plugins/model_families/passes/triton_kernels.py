@@ -41,6 +41,36 @@ def rms_norm(x, weight, out, eps, offset, n: tl.constexpr, padded: tl.constexpr,
 
 
 @triton.jit
+def gated_rms_norm(
+    x,
+    gate,
+    weight,
+    out,
+    eps,
+    n,
+    gate_row,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    gate_first: tl.constexpr,
+    early: tl.constexpr,
+):
+    """A group of a row: the norm of x * silu(gate), or of x and then times silu(gate). Grid: (rows, groups)."""
+    _begin(early)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
+    at = tl.arange(0, padded)
+    keep = at < size
+    values = tl.load(x + row * n + first + at, mask=keep, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row * gate_row + first + at, mask=keep, other=0.0).to(tl.float32)
+    gates = gates / (1.0 + tl.exp(-gates))
+    factors = tl.load(weight + first + at, mask=keep, other=0.0).to(tl.float32)
+    if gate_first:
+        values = _normed(values * gates, factors, size, eps, 0.0)
+    else:
+        values = _normed(values, factors, size, eps, 0.0) * gates
+    tl.store(out + row * n + first + at, values.to(out.dtype.element_ty), mask=keep)
+
+
+@triton.jit
 def add_rms_norm(
     x,
     residual,
