@@ -126,6 +126,17 @@ def test_the_function_on_the_page_does_what_its_name_says(tmp_path: Path) -> Non
     assert all(token % 2 == 0 for token in output.outputs[0].token_ids)
 
 
+def test_the_structured_output_on_the_page_is_what_its_schema_says(capsys: pytest.CaptureFixture[str]) -> None:
+    import ast
+
+    import jsonschema
+
+    (block,) = re.findall(r"```python\n(# person\.py\n.*?)```", (DOCS / "structured-output.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(block, names)
+    jsonschema.validate(ast.literal_eval(capsys.readouterr().out), names["person"])
+
+
 def test_the_table_of_parameters_names_all_of_them_and_tests_that_exist() -> None:
     import attrs
 

@@ -17,7 +17,7 @@ from slotline.core.outputs import (
     RequestOutput,
 )
 from slotline.core.sampling_params import SamplingParams
-from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from slotline.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
@@ -42,6 +42,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
 ]
 
 _LAZY = {

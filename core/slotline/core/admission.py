@@ -11,7 +11,12 @@ from slotline.registry.errors import CapacityError, RequestError
 
 @define(kw_only=True)
 class EngineLimits:
-    """Bounds that requests are checked against at admission; `tasks` are all that the model serves."""
+    """Bounds that requests are checked against at admission.
+
+    Attributes:
+        tasks: all that the model serves.
+        no_structured_output: why no request can have structured output, and what to do; None if it can.
+    """
 
     max_model_len: int
     max_batched_tokens: int
@@ -20,6 +25,7 @@ class EngineLimits:
     chunked_prefill: bool
     priorities: bool
     tasks: tuple[str, ...] = ("generate",)
+    no_structured_output: tuple[str, str] | None = None
 
 
 def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool) -> None:
@@ -66,6 +72,9 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
         raise RequestError(
             f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
         )
+    if params.structured_outputs is not None and limits.no_structured_output is not None:
+        reason, fix = limits.no_structured_output
+        raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
 
 
 def check_capacity(request: Request, cache: CacheManager, max_model_len: int) -> None:

@@ -23,6 +23,7 @@ from slotline.core.device import device_scope
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine
+from slotline.core.grammars import GrammarCompiler
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable
@@ -39,6 +40,7 @@ from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
 from slotline.core.staging import Staging, staging_for
 from slotline.core.states import StateGroup, StateRouter, allocate
+from slotline.core.structured_output import StructuredOutputs
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
@@ -50,6 +52,7 @@ from slotline.registry.contracts import (
     Model,
     ModelContext,
     StateContext,
+    StructuredOutputContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ContractError
@@ -121,11 +124,13 @@ class EngineBuilder:
         attention = self._attention_groups(scales)
         cascade = self._cascade(attention, groups)
         drafting = self._drafting(rows, model)
+        tokenizer = self._tokenizer()
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
         runner.router = self._router(attention, specs, memory.num_blocks)
+        runner.grammars = self._grammars(rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
             groups,
@@ -144,10 +149,11 @@ class EngineBuilder:
             drafting=drafting,
             pooling=runner.pooling,
             encoding=encoding,
-            limits=self._limits(),
+            grammars=runner.grammars,
+            limits=self._limits(tokenizer),
             device=planned.device,
             eos_token_ids=planned.facts.eos_token_ids,
-            tokenizer=self._tokenizer(),
+            tokenizer=tokenizer,
             memory=memory,
             notes=model.notes + ((encoding.note,) if encoding else ()),
             cascade=cascade,
@@ -500,8 +506,44 @@ class EngineBuilder:
             return None
         return DraftControl(rows.max_requests, drafter.tokens, uniform=phases.get("verify", "none") != "none")
 
-    def _limits(self) -> EngineLimits:
+    def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
+        """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
+        descriptor, facts = self.planned.structured_output.descriptor, self.planned.facts
+        if descriptor is None or tokenizer is None or not facts.eos_token_ids:
+            return None
+        loaded = self.planned.loaded
+        context = StructuredOutputContext(
+            contract=bind_contract(descriptor),
+            tokenizer=tokenizer.transformers,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            max_requests=rows.max_requests,
+            options=self._options(descriptor),
+        )
+        config = loaded.config.structured_output
+        compiler = GrammarCompiler(
+            lambda: resolve_factory(descriptor)(context),
+            threads=config.compile_threads,
+            capacity=config.cached_grammars,
+        )
+        if config.backend != "auto":
+            compiler.build()  # whoever names it wants to know at once if it does not work
+        return StructuredOutputs(
+            descriptor.name,
+            descriptor.capabilities,
+            compiler,
+            rows,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+        )
+
+    def _limits(self, tokenizer: Tokenizer | None) -> EngineLimits:
         config = self.planned.loaded.config
+        refusal = self.planned.structured_output.refusal
+        if refusal is None and tokenizer is None:
+            refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
+        if refusal is None and not self.planned.facts.eos_token_ids:
+            refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
         return EngineLimits(
             max_model_len=self.planned.max_model_len,
             max_batched_tokens=config.scheduler.max_batched_tokens,
@@ -510,6 +552,7 @@ class EngineBuilder:
             chunked_prefill=config.scheduler.chunked_prefill,
             priorities=config.scheduler.policy == "priority",
             tasks=self.planned.facts.tasks,
+            no_structured_output=refusal,
         )
 
     def _tokenizer(self) -> Tokenizer | None:

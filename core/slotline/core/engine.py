@@ -35,6 +35,7 @@ from slotline.core.runner import Runner
 from slotline.core.sampling_params import SamplingParams
 from slotline.core.scheduler import Schedule, Scheduler
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
+from slotline.core.structured_output import StructuredOutputs
 from slotline.core.tokenizer import Tokenizer, with_bad_words
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import RequestError
@@ -100,6 +101,7 @@ class Engine:
         drafting: Drafting | None = None,
         pooling: Pooling | None = None,
         encoding: Encoding | None = None,
+        grammars: StructuredOutputs | None = None,
         limits: EngineLimits,
         eos_token_ids: Sequence[int],
         tokenizer: Tokenizer | None,
@@ -122,6 +124,7 @@ class Engine:
         self.drafting = drafting
         self.pooling = pooling
         self.encoding = encoding
+        self.grammars = grammars
         self.limits = limits
         self.tokenizer = tokenizer
         self.memory = memory
@@ -187,9 +190,12 @@ class Engine:
         self.validate(request)
         if sampling.stop or (stream and sampling.detokenize):
             request.detokenizer = self._detokenizer(request)
+        if sampling.structured_outputs is not None and self.grammars is not None:
+            self.grammars.compiler.submit(request, sampling.structured_outputs.constraint)
+        else:
+            self.scheduler.add(request)
         self._arrivals += 1
         self.requests[request_id] = request
-        self.scheduler.add(request)
         return request
 
     def validate(self, request: Request) -> None:
@@ -209,6 +215,8 @@ class Engine:
         elif request.features:
             raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
         self.pipeline.validate(request)
+        if self.grammars is not None:
+            self.grammars.validate(request)
 
     @on_device
     def abort(self, request_id: str) -> Request | None:
@@ -240,6 +248,7 @@ class Engine:
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
         with self.profiler.scope("schedule"):
+            unfit = self._queue_compiled()
             schedule = self.scheduler.schedule()
         schedule, refused = self._admit(schedule)
         generations = self.rows.generation.copy()
@@ -251,7 +260,7 @@ class Engine:
             )
             if not self.asynchronous:
                 result = self._collect()
-        result.finished += refused
+        result.finished += unfit + refused
         if self.check:
             check_integrity(self.scheduler)
             if self.encoding is not None:
@@ -274,6 +283,19 @@ class Engine:
     def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
         """The public form of a pooling request."""
         return pooling_output(request)
+
+    def _queue_compiled(self) -> list[Request]:
+        """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
+        if self.grammars is None or not self.grammars.compiler.num_waiting:
+            return []
+        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+        ready, failed = self.grammars.compiler.collect(idle=idle)
+        for request in ready:
+            self.scheduler.add(request)
+        for request, error in failed:
+            logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
+            self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+        return [request for request, _ in failed]
 
     def _admit(self, schedule: Schedule) -> tuple[Schedule, list[Request]]:
         """Prepare the requests that join in this step, and encode its items.
@@ -313,6 +335,8 @@ class Engine:
         if request.params.prompt_logprobs is not None:
             request.prompt_logprobs = [None] * len(request.prompt_token_ids)
         self.pipeline.admit(request)
+        if self.grammars is not None:
+            self.grammars.admit(request)
         if self.drafting is not None:
             self.drafting.admit(request)
 
@@ -379,6 +403,10 @@ class Engine:
                 which, tokens = which[goes_on], tokens[goes_on]
             rows.append(which, tokens)
             ended |= self._stopped(which, tokens)
+            if self.grammars is not None:
+                stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
+                over = self.grammars.advance(which, tokens, stopped)
+                ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
             given.append((which, tokens))
         self._keep_logprobs(output)
         for row, cause in output.failed.items():
@@ -408,6 +436,8 @@ class Engine:
         if output.computed is not None:
             drafting.observe(output.computed)
         drafting.propose(rows[going], hidden)
+        if self.grammars is not None:
+            self.grammars.trim_drafts(rows[going])
 
     def _keep_logprobs(self, output: StepOutput) -> None:
         """Keep the log-probabilities of the tokens that were handed out."""
@@ -461,6 +491,8 @@ class Engine:
         for request, reason, cause in zip(requests, reasons, causes, strict=True):
             request.finish_reason, request.stop_reason = reason, cause
             request.metrics.time_in_all = now - request.arrival_time
+            if self.grammars is not None:
+                self.grammars.release(request)
             if request.row >= 0:
                 request.output_token_ids = self.rows.output_token_ids(request.row)
                 self.pipeline.release(request.row)
@@ -481,12 +513,18 @@ class Engine:
                 return
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
             tokens = request.output_token_ids
-            ends_with_stop_token = request.finish_reason == "stop" and not request.params.include_stop_str_in_output
-            for token in tokens[:-1] if ends_with_stop_token else tokens:
+            for token in tokens[:-1] if self._ends_outside_text(request) else tokens:
                 request.detokenizer.append(token)
         if not isinstance(request.stop_reason, str):
             request.detokenizer.finish()
         request.text = request.detokenizer.text if request.params.detokenize else ""
+
+    def _ends_outside_text(self, request: Request) -> bool:
+        """Whether the last token is a stop token, which is no part of the text; a grammar's last token is."""
+        if request.finish_reason != "stop" or request.params.include_stop_str_in_output:
+            return False
+        last = request.output_token_ids[-1]
+        return bool(self._is_eos[last]) or last in request.params.stop_token_ids
 
     def _completion(self, request: Request) -> CompletionOutput:
         tokens = request.output_token_ids

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from attrs import frozen
+
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Need, Reason, Setting, part_reasons
+from slotline.registry.negotiation import Candidate, Need, Reason, Setting, candidates, part_reasons
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
@@ -108,6 +110,69 @@ def choose_drafter(
             fix="lower drafter.tokens, name another drafter, or remove [drafter]",
         )
     return descriptor
+
+
+@frozen(kw_only=True)
+class StructuredOutputChoice:
+    """The plugin for structured output, or why there is none.
+
+    Attributes:
+        descriptor: of the plugin, or None.
+        setting: `structured_output.backend`, asked and resolved, with every reason against the others.
+        refusal: where there is no plugin, why, and what to do.
+    """
+
+    descriptor: Descriptor[Any] | None
+    setting: Setting
+    refusal: tuple[str, str] | None = None
+
+
+def choose_structured_output(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, task: str
+) -> StructuredOutputChoice:
+    """The structured-output plugin that the configuration names, or the best one that can be used.
+
+    Raises:
+        NegotiationError: if the named one cannot be used, or nothing is sampled.
+    """
+    key, asked = "structured_output.backend", loaded.config.structured_output.backend
+    origin = loaded.origins[key].where
+    if asked == "none" or (asked == "auto" and task != "generate"):
+        because = f'{key} = "none" ({origin})' if asked == "none" else f"task {task!r} samples no tokens"
+        setting = Setting(key=key, asked=asked, resolved="none", origin=because, explicit=asked == "none")
+        return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, f'set {key} = "auto"'))
+    if asked != "auto":
+        if task != "generate":
+            raise NegotiationError(f"{key} = {asked!r} ({origin}): task {task!r} samples no tokens", fix="remove it")
+        registry.load(Kind.STRUCTURED_OUTPUT, asked, required=True)
+    found = {c.name: (c, _against(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
+    if asked != "auto":
+        candidate, reason = found[asked]
+        if reason is not None:
+            raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {reason}", fix="remove it")
+        setting = Setting(key=key, asked=asked, resolved=asked, origin=origin, explicit=True)
+        return StructuredOutputChoice(descriptor=candidate.descriptor, setting=setting)
+    against = "; ".join(f"{name}: {reason}" for name, (_, reason) in found.items() if reason is not None)
+    usable = [candidate for candidate, reason in found.values() if reason is None]
+    if not usable:
+        because = f"auto: {against or 'no plugin for it is installed'}"
+        setting = Setting(key=key, asked=asked, resolved="none", origin=because)
+        fix = "pip install 'slotline[structured]'"
+        return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
+    best = max(usable, key=lambda c: (c.capabilities.priority, c.name))
+    because = "; ".join(filter(None, (f"auto: {best.capabilities.priority_reason or 'the first'}", against)))
+    setting = Setting(key=key, asked=asked, resolved=best.name, origin=because)
+    return StructuredOutputChoice(descriptor=best.descriptor, setting=setting)
+
+
+def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
+    """Why a candidate cannot be used, or None."""
+    if reason := candidate.blocked or candidate.load_error or candidate.probe_refusal:
+        return reason
+    if candidate.contract is None:
+        return candidate.contract_error or "no common contract version"
+    reasons = part_reasons(candidate.capabilities, (_device_need(info),))
+    return "; ".join(_texts(reasons)) or None
 
 
 def refuse_processors(

@@ -12,7 +12,14 @@ from attrs import evolve, frozen
 
 from slotline.core.cache_specs import SpecBuilder, plan_pool
 from slotline.core.measurements import load_measurements
-from slotline.core.plan_parts import choose_drafter, choose_task, refuse_processors, refuse_variance
+from slotline.core.plan_parts import (
+    StructuredOutputChoice,
+    choose_drafter,
+    choose_structured_output,
+    choose_task,
+    refuse_processors,
+    refuse_variance,
+)
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import with_state_memory
 from slotline.registry.config import LoadedConfig
@@ -52,6 +59,7 @@ class Planned:
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         drafter: descriptor of the drafter, or None.
+        structured_output: the plugin for it, or why there is none.
         stages: where each part of the model lies.
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
@@ -66,6 +74,7 @@ class Planned:
     family: ModelFamily
     processors: tuple[Descriptor[Any], ...]
     drafter: Descriptor[Any] | None
+    structured_output: StructuredOutputChoice
     stages: Stages
     max_model_len: int
     asynchronous: bool
@@ -104,8 +113,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
+    grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
-    parts = (family_descriptor, *processors, *((drafter,) if drafter else ()))
+    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor)))
     request = prepare_request(
         loaded,
         facts,
@@ -114,7 +124,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(setting, asynchronous),
+        settings=(setting, asynchronous, grammars.setting),
     )
     request = evolve(request, stages=stages.divided)
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
@@ -144,6 +154,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         family=family,
         processors=processors,
         drafter=drafter,
+        structured_output=grammars,
         stages=stages,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
@@ -330,7 +341,8 @@ def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
     record = registry.record(descriptor.kind, descriptor.name)
-    key = {Kind.DRAFTER: "drafter.name"}.get(descriptor.kind, f"logits_processors.{descriptor.name}")
+    keys = {Kind.DRAFTER: "drafter.name", Kind.STRUCTURED_OUTPUT: "structured_output.backend"}
+    key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
     origin = loaded.origins.get(key)
     return Part(
         kind=descriptor.kind.value,

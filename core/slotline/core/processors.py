@@ -148,12 +148,23 @@ class ProcessorPipeline:
         touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
-    def failures(self, rows: Int, token_ids: Int, errors: Sequence[str | None]) -> dict[int, str]:
-        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known."""
+    def failures(
+        self,
+        rows: Int,
+        token_ids: Int,
+        errors: Sequence[str | None],
+        grammars: npt.NDArray[np.bool_] | None = None,
+    ) -> dict[int, str]:
+        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
+
+        `grammars` [max_requests] are the rows whose tokens structured output restricts.
+        """
         found: dict[int, str] = {}
         for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
             if token < 0:
-                found[row] = error or _unusable(token, [slot.name for slot in self.slots if slot.active[row]])
+                names = [slot.name for slot in self.slots if slot.active[row]]
+                names += ["structured_outputs"] if grammars is not None and grammars[row] else []
+                found[row] = error or _unusable(token, names)
         return found
 
     def _run(

@@ -30,6 +30,7 @@ from slotline.core.sampler import sample
 from slotline.core.staging import Staging
 from slotline.core.states import StateRouter
 from slotline.core.step import Answers, Launched, Sampling, StepOutput
+from slotline.core.structured_output import StructuredOutputs
 from slotline.core.verification import reject, standing
 from slotline.registry.contracts import Model, MultimodalModel
 
@@ -45,6 +46,7 @@ class Runner:
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
         states: serves the model's state layers, where it has any.
+        grammars: says which tokens structured output lets come next, where a plugin for it is there.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Runner:
         last_tokens: LastTokens | None = None,
         pooling: Pooling | None = None,
         states: StateRouter | None = None,
+        grammars: StructuredOutputs | None = None,
         *,
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
@@ -75,6 +78,7 @@ class Runner:
         self.last_tokens = last_tokens
         self.pooling = pooling
         self.states = states
+        self.grammars = grammars
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -117,6 +121,9 @@ class Runner:
         batch = inputs.sampling
         with scope("process"):
             processed = self.pipeline.apply(logits, batch.rows, inputs.draft_positions, all_greedy=batch.all_greedy)
+        if self.grammars is not None:
+            with scope("grammar"):  # the host's work, done while the device runs the forward pass
+                processed = self.grammars.apply(processed, batch.rows, inputs.draft_positions)
         with scope("sample"):
             tokens, final = sample(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
@@ -158,7 +165,9 @@ class Runner:
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
         if (token_ids < 0).any():
-            failed = self.pipeline.failures(rows, token_ids, [sampling.errors.get(place) for place in places.tolist()])
+            errors = [sampling.errors.get(place) for place in places.tolist()]
+            grammars = None if self.grammars is None else self.grammars.active
+            failed = self.pipeline.failures(rows, token_ids, errors, grammars)
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]

@@ -7,6 +7,7 @@ from typing import Any
 
 from attrs import asdict, field, fields, frozen
 
+from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
 
 _Check = Callable[[Any, Any, Any], None]
@@ -81,6 +82,7 @@ class SamplingParams:
         logits_processors: functions of this request alone, called with its output tokens so far (list of int) and its
             logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments; each returns
             the logits. Slow: they run one by one on the host's thread in every step.
+        structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar.
         detokenize: whether the output carries text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: parameters of third-party logits processors.
@@ -149,6 +151,12 @@ class SamplingParams:
     )
     logits_processors: tuple[Callable[..., Any], ...] = field(
         default=(), converter=_tuple, validator=_check(lambda v: all(map(callable, v)), "a list of callables")
+    )
+    structured_outputs: StructuredOutputsParams | None = field(
+        default=None,
+        validator=_check(
+            lambda v: v is None or isinstance(v, StructuredOutputsParams), "a StructuredOutputsParams or None"
+        ),
     )
     detokenize: bool = True
     skip_special_tokens: bool = True

@@ -33,6 +33,11 @@ class Tokenizer:
                 fix="put tokenizer.json and tokenizer_config.json there, or name another folder with tokenizer = '...'",
             ) from error
 
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._hf
+
     def encode(self, text: str) -> list[int]:
         """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt."""
         token_ids: list[int] = self._hf.encode(text)

@@ -20,6 +20,7 @@ class Kind(StrEnum):
     LOGITS_PROCESSOR = "logits_processor"
     LORA = "lora"
     MODEL_FAMILY = "model_family"
+    STRUCTURED_OUTPUT = "structured_output"
 
     @property
     def entry_point_group(self) -> str:

@@ -21,6 +21,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.LOGITS_PROCESSOR: "LogitsProcessorCapabilities",
         Kind.LORA: "LoraCapabilities",
         Kind.MODEL_FAMILY: "ModelFamilyCapabilities",
+        Kind.STRUCTURED_OUTPUT: "StructuredOutputCapabilities",
     }
 )
 

@@ -17,7 +17,7 @@ from slotline.core.cli.command import Command
 from slotline.registry.descriptor import HOST_CONTRACTS, Kind
 from slotline.registry.errors import PluginError
 
-KINDS = {kind.value: kind for kind in Kind if kind is not Kind.MODEL_FAMILY}
+KINDS = {kind.value: kind for kind in Kind if kind not in (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT)}
 """The kinds that have a template."""
 
 

@@ -20,6 +20,7 @@ from slotline.registry.config.schema import (
     PluginsConfig,
     SamplingConfig,
     SchedulerConfig,
+    StructuredOutputConfig,
 )
 from slotline.registry.config.show import show
 from slotline.registry.config.tree import Origin
@@ -44,6 +45,7 @@ __all__ = [
     "PluginsConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "StructuredOutputConfig",
     "json_schema",
     "load_config",
     "options_path",

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from slotline.registry.config.faults import Fault, similar
 from slotline.registry.config.fields import table_fields
-from slotline.registry.config.schema import DrafterConfig, LoraConfig
+from slotline.registry.config.schema import DrafterConfig, LoraConfig, StructuredOutputConfig
 from slotline.registry.config.structure import dotted
 from slotline.registry.config.tree import KeyPath, Node, Table, find
 from slotline.registry.descriptor import Kind
@@ -21,6 +21,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.LOGITS_PROCESSOR: "logits_processors",
         Kind.LORA: "lora",
         Kind.MODEL_FAMILY: "model_family",
+        Kind.STRUCTURED_OUTPUT: "structured_output",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""
@@ -29,7 +30,11 @@ NAMING_TABLES = frozenset({"logits_processors"})
 """Tables whose sub-tables do not only configure a plugin but ask for it, so that an unknown name is an error."""
 
 _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"drafter": frozenset(table_fields(DrafterConfig)), "lora": frozenset(table_fields(LoraConfig))}
+    {
+        "drafter": frozenset(table_fields(DrafterConfig)),
+        "lora": frozenset(table_fields(LoraConfig)),
+        "structured_output": frozenset(table_fields(StructuredOutputConfig)),
+    }
 )
 
 

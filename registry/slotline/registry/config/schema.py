@@ -203,6 +203,25 @@ class LoraConfig:
 
 
 @frozen(kw_only=True)
+class StructuredOutputConfig:
+    """Output that follows a JSON schema, a regular expression or a grammar."""
+
+    backend: str = field(
+        default="auto",
+        metadata=_doc("structured-output plugin: 'auto' takes the best that is installed, 'none' none"),
+    )
+    compile_threads: int = field(
+        default=2, validator=positive, metadata=_doc("grammars compiled at a time, beside the steps")
+    )
+    cached_grammars: int = field(
+        default=256, validator=positive, metadata=_doc("compiled grammars kept for later requests")
+    )
+    options: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("the plugin's own options, in a table `[structured_output.NAME]`", rest=True)
+    )
+
+
+@frozen(kw_only=True)
 class PluginsConfig:
     """Which plugins may load."""
 
@@ -287,6 +306,7 @@ class Config:
     sampling: SamplingConfig = field(factory=SamplingConfig)
     drafter: DrafterConfig = field(factory=DrafterConfig)
     lora: LoraConfig = field(factory=LoraConfig)
+    structured_output: StructuredOutputConfig = field(factory=StructuredOutputConfig)
     observability: ObservabilityConfig = field(factory=ObservabilityConfig)
     logits_processors: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each logits processor: names it and configures it")

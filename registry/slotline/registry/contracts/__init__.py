@@ -50,8 +50,18 @@ from slotline.registry.contracts.state import (
     StateLayer,
     StateTensorSpec,
 )
+from slotline.registry.contracts.structured_output import (
+    CONSTRAINTS,
+    Constraint,
+    GrammarState,
+    StructuredOutput,
+    StructuredOutputCapabilities,
+    StructuredOutputContext,
+    StructuredOutputsParams,
+)
 
 __all__ = [
+    "CONSTRAINTS",
     "POOLING_TASKS",
     "AttentionBackend",
     "AttentionBatch",
@@ -62,11 +72,13 @@ __all__ = [
     "CacheSlots",
     "CascadeBackend",
     "ComputedTokens",
+    "Constraint",
     "Draft",
     "DraftBatch",
     "Drafter",
     "DrafterCapabilities",
     "DrafterContext",
+    "GrammarState",
     "KVCache",
     "KVScales",
     "KVSpec",
@@ -100,4 +112,8 @@ __all__ = [
     "StateContext",
     "StateLayer",
     "StateTensorSpec",
+    "StructuredOutput",
+    "StructuredOutputCapabilities",
+    "StructuredOutputContext",
+    "StructuredOutputsParams",
 ]

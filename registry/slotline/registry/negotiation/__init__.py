@@ -21,6 +21,7 @@ from slotline.registry.negotiation.plan import (
 from slotline.registry.negotiation.pool import with_pool
 from slotline.registry.negotiation.prepare import (
     attention_candidates,
+    candidates,
     kv_spec_candidates,
     prepare_request,
     state_candidates,
@@ -67,6 +68,7 @@ __all__ = [
     "StateGroupPlan",
     "StateGroupRequest",
     "attention_candidates",
+    "candidates",
     "capture_sizes",
     "diff",
     "explain_code",

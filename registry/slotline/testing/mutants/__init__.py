@@ -18,7 +18,11 @@ from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 
 _MODULES: Mapping[Kind, str] = MappingProxyType(
-    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind is not Kind.MODEL_FAMILY}
+    {
+        kind: f"slotline.testing.mutants.{kind.value}"
+        for kind in Kind
+        if kind not in (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT)
+    }
 )
 
 

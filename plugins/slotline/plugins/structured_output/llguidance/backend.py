@@ -1,0 +1,157 @@
+"""Structured output through llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over a lexer of
+derivatives of regular expressions, which walks the vocabulary as a tree.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define
+from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
+from llguidance.hf import from_tokenizer
+
+from slotline.plugins.structured_output.json_schema import refuse
+from slotline.plugins.structured_output.regex import located
+from slotline.plugins.structured_output.structural_tags import structures
+from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
+from slotline.registry.errors import ContractError, RequestError
+
+Int32 = npt.NDArray[np.int32]
+_OTHER = "change it, or try structured_output.backend = 'xgrammar'"
+
+
+class LLGuidanceBackend:
+    """A state is a copy of the compiled matcher; all masks of a step are made by a pool of threads in one call."""
+
+    def __init__(self, context: StructuredOutputContext) -> None:
+        self.eos_token_ids = frozenset(context.eos_token_ids)
+        width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
+        self._tokenizer = from_tokenizer(context.tokenizer, n_vocab=width, eos_token=list(context.eos_token_ids))
+        self._words = -(-width // 32)
+        self._executor = LLExecutor(context.options.threads or None)
+
+    def check(self, constraint: Constraint) -> None:
+        """See the contract: llguidance looks at a whole grammar in about the time that compiling takes."""
+        kind, text = constraint.kind, constraint.text
+        if kind == "json":
+            refuse(text, lambda part: self._refusal(_grammar(Constraint("json", part))), _OTHER)
+        elif kind == "structural_tag":
+            for structure in structures(text):
+                self.check(Constraint("json", json.dumps(structure.schema)))
+        elif why := self._refusal(_grammar(constraint)):
+            if kind == "regex":
+                raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
+            raise RequestError(f"structured_outputs.{kind}: {why}", fix=_OTHER)
+
+    def compile(self, constraint: Constraint) -> LLMatcher:
+        """See the contract. llguidance lets go of the interpreter while it compiles."""
+        matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"structured_outputs.{constraint.kind}: {_first_line(matcher.get_error())}", fix=_OTHER)
+        return matcher
+
+    def start(self, grammar: LLMatcher) -> GrammarState:
+        """See the contract."""
+        return LLGuidanceState(grammar.deep_copy(), self.eos_token_ids)
+
+    def fill(
+        self,
+        states: Sequence[LLGuidanceState],
+        drafts: Sequence[Sequence[int]],
+        places: Sequence[int],
+        bitmask: Int32,
+    ) -> None:
+        """See the contract.
+
+        Raises:
+            ContractError: if a grammar became too complex for llguidance's limits.
+        """
+        if bitmask.shape[1] < self._words:
+            wide = np.full((len(bitmask), self._words), -1, np.int32)
+            self.fill(states, drafts, places, wide)
+            bitmask &= wide[:, : bitmask.shape[1]]
+            return
+        walked = [state.before_end(assumed) for state, assumed in zip(states, drafts, strict=True)]
+        pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
+        asked = list(zip((state.matcher for state in states), places, walked, strict=True))
+        if plain := [(matcher, place) for matcher, place, assumed in asked if not assumed]:
+            self._executor.unsafe_compute_mask_ptr(plain, pointer, width, count)
+        if drafted := [entry for entry in asked if entry[2]]:
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, count)
+        for state in states:
+            if state.matcher.is_error():
+                raise ContractError(f"llguidance gave up: {_first_line(state.matcher.get_error())}")
+
+    def _refusal(self, grammar: str) -> str | None:
+        """Why llguidance cannot take a grammar, or None."""
+        failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
+        return messages[0] if failed else None
+
+
+@define(eq=False)
+class LLGuidanceState:
+    """A matcher that has seen the known tokens alone. A token that it may not take would break it for good."""
+
+    matcher: LLMatcher
+    eos_token_ids: frozenset[int]
+
+    @property
+    def finished(self) -> bool:
+        """See the contract."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """See the contract."""
+        taken: int = self.matcher.try_consume_tokens(self.before_end(token_ids))
+        return taken
+
+    def count_legal(self, token_ids: Sequence[int]) -> int:
+        """See the contract."""
+        text = self.before_end(token_ids)
+        count = self.accept(text)
+        ends = len(text) < len(token_ids) and count == len(text) and bool(self.matcher.is_accepting())
+        if count:
+            self.matcher.rollback(count)
+        return count + ends
+
+    def forced(self) -> Sequence[int]:
+        """See the contract."""
+        token_ids: list[int] = self.matcher.compute_ff_tokens()
+        return token_ids
+
+    def before_end(self, token_ids: Sequence[int]) -> list[int]:
+        """The tokens before the first end-of-sequence token."""
+        count = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids), len(token_ids))
+        return list(token_ids[:count])
+
+
+def _grammar(constraint: Constraint) -> Any:
+    """A constraint in llguidance's own form.
+
+    Raises:
+        RequestError: if a grammar cannot be read, with the place.
+    """
+    kind, text = constraint.kind, constraint.text
+    if kind in ("json", "json_object"):
+        options = {"whitespace_flexible": constraint.any_whitespace, "lenient": False}
+        try:
+            return LLMatcher.grammar_from_json_schema(
+                text if kind == "json" else '{"type": "object"}', overrides=options
+            )
+        except ValueError as error:
+            raise RequestError(f"structured_outputs.json at #: {error}", fix="give a JSON schema") from error
+    if kind == "structural_tag":
+        tags = [StructTag(trigger=s.trigger, begin=s.begin, grammar=s.schema, end=s.end) for s in structures(text)]
+        return StructTag.to_grammar(tags, assume_special=False)
+    try:
+        return grammar_from("choice" if kind == "choice" else "regex" if kind == "regex" else "gbnf", text)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
+
+
+def _first_line(text: str) -> str:
+    return text.strip().partition("\n")[0]

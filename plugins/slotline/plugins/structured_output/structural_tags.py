@@ -1,0 +1,44 @@
+"""Structural tags: free text in which what stands between given tags follows a schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from slotline.registry.errors import RequestError
+
+_FORM = '{"structures": [{"begin": "<a>", "schema": {...}, "end": "</a>"}], "triggers": ["<a"]}'
+
+
+@frozen
+class Structure:
+    """Between `begin` and `end` stands JSON that `schema` accepts; the text that begins with `trigger` is a tag."""
+
+    trigger: str
+    begin: str
+    schema: Any
+    end: str
+
+
+def structures(text: str) -> tuple[Structure, ...]:
+    """The structures of a structural tag in the form of OpenAI's and vLLM's API.
+
+    Raises:
+        RequestError: naming the part that is wrong.
+    """
+    given = json.loads(text)
+    if not isinstance(given, Mapping) or not given.get("structures") or not given.get("triggers"):
+        raise RequestError("structured_outputs.structural_tag needs structures and triggers", fix=f"give {_FORM}")
+    found = []
+    for index, item in enumerate(given["structures"]):
+        at = f"structured_outputs.structural_tag at #/structures/{index}"
+        if not isinstance(item, Mapping) or not {"begin", "schema", "end"} <= set(item):
+            raise RequestError(f"{at}: begin, schema and end are needed", fix=f"give {_FORM}")
+        triggers = [trigger for trigger in given["triggers"] if trigger and item["begin"].startswith(trigger)]
+        if not triggers:
+            raise RequestError(f"{at}: {item['begin']!r} begins with no trigger", fix="add one to triggers")
+        found.append(Structure(max(triggers, key=len), item["begin"], item["schema"], item["end"]))
+    return tuple(found)

@@ -1,0 +1,42 @@
+"""Descriptor of the structured-output plugin `xgrammar`: masks prepared while a grammar is compiled."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from attrs import field, frozen
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts.structured_output import CONSTRAINTS, StructuredOutputCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, if the package is there."""
+    if find_spec("xgrammar") is None:
+        return "the package xgrammar is not installed; `pip install 'slotline[structured]'` brings it"
+    return descriptor.capabilities
+
+
+@frozen(kw_only=True)
+class XGrammarOptions:
+    """Options of the plugin, in `[structured_output.xgrammar]`."""
+
+    compile_threads: int = field(default=4, metadata={"doc": "threads that one grammar is compiled with"})
+    cache_bytes: int = field(default=512 << 20, metadata={"doc": "memory for parts of grammars that others reuse"})
+
+
+descriptor = Descriptor(
+    kind=Kind.STRUCTURED_OUTPUT,
+    name="xgrammar",
+    capabilities=StructuredOutputCapabilities(
+        constraints=Set(CONSTRAINTS),
+        priority=10,
+        priority_reason="its masks are mostly made when a grammar is compiled",
+    ),
+    factory="slotline.plugins.structured_output.xgrammar.backend:XGrammarBackend",
+    options="slotline.plugins.structured_output.xgrammar:XGrammarOptions",
+    probe="slotline.plugins.structured_output.xgrammar:probe",
+    summary="grammars and masks by XGrammar",
+)

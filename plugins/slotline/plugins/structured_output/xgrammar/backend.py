@@ -1,0 +1,211 @@
+"""Structured output through XGrammar (https://github.com/mlc-ai/xgrammar; Dong et al. 2024, arXiv 2411.15100)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xgrammar
+from attrs import define
+
+from slotline.plugins.structured_output.json_schema import refuse, subschemas
+from slotline.plugins.structured_output.regex import located
+from slotline.plugins.structured_output.structural_tags import structures
+from slotline.plugins.structured_output.xgrammar.keywords import unenforced
+from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
+from slotline.registry.errors import RequestError
+
+Int32 = npt.NDArray[np.int32]
+_OTHER = "change it, or try structured_output.backend = 'llguidance'"
+_PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )?")
+
+
+class XGrammarBackend:
+    """Compiles with one `GrammarCompiler`; all states of a step are asked together where they have no drafts."""
+
+    def __init__(self, context: StructuredOutputContext) -> None:
+        tokenizer, vocab_size = context.tokenizer, context.vocab_size
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=list(context.eos_token_ids)
+        )
+        self.eos_token_ids = frozenset(context.eos_token_ids)
+        self._tokenizer = tokenizer
+        self._batch = xgrammar.BatchGrammarMatcher()
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=context.options.compile_threads, cache_limit_bytes=context.options.cache_bytes
+        )
+        # XGrammar takes special tokens, and those that the tokenizer lacks, for text where any text may stand.
+        self.ordinary = np.arange(-(-vocab_size // 32) * 32) < min(len(tokenizer), vocab_size)
+        self.ordinary[[token for token in tokenizer.all_special_ids if token < vocab_size]] = False
+        eos = np.isin(np.arange(len(self.ordinary)), context.eos_token_ids)
+        self._eos_bits: Int32 = np.packbits(eos, bitorder="little").view(np.int32)
+        self._ordinary_bits: Int32 = np.packbits(self.ordinary | eos, bitorder="little").view(np.int32)
+
+    def check(self, constraint: Constraint) -> None:
+        """See the contract: parses the constraint, which takes a small part of compiling it."""
+        kind, text = constraint.kind, constraint.text
+        if kind == "json":
+            for pointer, part in subschemas(json.loads(text)):
+                if why := unenforced(part):
+                    raise RequestError(
+                        f"structured_outputs.json at {pointer}: XGrammar does not enforce {why}", fix=_OTHER
+                    )
+            refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER)
+        elif kind == "regex":
+            self._refuse_regex(text)
+        elif kind == "grammar" and (why := _refusal(xgrammar.Grammar.from_ebnf, text)):
+            raise RequestError(f"structured_outputs.grammar: {why}", fix="correct it there")
+        elif kind == "structural_tag":
+            for structure in structures(text):
+                self.check(Constraint("json", json.dumps(structure.schema)))
+
+    def compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
+        """See the contract. XGrammar lets go of the interpreter while it compiles."""
+        kind, text, compiler = constraint.kind, constraint.text, self._compiler
+        try:
+            if kind == "json":
+                return compiler.compile_json_schema(text, any_whitespace=constraint.any_whitespace, strict_mode=False)
+            if kind == "json_object":
+                return compiler.compile_json_schema(
+                    '{"type": "object"}', any_whitespace=constraint.any_whitespace, strict_mode=False
+                )
+            if kind == "regex":
+                return compiler.compile_regex(text)
+            if kind == "choice":
+                return compiler.compile_grammar(_alternatives(json.loads(text)))
+            if kind == "grammar":
+                return compiler.compile_grammar(text)
+            return compiler.compile_structural_tag(_triggered_tags(text))
+        except RuntimeError as error:
+            raise RequestError(f"structured_outputs.{kind}: {_plain(error)}", fix=_OTHER) from error
+
+    def start(self, grammar: xgrammar.CompiledGrammar) -> GrammarState:
+        """See the contract."""
+        return XGrammarState(self, xgrammar.GrammarMatcher(grammar))
+
+    def fill(
+        self,
+        states: Sequence[XGrammarState],
+        drafts: Sequence[Sequence[int]],
+        places: Sequence[int],
+        bitmask: Int32,
+    ) -> None:
+        """See the contract: the first masks in parallel, then those behind drafts."""
+        self._batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
+        filled = list(places)
+        for state, assumed, place in zip(states, drafts, places, strict=True):
+            filled += range(place + 1, place + 1 + state.fill_behind(assumed, place, bitmask))
+        bitmask[filled] &= self._ordinary_bits
+
+    def legal(self, matcher: xgrammar.GrammarMatcher) -> Int32:
+        """The mask [words] of what may come next."""
+        bitmask: Int32 = np.full((1, len(self._ordinary_bits)), -1, np.int32)
+        matcher.fill_next_token_bitmask(bitmask)
+        mask: Int32 = bitmask[0] & self._ordinary_bits
+        return mask
+
+    def goes_on(self, matcher: xgrammar.GrammarMatcher) -> bool:
+        """Whether anything but the end may come next."""
+        return bool((self.legal(matcher) & ~self._eos_bits).any())
+
+    def tokens(self, text: str) -> list[int]:
+        """A text's tokens as they stand inside a longer one."""
+        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def _refuse_regex(self, text: str) -> None:
+        if why := _refusal(xgrammar.Grammar.from_regex, text):
+            raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
+
+
+@define(eq=False)
+class XGrammarState:
+    """A matcher. It holds known tokens alone; what is walked on trial is taken back."""
+
+    backend: XGrammarBackend
+    matcher: xgrammar.GrammarMatcher
+
+    @property
+    def finished(self) -> bool:
+        """See the contract."""
+        return bool(self.matcher.is_completed()) and not self.backend.goes_on(self.matcher)
+
+    def accept(self, token_ids: Sequence[int]) -> int:
+        """See the contract."""
+        taken = 0
+        for token in token_ids:
+            if not self.backend.ordinary[token] or token in self.backend.eos_token_ids:
+                break
+            if not self.matcher.accept_token(token):
+                break
+            taken += 1
+        return taken
+
+    def count_legal(self, token_ids: Sequence[int]) -> int:
+        """See the contract."""
+        count = self.accept(token_ids)
+        ends = count < len(token_ids) and token_ids[count] in self.backend.eos_token_ids
+        ends = ends and bool(self.matcher.is_completed())
+        self._take_back(count)
+        return count + ends
+
+    def forced(self) -> Sequence[int]:
+        """See the contract."""
+        try:
+            text = self.matcher.find_jump_forward_string()
+        except UnicodeDecodeError:  # it begins inside a character
+            return []
+        return self.backend.tokens(text) if text else []
+
+    def fill_behind(self, drafts: Sequence[int], place: int, bitmask: Int32) -> int:
+        """Write the masks behind drafts into the rows behind `place`; returns how many could be."""
+        walked = 0
+        while walked < len(drafts) and self.accept(drafts[walked : walked + 1]):
+            walked += 1
+            self.matcher.fill_next_token_bitmask(bitmask, place + walked)
+        self._take_back(walked)
+        return walked
+
+    def _take_back(self, count: int) -> None:
+        if count:
+            self.matcher.rollback(count)
+
+
+def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
+    """Why XGrammar cannot parse a text, or None."""
+    try:
+        parse(text)
+    except RuntimeError as error:
+        return _plain(error)
+    return None
+
+
+def _plain(error: RuntimeError) -> str:
+    """The message without the place in XGrammar's sources."""
+    return _PLACE_IN_SOURCE.sub("", str(error).strip()).rstrip(".")
+
+
+def _alternatives(choices: Sequence[str]) -> str:
+    """A grammar of the texts in `choices`."""
+    return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def _triggered_tags(text: str) -> str:
+    """A structural tag in XGrammar's own form."""
+    found = structures(text)
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure.begin,
+            "content": {"type": "json_schema", "json_schema": structure.schema},
+            "end": structure.end,
+        }
+        for structure in found
+    ]
+    triggers = list(dict.fromkeys(structure.trigger for structure in found))
+    wanted = {"type": "triggered_tags", "triggers": triggers, "tags": tags}
+    return json.dumps({"type": "structural_tag", "format": wanted})

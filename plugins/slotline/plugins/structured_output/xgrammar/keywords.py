@@ -1,0 +1,96 @@
+"""Which JSON schemas XGrammar enforces in full.
+
+XGrammar compiles schemas with keywords that it does not know, or does not know together, as if they were not there, so
+that a text could follow the grammar and break the schema. What is not listed here is refused instead; found by
+compiling each keyword alone and in pairs (XGrammar 0.2.8) and trying documents on both sides of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ANNOTATIONS = frozenset(
+    {"$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType", "default", "definitions"}
+    | {"deprecated", "description", "discriminator", "example", "examples", "readOnly", "title", "writeOnly"}
+)
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+_OBJECT = frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"})
+_ENFORCED: Mapping[str, tuple[frozenset[str], ...]] = {
+    "string": (frozenset({"pattern"}), frozenset({"format"}), frozenset({"minLength", "maxLength"})),
+    "integer": (_BOUNDS, frozenset({"multipleOf"})),
+    "number": (_BOUNDS,),
+    "boolean": (frozenset(),),
+    "null": (frozenset(),),
+    "array": (frozenset({"items", "prefixItems", "minItems", "maxItems"}),),
+    "object": (_OBJECT, frozenset({"patternProperties", "additionalProperties"}), frozenset({"propertyNames"})),
+}
+"""By type, sets of keywords; a schema may have those of one set."""
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    str: ("string",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    float: ("number",),
+    type(None): ("null",),
+    list: ("array",),
+    dict: ("object",),
+}
+
+
+def unenforced(schema: Any) -> str | None:
+    """Why XGrammar would not enforce a schema, the schemas inside it apart; None if it would."""
+    if not isinstance(schema, Mapping):
+        return None  # true and false; anything else XGrammar refuses
+    keys = {key for key, value in schema.items() if key not in _ANNOTATIONS and not _says_nothing(key, value)}
+    for alone in ("$ref", "anyOf", "allOf"):
+        if alone in keys:
+            return _alone(alone, keys, schema)
+    if keys & {"const", "enum"}:
+        return _values(keys, schema)
+    types = schema.get("type", "object" if keys & _OBJECT else None)
+    if types is None:
+        return f"{_words(keys)} without a type" if keys else None
+    return _of_types([types] if isinstance(types, str) else types, keys - {"type"}, schema)
+
+
+def _says_nothing(key: str, value: Any) -> bool:
+    return key == "uniqueItems" and value is False
+
+
+def _alone(key: str, keys: set[str], schema: Mapping[str, Any]) -> str | None:
+    if keys != {key}:
+        return f"{_words(keys - {key})} beside {key}"
+    if key == "allOf" and len(schema[key]) != 1:
+        return "allOf of more than one schema"
+    return None
+
+
+def _values(keys: set[str], schema: Mapping[str, Any]) -> str | None:
+    if len(keys & {"const", "enum"}) == 2 or keys - {"const", "enum", "type"}:
+        return f"{_words(keys)} together"
+    if "type" in keys:
+        types = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+        values = [schema["const"]] if "const" in keys else schema["enum"]
+        wrong = [value for value in values if not set(_NAMES[type(value)]) & set(types)]
+        if wrong:
+            return f"the value {wrong[0]!r} beside type {schema['type']!r}"
+    return None
+
+
+def _of_types(types: list[str], keys: set[str], schema: Mapping[str, Any]) -> str | None:
+    for name in types:
+        if name not in _ENFORCED:
+            return f"type {name!r}"
+    known = {key for name in types for group in _ENFORCED[name] for key in group}
+    if keys - known:
+        return f"{_words(keys - known)} for type {schema.get('type', 'object')!r}"
+    for name in types:
+        own = keys & {key for group in _ENFORCED[name] for key in group}
+        if not any(own <= group for group in _ENFORCED[name]):
+            return f"{_words(own)} together"
+    missing = set(schema.get("required", ())) - set(schema.get("properties", ()))
+    return f"required property {min(missing)!r}, which has no schema" if missing else None
+
+
+def _words(keys: set[str]) -> str:
+    return ", ".join(sorted(keys))

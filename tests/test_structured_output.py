@@ -1,0 +1,260 @@
+"""Structured output in the engine: whatever else a request asks for, its text is what the constraint says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jsonschema
+import pytest
+
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
+
+Engines = Callable[..., LLM]
+PLUGINS = ("xgrammar", "llguidance")
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"scheduler.async": False},
+    "asynchronous": {"scheduler.async": True},
+    "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
+}
+PROMPTS = ["def f(", "class Person:\n    name", "import", "return {'name': 1, 'age'", "x = [1, 2, "]
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "bb", "ccc"]}, "maxItems": 2},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TAGS = {"structures": [{"begin": "<p>", "schema": PERSON, "end": "</p>"}], "triggers": ["<p>"]}
+
+
+def is_person(text: str) -> bool:
+    jsonschema.validate(json.loads(text), PERSON)
+    return True
+
+
+CONSTRAINTS: dict[str, tuple[StructuredOutputsParams, Callable[[str], Any]]] = {
+    "json": (StructuredOutputsParams(json=PERSON, disable_any_whitespace=True), is_person),
+    "regex": (
+        StructuredOutputsParams(regex=r"[a-f]{2,5}-(\d{1,3}|é)"),
+        lambda text: re.fullmatch(r"[a-f]{2,5}-(\d{1,3}|é)", text, re.ASCII),
+    ),
+    "choice": (
+        StructuredOutputsParams(choice=['say "yes"', "no\n", "maybe\\later", "日本"]),
+        lambda text: text in ('say "yes"', "no\n", "maybe\\later", "日本"),
+    ),
+    "grammar": (
+        StructuredOutputsParams(grammar='root ::= "(" item ("," item)? ")"\nitem ::= [0-9]{1,3} | root'),
+        lambda text: re.sub(r"\((\d{1,3})(,\d{1,3})?\)", "7", nested(text)) in ("7", ""),
+    ),
+    "json_object": (StructuredOutputsParams(json_object=True), lambda text: isinstance(json.loads(text), dict)),
+}
+
+
+def nested(text: str) -> str:
+    """A text of the grammar without its innermost parentheses, again and again."""
+    while (shorter := re.sub(r"\(\d{1,3}(,\d{1,3})?\)", "7", text)) != text:
+        text = shorter
+    return text
+
+
+def engine(engines: Engines, plugin: str, mode: str = "plain", **settings: Any) -> LLM:
+    return engines(
+        None,
+        **{"structured_output.backend": plugin, **MODES[mode], "max_model_len": 128, "max_num_seqs": 24, **settings},
+    )
+
+
+def params(constraint: str, **settings: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 50, "structured_outputs": CONSTRAINTS[constraint][0], **settings})
+
+
+@pytest.fixture(scope="module")
+def plain(engines: Engines) -> Callable[[str], list[Any]]:
+    """What each plugin gives one step after the other, for every constraint, greedy and sampled."""
+    known: dict[str, list[Any]] = {}
+
+    def get(plugin: str) -> list[Any]:
+        if plugin not in known:
+            known[plugin] = everything(engine(engines, plugin))
+        return known[plugin]
+
+    return get
+
+
+def everything(llm: LLM) -> list[Any]:
+    """Each constraint greedily and sampled: its name, tokens, text and finish reason."""
+    names = [name for name in CONSTRAINTS for _ in range(4)]
+    wanted = [params(name, temperature=(0, 0.7, 1, 2)[i % 4], seed=i) for i, name in enumerate(names)]
+    outputs = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(len(names))], wanted)
+    found = [output.outputs[0] for output in outputs]
+    return [(name, one.token_ids, one.text, one.finish_reason) for name, one in zip(names, found, strict=True)]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_every_text_is_what_its_constraint_says(plugin: str, plain: Callable[[str], list[Any]]) -> None:
+    complete = dict.fromkeys(CONSTRAINTS, 0)
+    for name, _, text, finish_reason in plain(plugin):
+        assert finish_reason in ("stop", "length")
+        if finish_reason == "stop":
+            complete[name] += 1
+            assert CONSTRAINTS[name][1](text), text
+    assert min(complete.values()) >= 1
+    assert sum(complete.values()) >= 14
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+@pytest.mark.parametrize("mode", ["asynchronous", "drafted"])
+@pytest.mark.behaviour(113, 116)
+def test_drafts_and_overlapping_steps_change_no_text(
+    mode: str, plugin: str, plain: Callable[[str], list[Any]], engines: Engines
+) -> None:
+    assert everything(engine(engines, plugin, mode)) == plain(plugin)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_drafts_that_repeat_the_prompt_are_taken_where_the_grammar_allows_them(plugin: str, engines: Engines) -> None:
+    llm = engine(engines, plugin, "drafted")
+    text = '{"name": "aaaaaaaa", "age": 12, "tags": ["a", "bb"]}'
+    before = llm.engine.drafting.counts.accepted
+    (output,) = llm.generate([text * 3], params("json", temperature=0))
+    is_person(output.outputs[0].text)
+    assert llm.engine.drafting.counts.accepted > before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.behaviour(16, 40)
+def test_preempted_requests_give_the_same_text(mode: str, engines: Engines) -> None:
+    prompts = PROMPTS * 3
+    wanted = [params("json", temperature=0.8, seed=i) for i in range(len(prompts))]
+    expected = [o.outputs[0].text for o in engine(engines, "xgrammar").generate(prompts, wanted)]
+    llm = engine(engines, "xgrammar", mode, memory="1MiB", block_size=4, max_model_len=96)
+    outputs = llm.generate(prompts, wanted)
+    assert [o.outputs[0].text for o in outputs] == expected
+    assert sum(o.metrics.num_preemptions for o in outputs) > 0
+
+
+def test_every_output_of_a_prompt_has_a_state_of_its_own(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    (output,) = llm.generate(PROMPTS[:1], params("regex", n=4, temperature=1.5, seed=3))
+    texts = [found.text for found in output.outputs]
+    assert all(CONSTRAINTS["regex"][1](text) for text in texts)
+    assert len(set(texts)) > 1
+
+
+def test_requests_without_a_constraint_are_left_alone(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    free = SamplingParams(temperature=0.9, seed=5, max_tokens=20)
+    expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, free)]
+    mixed = [free if i % 2 else params("json", seed=i) for i in range(len(PROMPTS))]
+    for i, output in enumerate(llm.generate(PROMPTS, mixed)):
+        if i % 2:
+            assert output.outputs[0].token_ids == expected[i]
+        else:
+            is_person(output.outputs[0].text)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_the_grammars_end_goes_before_a_minimum_of_tokens(plugin: str, mode: str, engines: Engines) -> None:
+    llm = engine(engines, plugin, mode)
+    short, open_ended = (StructuredOutputsParams(regex=regex) for regex in ("[a-z]{3}", "[a-z]{3,}"))
+    outputs = llm.generate(
+        PROMPTS[:3],
+        [
+            SamplingParams(temperature=0, min_tokens=12, max_tokens=20, structured_outputs=short),
+            SamplingParams(temperature=0, min_tokens=12, max_tokens=20, structured_outputs=open_ended),
+            SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, structured_outputs=open_ended),
+        ],
+    )
+    (first,), (second,), (third,) = (o.outputs for o in outputs)
+    assert (first.finish_reason, first.stop_reason, len(first.text)) == ("stop", None, 3)
+    assert len(second.token_ids) >= 12
+    assert re.fullmatch("[a-z]{3,}", second.text)
+    assert third.finish_reason == "length"
+    assert re.fullmatch("[a-z]{20,}", third.text)
+
+
+def test_a_text_that_ends_with_its_last_token_is_complete_not_too_long(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    wanted = SamplingParams(max_tokens=1, structured_outputs=StructuredOutputsParams(regex="a"))
+    (found,) = llm.generate(PROMPTS[:1], wanted)[0].outputs
+    assert (found.text, found.finish_reason) == ("a", "stop")
+
+
+def test_stop_strings_and_stop_tokens_end_a_text_inside_its_grammar(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    letters = StructuredOutputsParams(regex="abcdef")
+    token = llm.tokenizer.encode_word("c")[0]
+    outputs = llm.generate(
+        PROMPTS[:2],
+        [
+            SamplingParams(stop="d", structured_outputs=letters),
+            SamplingParams(stop_token_ids=[token], allowed_token_ids=range(97 - 33, 128), structured_outputs=letters),
+        ],
+    )
+    assert (outputs[0].outputs[0].text, outputs[0].outputs[0].stop_reason) == ("abc", "d")
+    assert outputs[1].outputs[0].finish_reason == "stop"
+
+
+@pytest.mark.behaviour(112)
+def test_log_probabilities_of_the_prompt_do_not_see_the_grammar(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    plain = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2)
+    (free,) = llm.generate(PROMPTS[1:2], plain)
+    (bound,) = llm.generate(PROMPTS[1:2], params("json", temperature=0, max_tokens=3, prompt_logprobs=2, logprobs=2))
+    assert [e and {t: v.logprob for t, v in e.items()} for e in bound.prompt_logprobs] == [
+        e and {t: v.logprob for t, v in e.items()} for e in free.prompt_logprobs
+    ]
+    first = bound.outputs[0].logprobs[0]
+    assert {t: v.logprob for t, v in list(free.outputs[0].logprobs[0].items())[:1]}.items() <= {
+        t: v.logprob for t, v in first.items()
+    }.items()  # raw ones: the most likely token is among them though it is banned
+
+
+def test_processed_log_probabilities_are_those_of_the_tokens_that_are_left(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar", **{"sampling.logprobs_mode": "processed_logprobs"})
+    wanted = SamplingParams(logprobs=5, max_tokens=1, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    (found,) = llm.generate(PROMPTS[:1], wanted)[0].outputs
+    likely = sorted((v.logprob for v in found.logprobs[0].values()), reverse=True)
+    assert likely[2:] == [float("-inf")] * len(likely[2:])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_contradictory_constraints_end_their_request_alone(mode: str, engines: Engines) -> None:
+    llm = engine(engines, "xgrammar", mode)
+    letters = StructuredOutputsParams(regex="[a-z]{4}")
+    digits = [llm.tokenizer.encode_word(digit)[0] for digit in "0123456789"]
+    outputs = llm.generate(
+        PROMPTS[:2],
+        [SamplingParams(structured_outputs=letters, allowed_token_ids=ids) for ids in (digits, None)],
+    )
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "(allowed_token_ids, structured_outputs) ban all of them" in str(outputs[0].outputs[0].stop_reason)
+    assert re.fullmatch("[a-z]{4}", outputs[1].outputs[0].text)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_free_text_around_structural_tags(plugin: str, engines: Engines) -> None:
+    llm = engine(engines, plugin)
+    wanted = StructuredOutputsParams(structural_tag=TAGS)
+    outputs = llm.generate([PROMPTS[0], "x"], SamplingParams(temperature=0, structured_outputs=wanted))
+    assert all(o.outputs[0].finish_reason in ("stop", "length") for o in outputs)
+    state = llm.engine.grammars.compiler.backend.start(llm.engine.grammars.compiler.backend.compile(wanted.constraint))
+    inside = llm.tokenizer.encode_word('see <p>{"name":"a","age":1}</p> and')
+    assert state.count_legal(inside) == len(inside)
+    wrong = llm.tokenizer.encode_word('see <p>{"nome"')
+    assert state.count_legal(wrong) < len(wrong)
+
+
+def test_a_stream_ends_with_the_whole_text(engines: Engines) -> None:
+    llm = engine(engines, "xgrammar")
+    *_, last = llm.stream("def f(", params("json", temperature=0))
+    assert is_person(last.outputs[0].text)

@@ -1,0 +1,230 @@
+"""Structured output from admission to compiled grammar: what is refused, what waits, what fails alone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.registry.errors import NegotiationError, PluginNotFoundError, RequestError
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
+
+Engines = Callable[..., LLM]
+WAYWARD = f"{Path(__file__).parent / 'structured_cases.py'}:Wayward"
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {"scheduler.async": False},
+    "asynchronous": {"scheduler.async": True},
+    "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
+}
+FREE = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def choice(*texts: str, **settings: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=texts), **settings)
+
+
+def wayward(engines: Engines, mode: str = "plain", **settings: Any) -> LLM:
+    named = {"plugins.inline": (WAYWARD,), "structured_output.backend": "wayward"}
+    return engines(None, **{**named, **MODES[mode], **settings})
+
+
+# --- what is refused
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "no constraint": {},
+    "two constraints": {"regex": "a", "choice": ["a"]},
+    "no choices": {"choice": []},
+    "a choice that is no text": {"choice": [1]},
+    "a choice that is a text": {"choice": "yes"},
+    "a schema that is no JSON": {"json": {"a": object()}},
+    "a number for an expression": {"regex": 3},
+}
+
+
+@pytest.mark.parametrize("given", WRONG.values(), ids=WRONG)
+def test_parameters_that_say_nothing_or_too_much_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="structured_outputs"):
+        StructuredOutputsParams(**given)
+
+
+def test_json_text_is_refused_with_line_and_column() -> None:
+    with pytest.raises(RequestError, match="line 2, column 11: Expecting value"):
+        StructuredOutputsParams(json='{\n  "type": }')
+
+
+def test_parameters_of_another_class_are_refused() -> None:
+    with pytest.raises(RequestError, match="must be a StructuredOutputsParams"):
+        SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+
+
+NESTED = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strin"}}}}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("xgrammar", {"json": NESTED}, "at #/properties/a/items: .*'strin'"),
+    ("llguidance", {"json": NESTED}, "at #/properties/a/items: .*strin"),
+    ("xgrammar", {"json": {"anyOf": [{"type": "null"}, {"not": {}}]}}, "at #/anyOf/1: XGrammar does not enforce not"),
+    ("llguidance", {"json": {"anyOf": [{"type": "null"}, {"not": {}}]}}, "at #/anyOf/1: .*not"),
+    ("xgrammar", {"json": {"$defs": {"a/b": {"type": "string", "pattern": "(x"}}, "$ref": "#/$defs/a~1b"}}, "a~1b: "),
+    ("llguidance", {"json": {"$defs": {"a/b": {"type": "string", "pattern": "(x"}}, "$ref": "#/$defs/a~1b"}}, "a~1b: "),
+    ("xgrammar", {"json": {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}}, "at #/properties/a: "),
+    ("llguidance", {"json": {"type": "object", "properties": {"a": {"$ref": "#/$defs/b"}}}}, "at #/properties/a: "),
+    ("xgrammar", {"regex": "ab(c"}, r"regex='ab\(c': .* position 5"),
+    ("llguidance", {"regex": "ab(c"}, r"regex='ab\(c': at position 2: unclosed group"),
+    ("xgrammar", {"regex": "a{2,1}"}, "position 2: min repeat"),
+    ("llguidance", {"regex": "a{2,1}"}, "position 1: invalid repetition"),
+    ("xgrammar", {"grammar": 'root ::= "a\nb ::= "c"'}, "line 1, column 1[0-9]"),
+    ("llguidance", {"grammar": 'root := "a"'}, "line 1"),
+    ("xgrammar", {"structural_tag": {"structures": [{"begin": "<a>"}], "triggers": ["<"]}}, "#/structures/0: begin"),
+    ("llguidance", {"structural_tag": {"type": "structural_tag"}}, "needs structures and triggers"),
+    (
+        "xgrammar",
+        {"structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": "x"}], "triggers": ["["]}},
+        "begins with no trigger",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plugin", "given", "message"), REFUSED)
+def test_a_wrong_constraint_is_refused_with_its_place(
+    plugin: str, given: dict[str, Any], message: str, engines: Engines
+) -> None:
+    llm = engines(None, **{"structured_output.backend": plugin})
+    with pytest.raises(RequestError, match=message):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
+    assert not llm.engine.has_work
+
+
+XGRAMMAR_WOULD_IGNORE: list[dict[str, Any]] = [
+    {"type": "array", "uniqueItems": True},
+    {"type": "number", "multipleOf": 3},
+    {"type": "array", "contains": {"const": 1}},
+    {"allOf": [{"type": "string"}, {"minLength": 3}]},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"if": {"type": "integer"}, "then": {"minimum": 3}},
+    {"type": "object", "dependentRequired": {"a": ["b"]}},
+    {"type": "string", "pattern": "^a+$", "minLength": 3},
+    {"type": "object", "properties": {"a": {}}, "required": ["b"]},
+    {"minimum": 3},
+    {"enum": [1, "a"], "type": "string"},
+    {"type": "integer", "multipleOf": 3, "minimum": 5},
+    {"anyOf": [{"type": "integer"}, {"type": "string"}], "minimum": 4},
+    {"$ref": "#/$defs/x", "$defs": {"x": {"type": "integer"}}, "minimum": 3},
+]
+
+
+@pytest.mark.parametrize("schema", XGRAMMAR_WOULD_IGNORE, ids=json.dumps)
+def test_what_xgrammar_would_leave_out_without_a_word_is_refused(schema: dict[str, Any], engines: Engines) -> None:
+    llm = engines(None, **{"structured_output.backend": "xgrammar"})
+    with pytest.raises(RequestError, match="XGrammar does not enforce"):
+        llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+
+
+def test_a_kind_of_constraint_that_the_plugin_does_not_take_is_refused(engines: Engines) -> None:
+    with pytest.raises(RequestError, match=r"structured_outputs\.regex: the plugin 'wayward' does not take it"):
+        wayward(engines).generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+
+
+def test_where_no_plugin_can_be_used_the_plan_and_the_refusal_say_why(engines: Engines) -> None:
+    blocked = ("structured_output:xgrammar", "structured_output:llguidance")
+    llm = engines(None, **{"plugins.block": blocked})
+    setting = next(s for s in llm.plan.settings if s.key == "structured_output.backend")
+    assert setting.resolved == "none"
+    assert "xgrammar: " in setting.origin
+    with pytest.raises(RequestError, match=r"structured_outputs cannot be had: auto: llguidance: (.|\n)*slotline\[str"):
+        llm.generate("x", choice("a"))
+
+
+def test_a_plugin_whose_package_is_missing_is_passed_over_with_the_remedy(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slotline.plugins.structured_output.xgrammar.find_spec", lambda name: None)
+    llm = LLM(max_model_len=64, memory="4MiB")
+    setting = next(s for s in llm.plan.settings if s.key == "structured_output.backend")
+    assert setting.resolved == "llguidance"
+    assert "xgrammar: the package xgrammar is not installed; `pip install 'slotline[structured]'`" in setting.origin
+    with pytest.raises(NegotiationError, match="not installed"):
+        LLM(**{"structured_output.backend": "xgrammar"})
+
+
+def test_a_plugin_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(PluginNotFoundError, match="xgrammer"):
+        LLM(**{"structured_output.backend": "xgrammer"})
+
+
+def test_none_is_honoured(engines: Engines) -> None:
+    llm = engines(None, **{"structured_output.backend": "none"})
+    with pytest.raises(RequestError, match=r'structured_output\.backend = "none"'):
+        llm.generate("x", choice("a"))
+
+
+# --- what waits
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_request_waits_for_its_grammar_and_the_others_do_not(mode: str, engines: Engines) -> None:
+    llm = wayward(engines, mode)
+    gate = llm.engine.grammars.compiler.backend.gates["held"] = threading.Event()
+    engine = llm.engine
+    held = engine.add("held", [1, 2, 3], choice("held back", "held up"))
+    other = engine.add("other", [1, 2, 3], FREE)
+    quick = engine.add("quick", [1, 2, 3], choice("quick"))
+    while not (other.finished and quick.finished):
+        engine.step()
+    assert held.row < 0
+    assert quick.text == "quick"
+    gate.set()
+    while engine.has_work:
+        engine.step()
+    assert held.text in ("held back", "held up")
+    assert held.finish_reason == "stop"
+
+
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engines: Engines) -> None:
+    llm = wayward(engines)
+    gate = llm.engine.grammars.compiler.backend.gates["slow"] = threading.Event()
+    llm.engine.add("slow", [1, 2, 3], choice("slow one"))
+    assert llm.engine.abort("slow").finish_reason == "abort"
+    gate.set()
+    assert not llm.engine.has_work
+    assert llm.generate([[1, 2, 3]], choice("slow one"))[0].outputs[0].text == "slow one"
+
+
+def test_equal_constraints_are_compiled_once_and_the_least_recent_is_forgotten(engines: Engines) -> None:
+    llm = wayward(engines, **{"structured_output.cached_grammars": 2})
+    compiled = llm.engine.grammars.compiler.backend.compiled
+    for texts in (("a",), ("a",), ("b",), ("a",), ("c",), ("a",), ("b",)):
+        llm.generate([[1, 2, 3]] * 2, choice(*texts))
+    assert compiled == ['["a"]', '["b"]', '["c"]', '["b"]']
+
+
+# --- what fails alone
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        ("uncompilable", "RequestError: line 1, column 7: too hard"),
+        ("no start", "ValueError: cannot start"),
+        ("no mask", "ValueError: cannot fill"),
+        ("all ones", "ContractError: structured-output plugin 'wayward' let token"),
+    ],
+)
+def test_a_request_whose_grammar_goes_wrong_ends_alone(
+    text: str, cause: str, mode: str, engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = wayward(engines, mode)
+    with caplog.at_level(logging.CRITICAL):
+        outputs = llm.generate([[5, 6, 7]] * 3, [choice(text), choice("right"), FREE])
+    wrong, right, free = (o.outputs[0] for o in outputs)
+    assert wrong.finish_reason == "error"
+    assert str(wrong.stop_reason).startswith(cause)
+    assert (right.text, right.finish_reason) == ("right", "stop")
+    assert free.token_ids == llm.generate([[5, 6, 7]], FREE)[0].outputs[0].token_ids
