@@ -30,6 +30,8 @@ def test_the_torch_backend_passes_the_suite_up_to_long_histories(factory: type[T
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     kinds = {r.case["kind"] for r in records if r.outcome is Outcome.PASSED and "kind" in r.case}
     assert kinds == set(STATE_KINDS)
+    taken_back = [r for r in records if r.id.startswith("state.rollback.") and r.outcome is Outcome.PASSED]
+    assert {r.case["kind"] for r in taken_back} == set(STATE_KINDS)
     worst = max((record for record in records if record.mandatory), key=lambda record: record.ratio or 0.0)
     assert worst.ratio is not None
     assert worst.ratio < 0.75, f"{worst.key} uses {worst.ratio:.2f} of what is allowed: right kernels leave room"

@@ -15,6 +15,9 @@ from tiny_models import STATE_FAMILIES, family
 from slotline.core import LLM, SamplingParams
 from slotline.core.checkpoints import INTERVAL, Checkpoints
 from slotline.core.integrity import check_integrity
+from slotline.core.rows import Rows
+from slotline.core.states import StateRouter
+from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import IntegrityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -304,10 +307,9 @@ def test_padding_never_reaches_a_slot(tiny: Tiny, engines: Engines) -> None:
 
 
 def test_where_a_step_ends_for_a_checkpoint() -> None:
-    from slotline.core.rows import Rows
-
     rows = Rows(4, 2048)
-    found = Checkpoints(rows, 6, 16, lambda source, target: None)
+    router = StateRouter([], {}, 6, "cpu")
+    found = Checkpoints(rows, router, 16)
     hashes = [bytes([number]) for number in range(40)]
     assert found.aim(0, hashes[:20], 0, 325, divisible=True) == 320  # the last whole unit, before the interval's 256
     found.begin(0, hashes[:20], 0)
@@ -316,3 +318,87 @@ def test_where_a_step_ends_for_a_checkpoint() -> None:
     cut = found.cut(np.array([1, 1, 1]), np.array([112, 200, 256]), np.array([300, 300, 8]))
     assert cut.tolist() == [256 - 112, 432 - 200, 8]  # the interval; the last unit; nothing within reach
     assert found.aim(2, other, 0, 440, divisible=False) == 440
+
+
+@pytest.mark.parametrize("name", STATE_FAMILIES)
+@pytest.mark.behaviour(47, 64, 72)
+def test_every_family_with_a_drafter_gives_transformers_tokens(
+    name: str, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    """A single token that stood in the text before is enough for a guess; most fall."""
+    path = tiny(name)
+    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1})
+    prompts = [SHARED + tail for tail in TAILS]
+    drafting = llm.engine.drafting
+    assert drafting is not None
+    before = drafting.counts.proposed
+    found = [tokens_of(llm, some) for some in (prompts[:2], prompts[2:])]  # the last two from checkpoints
+    assert [*found[0], *found[1]] == [greedy(path, prompt, 20) for prompt in prompts]
+    assert drafting.counts.proposed - before > 10
+
+
+@pytest.mark.parametrize("name", ["mamba2", "bamba", "qwen3_next", "lfm2", "mamba"])
+def test_drafts_that_partly_stand_leave_the_states_of_those_that_do(
+    name: str, tiny: Tiny, engines: Engines, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that knows the text guesses right, then wrong at each place in turn."""
+    path = tiny(name)
+    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3})
+    prompts = [SHARED + tail for tail in TAILS]
+    texts = [prompt + greedy(path, prompt, 20) for prompt in prompts]
+    drafting = llm.engine.drafting
+    assert drafting is not None
+    asked = 0
+
+    def propose(batch: DraftBatch) -> Draft:
+        nonlocal asked
+        guesses = []
+        for row, known in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
+            (text,) = (t for t in texts if t[:known] == batch.token_table[row, :known].tolist())
+            guess = [*text[known : known + 3], 0, 0, 0][:3]
+            wrong = asked % 4
+            asked += 1
+            guesses.append([token if place < wrong else (token + 1) % 384 for place, token in enumerate(guess)])
+        return Draft(token_ids=torch.tensor(guesses))
+
+    monkeypatch.setattr(drafting.drafter, "propose", propose)
+    counts = drafting.counts
+    before = (counts.proposed, counts.accepted)
+    found = recorded_accepted(llm)
+    assert tokens_of(llm, prompts) == [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+    assert counts.proposed - before[0] > counts.accepted - before[1] > 10
+    assert found() == {1, 2, 3, 4}
+
+
+def recorded_accepted(llm: LLM) -> Callable[[], set[int]]:
+    """Every number of accepted tokens that a step's states were made for."""
+    checkpoints, seen = checkpoints_of(llm), set[int]()
+    original = checkpoints.commit
+
+    def commit(rows: Any, counts: Any, accepted: Any, verified: Any) -> None:
+        original(rows, counts, accepted, verified)
+        seen.update(llm.engine.rows.num_accepted[rows].tolist())
+
+    checkpoints.commit = commit  # type: ignore[method-assign]
+
+    def found() -> set[int]:
+        del checkpoints.commit
+        return seen
+
+    return found
+
+
+def test_a_rejected_draft_that_stays_in_a_state_is_seen(
+    tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 3: no rollback without the contract's commit."""
+    llm = engines(
+        tiny("bamba"), **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
+    )
+    monkeypatch.setattr(checkpoints_of(llm), "commit", lambda *_: None)
+    add(llm, "drafted", SHARED)
+    try:
+        with pytest.raises(IntegrityError, match=r"row 0 computed .* tokens and its state covers"):
+            run_all(llm)
+    finally:
+        llm.engine.abort("drafted")

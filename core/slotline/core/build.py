@@ -311,20 +311,21 @@ class EngineBuilder:
                 max_query_len=group.max_query_len,
                 max_requests=scheduler.max_requests,
                 max_tokens=scheduler.max_batched_tokens,
+                max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
                 options=self._options(descriptor),
             )
             groups.append(
                 StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
             )
         states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
-        return StateRouter(groups, states, num_slots)
+        return StateRouter(groups, states, num_slots, planned.device)
 
     def _checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:
         """What is kept of states, where the model keeps any."""
         memory = self.planned.plan.states
         if states is None or memory is None:
             return None
-        return Checkpoints(rows, states.num_slots, memory.unit, states.copy)
+        return Checkpoints(rows, states, memory.unit)
 
     def _runner(
         self,

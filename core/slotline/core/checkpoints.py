@@ -17,7 +17,8 @@ state in each slot covers is counted apart from what the rows say, so that the i
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +29,30 @@ from slotline.registry.contracts import BlockHash
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
-Copy = Callable[[int, int], None]
+Mask = npt.NDArray[np.bool_]
 
 INTERVAL = 256
 """Tokens, in whole units: a request leaves a checkpoint at each multiple."""
 
 MOST_SEEN = 1 << 16
 """Prefixes that are remembered to tell where requests part; of units of 16 tokens, those of a million."""
+
+
+class States(Protocol):
+    """What is done to the states themselves; see `slotline.core.states.StateRouter`."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot, in every layer."""
+        ...
+
+    def commit(self, rows: Int, accepted: Int) -> None:
+        """Make the states those after the accepted tokens; `rows` of -1 stay."""
+        ...
 
 
 @define
@@ -51,9 +69,8 @@ class Checkpoints:
 
     Args:
         rows: whose slots come first.
-        num_slots: slots in all; those behind the rows' are for checkpoints.
+        states: in as many slots; those behind the rows' are for checkpoints.
         unit: tokens; a checkpoint stands at a multiple.
-        copy: copies the state of a slot into another, in every layer.
 
     Attributes:
         interval: tokens, a multiple of the unit.
@@ -62,14 +79,15 @@ class Checkpoints:
         counts: see `CheckpointCounts`.
     """
 
-    def __init__(self, rows: Rows, num_slots: int, unit: int, copy: Copy) -> None:
+    def __init__(self, rows: Rows, states: States, unit: int) -> None:
+        num_slots = states.num_slots
         self.rows = rows
         self.unit = unit
         self.interval = interval_of(unit)
         self.lengths = np.zeros(num_slots, np.int64)
         self.counts = CheckpointCounts()
         self.prefixes = np.zeros(num_slots, np.int64)
-        self._copy = copy
+        self._states = states
         self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._seen: OrderedDict[BlockHash, None] = OrderedDict()
@@ -106,7 +124,7 @@ class Checkpoints:
         if hit:
             slot = self._slot_of[hashes[hit // self.unit - 1]]
             self._slot_of.move_to_end(hashes[hit // self.unit - 1])
-            self._copy(slot, row)
+            self._states.copy(slot, row)
             self.lengths[row] = self.lengths[slot]
             self.counts.restored += 1
         for block_hash in hashes:
@@ -146,7 +164,7 @@ class Checkpoints:
         else:
             _, slot = self._slot_of.popitem(last=False)
             self.counts.evicted += 1
-        self._copy(row, slot)
+        self._states.copy(row, slot)
         self.lengths[slot], self.prefixes[slot] = self.lengths[row], self._kept[row]
         self._slot_of[block_hash] = slot
         self.counts.kept += 1
@@ -154,10 +172,18 @@ class Checkpoints:
     def advance(self, rows: Int, computed: Int, counts: Int) -> None:
         """A step was started that computes `counts` tokens of each of `rows` behind its `computed` ones."""
         self.lengths[rows] = np.where(computed > 0, self.lengths[rows], 0) + counts
+        self.rows.num_accepted[rows] = 1
 
-    def go_back(self, rows: Int, counts: Int) -> None:
-        """The states of `rows` are again as before the last `counts` tokens."""
-        self.lengths[rows] -= counts
+    def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask) -> None:
+        """Of the last step's tokens of its `rows`, in its order, only the first `accepted` of `counts` stand.
+
+        Args:
+            verified: [n] bool, which of the rows had drafts.
+        """
+        self.rows.num_accepted[rows[verified]] = accepted[verified]
+        if (back := accepted < counts).any():
+            self._states.commit(np.where(back, rows, -1), accepted)
+            self.lengths[rows] -= counts - accepted
 
     def reset(self) -> None:
         """Forget every checkpoint."""

@@ -387,12 +387,15 @@ class Engine:
     def _hand_out(self, schedule: Schedule, output: StepOutput) -> StepResult:
         """Write the step's results into rows, cache and requests, and let finished requests go."""
         rows = self.rows
-        computed = schedule.num_computed + schedule.num_scheduled
+        ends = computed = schedule.num_computed + schedule.num_scheduled
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
             failed = np.array(list(output.failed), np.int64)
             rows.num_computed_tokens[failed] = rows.num_tokens[failed]
             rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
             computed = rows.num_computed_tokens[schedule.rows]
+            if self.checkpoints is not None:
+                accepted, verified = computed - schedule.num_computed, ends > rows.num_tokens[schedule.rows]
+                self.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified)
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
         self._record(output)
         ended = self._answer(output)

@@ -303,7 +303,7 @@ class InputGatherer:
                 query_start_loc=sent[0].query_start_loc,
                 slots=first.upload(state_slots.astype(np.int32)),
                 has_initial_state=first.upload(seq_lens[: len(rows)] > counts),
-                num_accepted=first.upload(np.ones(len(rows), np.int32)),
+                num_accepted=first.upload(self.rows.num_accepted[rows].astype(np.int32)),
                 query_start_loc_cpu=starts32,
                 num_decodes=num_decodes,
             )

@@ -28,6 +28,7 @@ class Rows:
         num_pending: 1 where that is so; the token's place holds a stand-in until it is known.
         generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
             the results of a step in flight can be told from those of a later request in the same row.
+        num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
         num_prompt_tokens: of those, the prompt's.
@@ -49,6 +50,7 @@ class Rows:
         self.num_tokens = np.zeros(max_requests, np.int64)
         self.num_pending = np.zeros(max_requests, np.int64)
         self.generation = np.zeros(max_requests, np.int64)
+        self.num_accepted = np.ones(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
@@ -109,6 +111,7 @@ class Rows:
         """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
         self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.num_accepted[row] = 1
         self.generation[row] += 1
 
     def expect(self, rows: Int, stand_ins: Int) -> None:

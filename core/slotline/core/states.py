@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from attrs import define, evolve
 
@@ -23,6 +25,7 @@ from slotline.registry.negotiation.state_memory import StateMemory
 
 Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
 State = Mapping[str, torch.Tensor]
+Int = npt.NDArray[np.int64]
 
 ALIGNMENT = 128
 """Bytes; where a tensor begins in a slot's page, and what the page is padded to. Kernels load whole vectors."""
@@ -44,11 +47,13 @@ class StateRouter:
         groups: what was built.
         states: by layer index.
         num_slots: in each of their tensors.
+        device: where they lie.
     """
 
-    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int) -> None:
+    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int, device: str) -> None:
         self.groups = tuple(groups)
         self.num_slots = num_slots
+        self._device = device
         self._plans: list[Any] = []
         self._routes = {
             layer.index: (group.backend.forward, states[layer.index], position)
@@ -72,6 +77,19 @@ class StateRouter:
         for group in self.groups:
             for layer in group.layers:
                 group.backend.copy(layer, self.state(layer), source, target)
+
+    @torch.inference_mode()
+    def commit(self, rows: Int, accepted: Int) -> None:
+        """Make the states those after the accepted tokens of the last step, in every layer.
+
+        Args:
+            rows: [num_requests] of that step, in its order; -1 for those whose tokens all count.
+            accepted: [num_requests] tokens.
+        """
+        pair = torch.from_numpy(np.stack([rows, accepted]).astype(np.int32)).to(self._device, non_blocking=True)
+        for group in self.groups:
+            for layer in group.layers:
+                group.backend.commit(layer, self.state(layer), pair[0], pair[1])
 
     def state(self, layer: StateLayer) -> State:
         """The layer's tensors [num_slots, *shape] by name."""

@@ -13,6 +13,7 @@ descriptor = Descriptor(
         devices=Set(("cpu", "cuda")),
         state_kinds=Set(STATE_KINDS),
         dtypes=Set((dtype, "float32") for dtype in ("float32", "bfloat16", "float16")),
+        rollback=Flag(True),
         checkpoints=Flag(True),
         priority=10,
     ),

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from slotline.backends.torch_state.batches import Part, StatePlan, Stream, plan_of
-from slotline.backends.torch_state.recurrences import GatedDelta, Mamba1, Mamba2, Recurrence
-from slotline.registry.contracts.state import STATE_KINDS, StateBatch, StateContext, StateLayer
+from slotline.backends.torch_state.recurrences import RECURRENCES, own_inputs
+from slotline.backends.torch_state.trails import Trail, trail_of
+from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 Tensors = Mapping[str, Tensor]
 
-_RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
-    {"mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
-)
-
 
 class TorchState:
-    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps.
+    """See `slotline.registry.contracts.state.StateBackend`.
 
     Attributes:
         on_host: whether slots can be read without waiting for a device.
@@ -31,27 +27,42 @@ class TorchState:
         kinds = {layer.state_kind for layer in context.layers}
         self._convolves = "short_conv" in kinds
         self._recurs = bool(kinds - {"short_conv"})
+        self._most_drafts = context.max_draft_tokens
+        self._trails: dict[int, Trail] = {}  # by layer, of the last step
         self.on_host = torch.device(context.device).type == "cpu"
 
     def plan(self, batch: StateBatch) -> StatePlan:
         """Index tensors of the step; nothing waits for the device."""
-        return plan_of(batch, recurs=self._recurs, convolves=self._convolves, on_host=self.on_host)
+        self._trails.clear()
+        return plan_of(
+            batch,
+            recurs=self._recurs,
+            convolves=self._convolves,
+            on_host=self.on_host,
+            most_drafts=self._most_drafts,
+        )
 
     def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StatePlan) -> Tensor:
         """See the contract."""
         like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
         output = torch.zeros_like(like, memory_format=torch.contiguous_format)
+        if plan.verified is not None:
+            self._trails[layer.index] = trail_of(layer, inputs, state, plan.batch, plan.verified)
         if plan.stream is not None and layer.state_kind == "short_conv":
             convolved = _convolve(layer, inputs, state["conv"], plan.stream)
             plan.stream.tokens.put(output, convolved)
-        elif layer.state_kind in _RECURRENCES:
+        elif layer.state_kind in RECURRENCES:
             (tensor,) = state.values()
             for part in plan.parts:
                 part.tokens.put(output, _advance(layer, inputs, tensor, part))
         return output
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
-        """All tokens count: rollback is not offered, so the core never asks for less."""
+        """See the contract: the accepted tokens once more, from the state before them."""
+        trail = self._trails.get(layer.index)
+        if trail is not None:
+            (tensor,) = state.values()
+            trail.go_back(tensor, slots, accepted, on_host=self.on_host)
 
     def copy(self, layer: StateLayer, state: Tensors, source: int, target: int) -> None:
         """See the contract."""
@@ -61,11 +72,8 @@ class TorchState:
 
 def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> Tensor:
     """Outputs [num_tokens, ...] float32 of the part's tokens; its slots hold the states after them."""
-    kind, recurrence, facts = STATE_KINDS[layer.state_kind], _RECURRENCES[layer.state_kind], layer.facts
-    own = {
-        name: part.tokens.take(value) if name in kind.token_inputs or name == "z" else value
-        for name, value in inputs.items()
-    }
+    recurrence, facts = RECURRENCES[layer.state_kind], layer.facts
+    own = own_inputs(layer.state_kind, inputs, part.tokens)
     pieces = recurrence.pieces(facts, own)
     now = part.slots.read(state)
     if part.chunk == 1:

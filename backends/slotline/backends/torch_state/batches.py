@@ -107,13 +107,15 @@ class Part:
     """Requests that are advanced together.
 
     Attributes:
-        slots: of the n requests, most chunks first.
+        rows: [n] int64, positions of the requests in the batch, most chunks first.
+        slots: of the n requests.
         tokens: the part's tokens in the batch, request by request.
         chunk: places of a chunk; 1 where every request has one token.
         places: [num_tokens] int64, where each token stands among all chunks' places, wave by wave.
         waves: (requests, longest chunk) of each wave.
     """
 
+    rows: Tensor
     slots: Slots
     tokens: Tokens
     chunk: int
@@ -159,18 +161,27 @@ class Stream:
 
 @frozen(kw_only=True, eq=False)
 class StatePlan:
-    """What `plan` hands to every `forward` of a step."""
+    """What `plan` hands to every `forward` of a step.
 
+    Attributes:
+        batch: the step's.
+        parts: for the recurrences; stream: for the convolutions.
+        verified: the requests that `commit` may take back, as one chunk each; one of the parts.
+    """
+
+    batch: StateBatch
     parts: tuple[Part, ...] = ()
     stream: Stream | None = None
+    verified: Part | None = None
 
 
-def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool, on_host: bool) -> StatePlan:
+def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool, on_host: bool, most_drafts: int = 0) -> StatePlan:
     """The plan of a batch.
 
     Args:
         batch: the step's batch.
         recurs, convolves: which halves of the plan will be used.
+        most_drafts: of a request that is verified.
         on_host: whether the batch lies in host memory, so that padding can be left out.
     """
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1].astype(np.int64)
@@ -180,19 +191,29 @@ def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool, on_host: bool) 
         active &= batch.slots[: batch.num_requests].numpy() >= 0
     rows = np.flatnonzero(active)
     if not len(rows):
-        return StatePlan()
+        return StatePlan(batch=batch)
+    single, short = lens[rows] == 1, (lens[rows] > 1) & (lens[rows] <= 1 + most_drafts)
+    verified = None
+    if short.any():
+        verified = _part(batch, _longest_first(rows[short], lens), starts, lens, 1 + most_drafts, on_host=on_host)
     parts: list[Part] = []
     if recurs:
-        singles, longer = rows[lens[rows] == 1], rows[lens[rows] > 1]
-        longer = longer[np.argsort(-lens[longer], kind="stable")]
-        parts = [
-            _part(batch, some, starts, lens, chunk, on_host=on_host)
-            for some, chunk in ((singles, 1), (longer, CHUNK))
-            if len(some)
-        ]
+        if single.any():
+            parts.append(_part(batch, rows[single], starts, lens, 1, on_host=on_host))
+        if verified is not None:
+            parts.append(verified)
+        if len(longer := rows[~single & ~short]):
+            parts.append(_part(batch, _longest_first(longer, lens), starts, lens, CHUNK, on_host=on_host))
     return StatePlan(
-        parts=tuple(parts), stream=_stream(batch, rows, starts, lens, on_host=on_host) if convolves else None
+        batch=batch,
+        parts=tuple(parts),
+        stream=_stream(batch, rows, starts, lens, on_host=on_host) if convolves else None,
+        verified=verified,
     )
+
+
+def _longest_first(rows: Int, lens: Int) -> Int:
+    return rows[np.argsort(-lens[rows], kind="stable")]
 
 
 def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int, *, on_host: bool) -> Part:
@@ -202,8 +223,10 @@ def _part(batch: StateBatch, rows: Int, starts: Int, lens: Int, chunk: int, *, o
     first = np.cumsum(counts) - counts
     places = (first[offset // chunk] + request) * chunk + offset % chunk
     device = batch.slots.device
+    positions = _upload(rows, device)
     return Part(
-        slots=Slots(batch, _upload(rows, device), on_host=on_host),
+        rows=positions,
+        slots=Slots(batch, positions, on_host=on_host),
         tokens=Tokens(starts[rows][request] + offset, device),
         chunk=chunk,
         places=_upload(places, device),

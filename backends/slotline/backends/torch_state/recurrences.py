@@ -12,11 +12,15 @@ section 3.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
+
+from slotline.backends.torch_state.batches import Tokens
+from slotline.registry.contracts.state import STATE_KINDS
 
 Facts = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
@@ -138,3 +142,14 @@ class GatedDelta:
         to_end = (total[..., -1:] - total).exp()[..., None]
         state = torch.addcmul((to_end * k).mT @ update, total[..., -1].exp()[..., None, None], state)
         return output.transpose(1, 2), state
+
+
+RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
+    {"mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
+)
+
+
+def own_inputs(kind: str, inputs: Tensors, tokens: Tokens) -> dict[str, Tensor]:
+    """A layer's inputs of some tokens; parameters as they are."""
+    of_tokens = {*STATE_KINDS[kind].token_inputs, "z"}
+    return {name: tokens.take(value) if name in of_tokens else value for name, value in inputs.items()}

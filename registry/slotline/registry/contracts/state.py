@@ -57,7 +57,8 @@ and others, arXiv 2412.06464, section 3 (gated_delta).
 * Updates are destructive, and no other slot changes, not even in the last bit. `inputs` stay unchanged.
 * Tensors may be longer than `num_requests` and `num_tokens` say, for graphs: further rows have slot -1 and
   `query_start_loc` goes on without decreasing; the output has as many rows as the inputs, those of padding finite.
-* A slot is never shared with the prefix cache: a checkpoint is a copy into another slot.
+* A slot is never shared with the prefix cache: a checkpoint is a copy into another slot. The core calls `copy` between
+  two steps, behind the `commit` of the first, in the order of the device's work; nothing waits for it.
 
 **Speculation.** A verified request brings 1 + k tokens, k up to the context's `max_draft_tokens`; after `forward` its
 state is as after all of them. Where `rollback` is declared, `commit` then makes it as after the first `accepted`.
