@@ -57,7 +57,7 @@ from slotline.registry.contracts import (
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ContractError
 from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
-from slotline.registry.negotiation import GroupPlan
+from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 logger = logging.getLogger("slotline")
 
@@ -575,20 +575,29 @@ class EngineBuilder:
         phases = dict(plan.graphs.phases)
         if set(phases.values()) <= {"none"}:
             return None
+        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
         shapes = GraphShapes(
             phases,
             config.graphs.sizes,
             query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
             max_requests=config.scheduler.max_requests,
             max_tokens=config.scheduler.max_batched_tokens,
-            mixed_attention=any(group.captured("mixed") for group in plan.groups),
+            mixed_attention=any(group.captured("mixed") for group in groups),
             cascade=lambda requests, query_len: any(
                 engine.cascade.longest(np.full(requests, query_len), self.planned.max_model_len)
             ),
         )
         runner = engine.runner
         graphs = GraphRunner(
-            runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids, runner.taps
+            runner.model,
+            runner.router,
+            engine.gatherer,
+            plan,
+            shapes,
+            engine.cascade,
+            runner.token_ids,
+            runner.taps,
+            runner.states,
         )
         graphs.capture(progress=config.observability.progress)
         return graphs

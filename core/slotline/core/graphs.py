@@ -1,9 +1,9 @@
 """Captured graphs: which shapes are captured, how, and their replay.
 
 A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
-where a layer's attention cannot be captured, the capture ends before it, the call is kept, and a new capture begins
-behind it. The other groups keep theirs. All captures share one memory pool, the largest first, results included: a
-replay overwrites those of the one before.
+where a layer's attention or state cannot be captured, the capture ends before it, the call is kept, and a new one
+begins behind it. The other groups keep theirs. All captures share one memory pool, the largest first, results
+included: a replay overwrites those of the one before.
 
 What changes from step to step is read from the staging buffers, whose addresses never change.
 """
@@ -28,9 +28,10 @@ from slotline.core.inputs import GraphShape, InputGatherer, StepInputs, even_spl
 from slotline.core.padding import padded_size
 from slotline.core.progress import counted
 from slotline.core.scheduler import Schedule
+from slotline.core.states import Advance, StateRouter
 from slotline.registry.contracts import Model
 from slotline.registry.errors import CapacityError, IntegrityError, ModelError
-from slotline.registry.negotiation import Plan, capture_sizes
+from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan, capture_sizes
 
 logger = logging.getLogger("slotline")
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
@@ -116,8 +117,8 @@ class GraphShapes:
         sizes: token counts asked for, or ``auto``.
         query_len: of a uniform batch under speculation, 1 + draft tokens.
         max_requests, max_tokens: bounds on every batch.
-        mixed_attention: whether a group's attention is inside the graphs of mixed batches, so that their requests
-            are padded too.
+        mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
+            requests are padded too.
         cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
             that is served apart.
     """
@@ -195,6 +196,7 @@ class GraphRunner:
         cascade: Cascade,
         token_ids: Callable[[StepInputs], torch.Tensor],
         taps: LayerTaps | None = None,
+        states: StateRouter | None = None,
     ) -> None:
         self.shapes = shapes
         self.report = CaptureReport()
@@ -205,6 +207,7 @@ class GraphRunner:
         self._cascade = cascade
         self._token_ids = token_ids
         self._taps = taps
+        self._states = states
         self._captured: dict[GraphShape, Captured] = {}
 
     @property
@@ -263,19 +266,23 @@ class GraphRunner:
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
         """One shape, and the number of its graphs."""
-        rows, broken = self._gatherer.rows, self._broken(shape)
+        rows = self._gatherer.rows
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
         lens = self._query_lens(shape)
         prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
         inputs = self._gatherer.dummy(lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes)
-        attend = self._router.plan(inputs.batches)
+        attend, advance = self._router.plan(inputs.batches), None
+        if self._states is not None and inputs.states is not None:
+            advance = self._states.plan(inputs.states)
         for _ in range(WARM_UPS):
-            self._forward(inputs, attend)
+            self._forward(inputs, attend, advance)
         torch.cuda.synchronize()
-        recorder = _Recorder(pool, [])
-        breaking = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
+        recorder, broken = _Recorder(pool, []), self._broken(shape)
+        attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
+        if self._states is not None:
+            advance = self._states.breaking(broken, recorder.cut)
         recorder.begin()
-        hidden, logits, layers = self._forward(inputs, breaking)
+        hidden, logits, layers = self._forward(inputs, attend, advance)
         recorder.end()
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = Captured(
@@ -300,18 +307,22 @@ class GraphRunner:
         return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
 
     def _forward(
-        self, inputs: StepInputs, attend: Attend
+        self, inputs: StepInputs, attend: Attend, advance: Advance | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         assert inputs.shape is not None
-        tapped: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
-        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **tapped)
+        further: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
+        if advance is not None:
+            further["advance"] = advance
+        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **further)
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
         return hidden, logits, None if self._taps is None else self._taps.take()
 
     def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:
-        """Where the tokens lie, and what attention reads where it is captured: not in every mixed batch."""
-        read = [inputs.input_ids, inputs.positions]
+        """Where the tokens lie, and what captured attention and states read: that is not in every mixed batch."""
+        read, states = [inputs.input_ids, inputs.positions], inputs.states
         if inputs.shape is not None and inputs.shape.padded_requests:
+            if states is not None:
+                read += [states.query_start_loc, states.slots, states.has_initial_state, states.num_accepted]
             for batch in inputs.batches:
                 read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
                 read += [] if batch.common_prefix is None else [batch.common_prefix]
@@ -320,7 +331,8 @@ class GraphRunner:
     def _broken(self, shape: GraphShape) -> frozenset[str]:
         """The groups that break the graph of a shape."""
         phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
-        cut = {group.name for group in self._plan.groups if not group.captured(phase)}
+        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*self._plan.groups, *self._plan.state_groups)
+        cut = {group.name for group in groups if not group.captured(phase)}
         if shape.cascade:
             cut |= {group.name for group in self._router.groups if group.cascade and not group.cascade_captured}
         return frozenset(cut)

@@ -292,21 +292,23 @@ class InputGatherer:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
         sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
-        logits_indices_device = last.upload(logits_indices)
-        stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
         states = None
         if self.has_states:
+            pad = (0, missing)  # padded requests have no slot
+            accepted = self.rows.num_accepted[rows].astype(np.int32)
             states = StateBatch(
                 num_requests=len(rows),
                 num_tokens=num_tokens,
                 max_query_len=longest,
                 query_start_loc=sent[0].query_start_loc,
-                slots=first.upload(state_slots.astype(np.int32)),
-                has_initial_state=first.upload(seq_lens[: len(rows)] > counts),
-                num_accepted=first.upload(self.rows.num_accepted[rows].astype(np.int32)),
-                query_start_loc_cpu=starts32,
+                slots=first.upload(np.pad(state_slots.astype(np.int32), pad, constant_values=PAD_SLOT)),
+                has_initial_state=first.upload(np.pad(seq_lens[: len(rows)] > counts, pad)),
+                num_accepted=first.upload(np.pad(accepted, pad, constant_values=1)),
+                query_start_loc_cpu=starts32[: len(rows) + 1],
                 num_decodes=num_decodes,
             )
+        logits_indices_device = last.upload(logits_indices)
+        stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
         params = None if batch.all_greedy else last.upload(batch.packed())
         drafts = rejections = None

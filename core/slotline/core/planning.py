@@ -212,8 +212,6 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
         return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
     if stages.divided:
         return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
-    if plan.state_groups:
-        return "this version captures no state layers"
     refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 

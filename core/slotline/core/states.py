@@ -8,7 +8,7 @@ behind those of the rows hold checkpoints (`slotline.core.checkpoints`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from math import lcm
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, evolve
 
+from slotline.core.attention import unowned
 from slotline.core.checkpoints import interval_of
 from slotline.core.memory import zeroed_bytes
 from slotline.registry.contracts import StateBackend, StateBatch, StateLayer, StateTensorSpec
@@ -70,6 +71,24 @@ class StateRouter:
         """One layer under the step's plans: its output, one row for each token."""
         forward, state, position = self._routes[layer.index]
         return forward(layer, inputs, state, self._plans[position])
+
+    def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Advance:
+        """An `advance` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""
+        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
+
+        def advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            if layer.index not in broken:
+                return self.advance(layer, inputs)
+            out = torch.empty_like(inputs["v" if "v" in inputs else "x"], memory_format=torch.contiguous_format)
+            held, result = {name: unowned(tensor) for name, tensor in inputs.items()}, unowned(out)
+
+            def call() -> None:
+                result.copy_(self.advance(layer, held))
+
+            cut(call)
+            return out
+
+        return advance
 
     @torch.inference_mode()
     def copy(self, source: int, target: int) -> None:

@@ -45,7 +45,7 @@ class TransformersDecoder:
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
         """torch's grouped matrix product reads its group sizes on the host, save for bfloat16 on CUDA."""
         config = json.loads((facts.path / "config.json").read_text(encoding="utf-8"))
-        experts = config.get("num_local_experts") or config.get("num_experts")
+        experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         if not experts or not device.startswith("cuda") or dtype == "bfloat16":
             return None
         return f"experts synchronise with the host in {dtype}; in bfloat16 they do not"

@@ -164,7 +164,8 @@ def _state_group(group: StateGroupPlan, width: int) -> list[str]:
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
     lines = [*hang(f"state group {group.name}  ", facts, width), *row("backend", chosen, width, indent=2)]
-    lines += row("queries", f"{group.max_query_len} at most, never captured in a graph", width, indent=2)
+    lines += row("queries", f"{group.max_query_len} at most", width, indent=2)
+    lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")
 
 

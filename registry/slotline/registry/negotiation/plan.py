@@ -246,6 +246,7 @@ class StateGroupPlan:
         backend: the plugin; `distribution`, `version`, `contract`, `inline` say which.
         dtype, state_dtype: names, of activations and of recurrent states.
         max_query_len: most tokens of one request in a batch.
+        graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
         reason: why this backend.
         rejected: the others, in the candidates' order.
     """
@@ -260,8 +261,13 @@ class StateGroupPlan:
     dtype: str
     state_dtype: str
     max_query_len: int = 1
+    graphs: tuple[tuple[str, str], ...] = ()
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
+
+    def captured(self, phase: str) -> bool:
+        """Whether the group's layers are inside the graph of a phase."""
+        return dict(self.graphs).get(phase) == CAPTURED
 
     def decision(self) -> dict[str, Any]:
         """What was decided, without the reasons."""
@@ -276,6 +282,7 @@ class StateGroupPlan:
             "dtype": self.dtype,
             "state_dtype": self.state_dtype,
             "max_query_len": self.max_query_len,
+            "graphs": dict(self.graphs),
         }
 
     def to_json(self) -> dict[str, Any]:

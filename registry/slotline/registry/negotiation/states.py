@@ -8,15 +8,18 @@ from attrs import evolve, frozen
 
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.needs import Pair
 from slotline.registry.negotiation.offers import not_asked_for, usability
 from slotline.registry.negotiation.parts import part_reasons
 from slotline.registry.negotiation.plan import (
+    CAPTURED,
     NONE,
     Failure,
     GroupFailure,
+    GroupPlan,
     Note,
     Plan,
     Reason,
@@ -80,6 +83,7 @@ def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate
         explicit=asked.explicit,
     )
     plan = evolve(plan, state_groups=groups, settings=(*plan.settings, setting))
+    plan = _captured_as_far_as_states_allow(plan, request, candidates)
     return _shared_as_far_as_states_allow(plan, request, candidates)
 
 
@@ -105,6 +109,61 @@ def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates:
         settings=tuple(evolve(s, resolved="false") if s.key in off else s for s in plan.settings),
         downgrades=(*plan.downgrades, note),
     )
+
+
+def _captured_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
+    """The same plan with the graphs of all groups, and a downgrade where states break those that were aimed at."""
+    groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
+    phases = {
+        phase: graphs.phase_state([dict(group.graphs)[phase] for group in groups])
+        for phase in graphs.phases_of(request.query_len.value)
+    }
+    resolved, mode = graphs.resolved_mode(phases), graphs.effective_mode(request)
+    found = evolve(
+        plan,
+        graphs=evolve(plan.graphs, resolved=resolved, phases=tuple(phases.items())),
+        settings=tuple(evolve(s, resolved=resolved) if s.key == "graphs.mode" else s for s in plan.settings),
+    )
+    by_name = {candidate.name: candidate for candidate in candidates}
+    because = tuple(
+        f"{group.name}, {phase}: {group.backend} {'; '.join(_uncaptured(request, phase, by_name[group.backend]))}"
+        for group in plan.state_groups
+        for phase, state in group.graphs
+        if graphs.wanted(mode, phase) == graphs.FULL and state != CAPTURED
+    )
+    if not because:
+        return found
+    before = next((note for note in plan.downgrades if note.code == "N310"), None)
+    note = Note(
+        code="N310",
+        key="graphs.mode",
+        text=f"{mode} ({request.graphs.origin}) does not hold for every group; {resolved} over all",
+        asked=request.graphs.value,
+        resolved=resolved,
+        because=(*(before.because if before else ()), *because),
+        to_avoid=(f"graphs.mode = {toml(resolved)}",),
+    )
+    return evolve(found, downgrades=(*(n for n in plan.downgrades if n is not before), note))
+
+
+def _graph_states(request: PlanRequest, candidate: Candidate) -> tuple[tuple[str, str], ...]:
+    mode = graphs.effective_mode(request)
+    return tuple(
+        (phase, graphs.group_state(graphs.wanted(mode, phase), not _uncaptured(request, phase, candidate)))
+        for phase in graphs.phases_of(request.query_len.value)
+    )
+
+
+def _uncaptured(request: PlanRequest, phase: str, candidate: Candidate) -> list[str]:
+    """Why a candidate's layers cannot be captured in a phase; empty if they can."""
+    lens = {"decode": 1, "verify": request.query_len.value, "mixed": request.max_query_len.value}
+    texts = [candidate.capabilities.graphs.refusal(graphs.required_level(phase))]
+    texts += [
+        limit.offer.refusal(lens[phase])
+        for limit in candidate.capabilities.limits
+        if limit.when == "graphs" and limit.capability == "query_len"
+    ]
+    return [text for text in texts if text]
 
 
 def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: str) -> tuple[StateGroupPlan, ...]:
@@ -173,6 +232,7 @@ def _plan(request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdic
         dtype=dtype,
         state_dtype=STATE_DTYPE,
         max_query_len=request.max_query_len.value,
+        graphs=_graph_states(request, candidate),
         reason=_why_chosen(request.state_backend_for(group.state_kind), chosen, fits),
         rejected=tuple(
             _rejection(verdict, verdict.reasons or (_why_lost(verdict, chosen),))
