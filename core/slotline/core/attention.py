@@ -104,6 +104,16 @@ class AttentionRouter:
         }
         self._may_be_captured = any(cache.key.is_cuda for cache in caches.values())
 
+    def part(self, layers: Sequence[AttentionLayer]) -> tuple[AttentionRouter, list[int]]:
+        """A router of some layers over the same caches, and which of a step's batches it is planned with, in order."""
+        groups = [group for group in self.groups if set(group.layers) & set(layers)]
+        read = sorted({group.batch for group in groups})
+        groups = [
+            evolve(g, layers=tuple(layer for layer in g.layers if layer in layers), batch=read.index(g.batch))
+            for g in groups
+        ]
+        return AttentionRouter(groups, {layer.index: self._routes[layer.index][2] for layer in layers}), read
+
     def caches(self) -> list[KVCache]:
         """The caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self._routes.items())]

@@ -20,6 +20,8 @@ from slotline.core.cache_specs import SpecBuilder
 from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.checkpoints import Checkpoints
 from slotline.core.device import device_scope
+from slotline.core.draft_attention import DraftAttention
+from slotline.core.draft_planning import draft_path
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine
@@ -129,7 +131,7 @@ class EngineBuilder:
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
-        runner.router = self._router(attention, specs, memory.num_blocks)
+        self._set_router(runner, gatherer, self._router(attention, specs, memory.num_blocks))
         runner.grammars = self._grammars(rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
@@ -210,7 +212,7 @@ class EngineBuilder:
         if not source & {"checkpoint", "calculate"}:
             return None
         return KVScaleTable(
-            planned.facts.layers,
+            planned.layers,
             planned.facts.kv_scales,
             device_of=planned.stages.device_of,
             dtype=getattr(torch, planned.plan.kv_dtype),
@@ -279,6 +281,20 @@ class EngineBuilder:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
         return AttentionRouter(attention, caches)
+
+    def _set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
+        """Hand the caches to the model's layers, and to the drafter's own."""
+        runner.router = router
+        if runner.drafting is not None and self.planned.draft_layers:
+            runner.drafting.attention = DraftAttention(
+                router,
+                self.planned.draft_layers,
+                gatherer.groups,
+                gatherer.kernel_block_sizes,
+                max_model_len=self.planned.max_model_len,
+                num_tokens=runner.drafting.num_tokens,
+                device=self.planned.device,
+            )
 
     def _states(self) -> StateRouter | None:
         """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
@@ -374,6 +390,7 @@ class EngineBuilder:
             count_nans=config.observability.count_nans,
             earlier=stagings[:-1],
         )
+        self._set_router(runner, gatherer, runner.router)
         return gatherer, runner
 
     def _pooling(self, model: Model, rows: Rows, staging: Staging) -> Pooling | None:
@@ -415,7 +432,9 @@ class EngineBuilder:
         def profile() -> float:
             held = encoding.profile() if encoding is not None and device.startswith("cuda") else None
             lens = even_split(tokens, min(requests, tokens))
-            runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
+            output = runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
+            if runner.drafting is not None:
+                runner.drafting.rehearse(output.computed)
             if runner.pooling is None:
                 warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
             del held
@@ -448,6 +467,7 @@ class EngineBuilder:
             chunked_prefill=config.scheduler.chunked_prefill,
             default_seed=config.sampling.seed,
             encoder_cache=encoding.cache if encoding else None,
+            lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
         )
 
     def _pipeline(self, rows: Rows) -> ProcessorPipeline:
@@ -476,7 +496,6 @@ class EngineBuilder:
         if descriptor is None:
             return None
         loaded = self.planned.loaded
-        path = loaded.path("drafter.path")
         context = DrafterContext(
             contract=bind_contract(descriptor),
             num_tokens=loaded.config.drafter.tokens,
@@ -486,8 +505,11 @@ class EngineBuilder:
             max_model_len=rows.max_model_len,
             device=self.planned.device,
             dtype=self.planned.plan.dtype,
-            path=str(path) if path else None,
+            path=draft_path(loaded, facts),
+            facts=facts,
             compute_logits=model.compute_logits,
+            embed=getattr(model, "embed", None),
+            layers=self.planned.draft_layers,
             options=self._options(descriptor),
         )
         return Drafting(

@@ -16,6 +16,7 @@ import torch
 from attrs import define, field
 
 from slotline.core.adaptive import DraftControl
+from slotline.core.draft_attention import DraftAttention
 from slotline.core.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.request import Request
 from slotline.core.rows import Rows
@@ -92,7 +93,10 @@ class Drafting:
         paused: whether nothing is drafted for now.
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
+        attention: of the drafter's own layers, where it has any; set when the caches are there.
     """
+
+    attention: DraftAttention | None = None
 
     def __init__(
         self,
@@ -150,6 +154,16 @@ class Drafting:
         drafts = self._rows.num_drafts[schedule.rows]
         decoding = bool((schedule.num_scheduled == 1 + drafts).all())
         self._decoding = (perf_counter(), schedule.num_tokens, bool(drafts.any())) if decoding else None
+
+    @torch.inference_mode()
+    def rehearse(self, states: ComputedStates | None) -> None:
+        """Show the drafter a made-up step before the first request: it takes its memory, and errors are raised."""
+        if states is not None:
+            observer: Observer = self.drafter  # type: ignore[assignment]
+            made_up = self._computed(states)
+            made_up.rows = torch.zeros(0, dtype=torch.int64)
+            made_up.query_start_loc = torch.zeros(1, dtype=torch.int64)
+            observer.observe(made_up)
 
     @torch.inference_mode()
     def observe(self, states: ComputedStates) -> None:
@@ -247,6 +261,7 @@ class Drafting:
             next_token_ids=torch.from_numpy(following).to(self._device),
             hidden_states=states.hidden if self.needs_hidden_states else None,
             layer_hidden_states=states.layers,
+            attend=None if self.attention is None else states.attend,
         )
 
     def _batch(self, rows: Int, known: Int, hidden_states: HiddenStates | None) -> DraftBatch:
@@ -261,6 +276,7 @@ class Drafting:
             hidden_states=None if hidden_states is None else hidden_states.last,
             layer_hidden_states=None if hidden_states is None else hidden_states.layers,
             computed_index=None if hidden_states is None else hidden_states.index,
+            attend=None if self.attention is None else self.attention.begin(rows, known - 1),
             temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
             uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
         )

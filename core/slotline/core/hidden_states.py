@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from attrs import frozen
 
+from slotline.core.attention import Attend
 from slotline.core.inputs import StepInputs
 from slotline.registry.errors import ContractError
 
@@ -46,11 +47,13 @@ class ComputedStates:
     Attributes:
         inputs: the step's.
         token_ids: [num_padded_tokens] int64 on the device.
+        attend: of the step, still planned.
         hidden: [num_padded_tokens, hidden_size]; `layers` as in `HiddenStates`.
     """
 
     inputs: StepInputs
     token_ids: torch.Tensor
+    attend: Attend
     hidden: torch.Tensor
     layers: torch.Tensor | None
 

@@ -16,7 +16,6 @@ from slotline.registry.negotiation import Candidate, Need, Reason, Setting, cand
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
-    "needs_kv_group": "a cache group for the drafter's own layers",
     "needs_grammar": "the state of a grammar",
 }
 """What a drafter may need and this version of the runner does not hand over."""

@@ -11,6 +11,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.core.cache_specs import SpecBuilder, plan_pool
+from slotline.core.draft_planning import draft_layers
 from slotline.core.measurements import load_measurements
 from slotline.core.plan_parts import (
     StructuredOutputChoice,
@@ -23,7 +24,7 @@ from slotline.core.plan_parts import (
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import with_state_memory
 from slotline.registry.config import LoadedConfig
-from slotline.registry.contracts import ModelFacts, ModelFamily
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
@@ -59,6 +60,7 @@ class Planned:
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         drafter: descriptor of the drafter, or None.
+        draft_layers: its own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         stages: where each part of the model lies.
         max_model_len: tokens.
@@ -74,6 +76,7 @@ class Planned:
     family: ModelFamily
     processors: tuple[Descriptor[Any], ...]
     drafter: Descriptor[Any] | None
+    draft_layers: tuple[AttentionLayer, ...]
     structured_output: StructuredOutputChoice
     stages: Stages
     max_model_len: int
@@ -84,6 +87,11 @@ class Planned:
     def device(self) -> str:
         """The torch device string where logits come out and tokens are sampled: the last stage's."""
         return self.stages.stages[-1].device
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """All attention layers that the plan serves, by index: the model's, then the drafter's."""
+        return self.facts.layers + self.draft_layers
 
 
 def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
@@ -112,13 +120,22 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     max_model_len = _max_model_len(loaded, facts)
     processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
+    own_layers = draft_layers(
+        loaded,
+        drafter,
+        facts,
+        max_model_len,
+        lambda other: _family_for(registry, other)[1].inspect(other),
+        divided=bool(stages.divided),
+    )
+    stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
     parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor)))
     request = prepare_request(
         loaded,
-        facts,
+        evolve(facts, layers=facts.layers + own_layers),
         info,
         max_model_len=max_model_len,
         dtype_fallbacks=_dtype_fallbacks(facts, info),
@@ -154,6 +171,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         family=family,
         processors=processors,
         drafter=drafter,
+        draft_layers=own_layers,
         structured_output=grammars,
         stages=stages,
         max_model_len=max_model_len,

@@ -104,7 +104,7 @@ class Runner:
         whole |= self.drafting is not None and self.drafting.needs_computed
         with scope("forward"):
             hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
-        return Launched(inputs=inputs, hidden=hidden, logits=logits, layers=layers, whole=whole)
+        return Launched(inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole)
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling | Answers:
@@ -229,8 +229,9 @@ class Runner:
         )
         if not drafting.needs_computed:
             return {"states": own}
+        token_ids, hidden = self.token_ids(inputs), launched.hidden
         computed = ComputedStates(
-            inputs=inputs, token_ids=self.token_ids(inputs), hidden=launched.hidden, layers=layers
+            inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
         )
         return {"states": own, "computed": computed}
 

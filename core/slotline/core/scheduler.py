@@ -70,7 +70,12 @@ class Schedule:
 
 
 class Scheduler:
-    """Token budget, first-come-first-served or priority order, preemption by recomputation."""
+    """Token budget, first-come-first-served or priority order, preemption by recomputation.
+
+    Attributes:
+        lookahead: tokens behind a step's own that a request gets blocks for where there are any, since a drafter's
+            attention writes there.
+    """
 
     def __init__(
         self,
@@ -81,6 +86,7 @@ class Scheduler:
         chunked_prefill: bool = True,
         default_seed: int = 0,
         encoder_cache: EncoderCache | None = None,
+        lookahead: int = 0,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -88,6 +94,7 @@ class Scheduler:
         self.chunked_prefill = chunked_prefill
         self.default_seed = default_seed
         self.encoder_cache = encoder_cache
+        self.lookahead = lookahead
         self.running: list[Request] = []
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._running_rows: Int = np.zeros(0, np.int64)
@@ -135,12 +142,15 @@ class Scheduler:
         rows = self._running_rows
         counts = self._counts(rows)
         after = self.rows.num_computed_tokens[rows] + counts
+        ahead = np.minimum(after + self.lookahead, self.rows.max_model_len)
         preempted: list[Request] = []
         undrafted = False
-        for position in self.cache.rows_short(rows, after).tolist():
+        for position in self.cache.rows_short(rows, ahead).tolist():
             request = self.running[position] if position < len(self.running) else None
             if request is None:  # preempted below by a request before it
                 break
+            if self.lookahead and self.cache.try_grow(request.row, int(ahead[position])):
+                continue
             while not self.cache.try_grow(request.row, int(after[position])):
                 if self.rows.num_drafts[request.row]:  # a guess is not worth a preemption
                     self.rows.num_drafts[request.row] = 0
@@ -259,7 +269,8 @@ class Scheduler:
         if checkpoints is not None:
             divisible = self.chunked_prefill and not request.whole_prompt
             count = checkpoints.aim(row, units, hit, count, divisible=divisible)
-        if not self.cache.try_admit(row, prefix, hit + count):
+        ahead = min(hit + count + self.lookahead, self.rows.max_model_len)
+        if not self.cache.try_admit(row, prefix, ahead) and not self.cache.try_admit(row, prefix, hit + count):
             if fresh:
                 self.rows.release(request)
             if self.encoder_cache is not None:

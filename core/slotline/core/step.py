@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, evolve, field
 
+from slotline.core.attention import Attend
 from slotline.core.hidden_states import ComputedStates, HiddenStates
 from slotline.core.inputs import StepInputs
 from slotline.core.logprobs import PendingLogprobs
@@ -25,6 +26,7 @@ class Launched:
 
     Attributes:
         inputs: what it reads.
+        attend: as planned for it.
         hidden: [num_padded_tokens, hidden_size], or of the wanted tokens alone.
         logits: of the same tokens, where a graph holds them.
         layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
@@ -32,6 +34,7 @@ class Launched:
     """
 
     inputs: StepInputs
+    attend: Attend
     hidden: torch.Tensor
     logits: torch.Tensor | None
     layers: torch.Tensor | None

@@ -101,6 +101,11 @@ class DecoderModel:
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         return self._head(hidden_states)
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
+        embeddings: torch.Tensor = self.hf_model.get_input_embeddings()(input_ids)
+        return embeddings
+
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place: addresses stay, so captured graphs stay valid.
 

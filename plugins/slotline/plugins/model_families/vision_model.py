@@ -80,11 +80,6 @@ class VisionModel(DecoderModel):
             outputs += self._encode_alike(list(alike))
         return outputs
 
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
-        embeddings: torch.Tensor = self.hf_model.base_model.embed_tokens(input_ids)
-        return embeddings
-
     def _encode_alike(self, items: list[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
         inputs = {}
         for name in items[0].keys() & self._arguments:

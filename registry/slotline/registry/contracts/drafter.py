@@ -5,16 +5,21 @@ fast text comes, never which text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, frozen
 
 from slotline.registry.capability import Flag, Max, Set
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.model_family import ModelFacts
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
     import torch
+
+    from slotline.registry.contracts.model_family import Attend
 
 
 @frozen(kw_only=True)
@@ -32,7 +37,8 @@ class DrafterCapabilities:
         needs_hidden_states: reads the last hidden states.
         needs_layers: reads hidden states of the layers that `LayerReader.layer_ids` names.
         needs_computed: sees every token that a step computes, prompts included: `Observer.observe` is called.
-        needs_kv_group: has attention layers of its own that want a cache group.
+        needs_kv_group: has attention layers of its own, which join the model's in planning and share its blocks; the
+            factory is a `KVDrafterFactory`. Goes with `needs_computed`.
         needs_grammar: proposes only tokens that the grammar state allows.
     """
 
@@ -50,11 +56,39 @@ class DrafterCapabilities:
 
 
 @frozen(kw_only=True)
-class DrafterContext:
-    """What a drafter's factory gets. `path` is the draft checkpoint's folder or None.
+class DrafterInspection:
+    """What a drafter with attention layers of its own is asked with, before anything is built.
 
-    `compute_logits` is the model's output projection, for drafters that share it: hidden states [n, hidden_size] behind
-    the last norm to logits [n, vocab_size] float32, on the device; None outside an engine.
+    Attributes:
+        facts: the model's.
+        num_tokens, max_model_len: as in `DrafterContext`.
+        path: the draft checkpoint's folder or None.
+        inspect_model: looks at the checkpoint of a whole model, through the model family that serves it; raises
+            `ModelError` if none does.
+        options: the plugin's own table.
+    """
+
+    facts: ModelFacts
+    num_tokens: int
+    max_model_len: int
+    path: str | None
+    inspect_model: Callable[[Path], ModelFacts]
+    options: Any = None
+
+
+@frozen(kw_only=True)
+class DrafterContext:
+    """What a drafter's factory gets.
+
+    Attributes:
+        path: the draft checkpoint's folder: what the configuration names, else the folder of the drafter's name in the
+            model's, if there is one, else None.
+        facts: the model's; None outside an engine, as what follows.
+        compute_logits: the model's output projection, for drafters that share it: hidden states [n, hidden_size] behind
+            the last norm to logits [n, vocab_size] float32, on the device.
+        embed: the model's embedding, for drafters that share it: tokens [n] int64 to [n, hidden_size]; None where the
+            model family gives none.
+        layers: the attention layers that `KVDrafterFactory.attention_layers` named, as `attend` takes them.
     """
 
     contract: int
@@ -66,7 +100,10 @@ class DrafterContext:
     device: str
     dtype: str
     path: str | None = None
+    facts: ModelFacts | None = None
     compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    layers: tuple[AttentionLayer, ...] = ()
     options: Any = None
 
 
@@ -87,6 +124,9 @@ class DraftBatch:
             `layer_ids` side by side; None unless `needs_layers`.
         computed_index: [num_requests] int64 on the device, where that token stands in the `ComputedTokens` of the same
             step; None unless `needs_computed`.
+        attend: where the drafter `needs_kv_group`: ``attend(offset)`` gives the attention of its own layers for one
+            token of each request at `positions` + offset. To be called with 0, 1, .. below the number of draft tokens,
+            each in its turn: an offset's keys and values are stored before the next one's queries come.
         temperature: [num_requests] float32 on the device; 0 for greedy requests.
         uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws: they depend on
             the request's seed and the position alone, so that a text does not change with the batch around it.
@@ -100,6 +140,7 @@ class DraftBatch:
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     computed_index: torch.Tensor | None = None
+    attend: Callable[[int], Attend] | None = None
     temperature: torch.Tensor | None = None
     uniforms: npt.NDArray[np.float64] | None = None
 
@@ -120,6 +161,8 @@ class ComputedTokens:
             prompt's next. Behind a position whose draft fell they mean nothing.
         hidden_states: [num_tokens, hidden_size], behind the last norm; None unless `needs_hidden_states`.
         layer_hidden_states: [num_tokens, layers * hidden_size]; None unless `needs_layers`.
+        attend: where the drafter `needs_kv_group`: the attention of its own layers for these tokens. Each layer is
+            called once, so that its cache is filled at every position that the model's is filled at.
     """
 
     rows: torch.Tensor
@@ -129,6 +172,7 @@ class ComputedTokens:
     next_token_ids: torch.Tensor
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
+    attend: Attend | None = None
 
 
 @define(kw_only=True, eq=False)
@@ -180,6 +224,23 @@ class Observer(Drafter, Protocol):
         """See what a step computed; called before its `propose`, also where no request gets drafts.
 
         The last step of a request comes after its `release`: what a row shows belongs to the request that was admitted
-        to it last.
+        to it last. Once before the first request it is called with made-up tokens of no row, so that memory is measured
+        with its own: what it raises then ends the start.
         """
+        ...
+
+
+class KVDrafterFactory(Protocol):
+    """The factory of a drafter that `needs_kv_group`: usually a class with a class method `attention_layers`."""
+
+    def attention_layers(self, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
+        """The drafter's own attention layers, indices from 0, found without reading weights.
+
+        Raises:
+            slotline.registry.errors.SlotlineError: if the draft checkpoint does not fit the model.
+        """
+        ...
+
+    def __call__(self, context: DrafterContext) -> Observer:
+        """Build the drafter."""
         ...

@@ -243,6 +243,13 @@ class Model(Protocol):
         """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]. Called for the task ``generate`` alone."""
         ...
 
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64; the caller may write into them.
+
+        Called for a model that takes more than text, and by drafters that share the embedding.
+        """
+        ...
+
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place: from the checkpoint's folder, or from another of the same shapes."""
         ...
@@ -276,10 +283,6 @@ class MultimodalModel(Model, Protocol):
         Returns:
             For each item [n, hidden_size] in the model's dtype, a row for each placeholder token of its `token_ids`.
         """
-        ...
-
-    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64; the caller may write into them."""
         ...
 
     def forward(

@@ -1,0 +1,64 @@
+"""Planning for drafters that bring a checkpoint: where it lies, and which attention layers it adds to the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import AttentionLayer, DrafterInspection, KVDrafterFactory, ModelFacts
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import ContractError, NegotiationError
+from slotline.registry.loading import resolve_factory, resolve_options
+
+
+def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
+    """The draft checkpoint's folder: what is named, else the model's own of the drafter's name, if there is one."""
+    path = loaded.path("drafter.path") or facts.path / loaded.config.drafter.name
+    return str(path) if loaded.config.drafter.path or path.is_dir() else None
+
+
+def draft_layers(
+    loaded: LoadedConfig,
+    descriptor: Descriptor[Any] | None,
+    facts: ModelFacts,
+    max_model_len: int,
+    inspect_model: Callable[[Path], ModelFacts],
+    *,
+    divided: bool,
+) -> tuple[AttentionLayer, ...]:
+    """The drafter's own attention layers, numbered behind the model's.
+
+    Raises:
+        SlotlineError: if the drafter does not fit the model, or if the model is divided over stages.
+    """
+    if descriptor is None or not descriptor.capabilities.needs_kv_group:
+        return ()
+    name = descriptor.name
+    if divided:
+        raise NegotiationError(
+            f"drafter {name!r} has attention layers of its own, and the model is divided over pipeline stages",
+            fix="remove parallel.pipeline, or name a drafter without layers of its own",
+        )
+    factory: KVDrafterFactory = resolve_factory(descriptor)  # type: ignore[assignment]  # looked at below
+    if not callable(getattr(factory, "attention_layers", None)):
+        raise ContractError(
+            f"drafter {name!r} declares needs_kv_group, and its factory has no attention_layers",
+            fix="tell the author of the plugin",
+        )
+    inspection = DrafterInspection(
+        facts=facts,
+        num_tokens=loaded.config.drafter.tokens,
+        max_model_len=max_model_len,
+        path=draft_path(loaded, facts),
+        inspect_model=inspect_model,
+        options=loaded.options(descriptor.kind, name, resolve_options(descriptor)),
+    )
+    found = factory.attention_layers(inspection)
+    return tuple(
+        evolve(layer, index=len(facts.layers) + number, name=f"{name}.{layer.name}")
+        for number, layer in enumerate(found)
+    )

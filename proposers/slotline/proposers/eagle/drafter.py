@@ -1,0 +1,176 @@
+"""EAGLE and EAGLE-3 as drafters: chains, greedy, with the head's attention in the model's cache.
+
+Entry i of the head's cache is the hidden state at position i and the token behind it. A block of the cache may be
+shared by requests that go on differently behind it; its last entry is then the one of the request that computed it.
+That costs a guess now and then, and no text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slotline.proposers.eagle.heads import (
+    Eagle3Head,
+    EagleHead,
+    HeadConfig,
+    fill,
+    read_config,
+    read_weights,
+)
+from slotline.registry.contracts import (
+    AttentionLayer,
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    DrafterContext,
+    DrafterInspection,
+    ModelFacts,
+)
+from slotline.registry.errors import ContractError, ModelError
+
+Call = Callable[[torch.Tensor], torch.Tensor]
+
+
+class EagleDrafter:
+    """Implements `Observer`; its class is the `KVDrafterFactory`."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        self._num_tokens, self._layers = context.num_tokens, context.layers
+        self._facts, self._embed, self._logits = _shared(context)
+        self._device, self._dtype = context.device, getattr(torch, context.dtype)
+        self._head: Any = self._build(read_config(_folder(context.path)), context)
+        self._head.to(self._device, self._dtype).eval().requires_grad_(False)
+        self._observed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
+        """The head's decoder layers, as its config.json tells them.
+
+        Raises:
+            ModelError: if the folder is none of a head, or its head is another model's.
+        """
+        facts, config = inspection.facts, read_config(_folder(inspection.path))
+        llama = config.llama
+        for what, own, models in (
+            ("vocab_size", llama.vocab_size, facts.vocab_size),
+            ("hidden_size", llama.hidden_size, facts.hidden_size),
+        ):
+            if own != models:
+                raise ModelError(
+                    f"the head in {str(config.path)!r} has {what} {own}, {facts.architecture} in {str(facts.path)!r} "
+                    f"has {models}",
+                    fix="name a head that was trained for this model in drafter.path",
+                )
+        size = int(llama.head_dim)
+        return tuple(
+            AttentionLayer(
+                name=f"layers.{index}",
+                index=index,
+                num_heads=llama.num_attention_heads,
+                num_kv_heads=llama.num_key_value_heads,
+                head_size=size,
+                head_size_v=size,
+                scale=size**-0.5,
+            )
+            for index in range(llama.num_hidden_layers)
+        )
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """Nothing is kept by row."""
+
+    def release(self, row: int) -> None:
+        """Nothing is kept by row."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        """Run the head over all that the model computed: that fills its cache, and gives each request's first guess."""
+        self._observed = None
+        hidden = self._head.enter(self._states(computed))
+        self._observed = self._step(computed.next_token_ids, hidden, computed.positions, computed.attend)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The head's likeliest token, and the likeliest behind it, and so on."""
+        assert self._observed is not None
+        assert batch.attend is not None
+        out, hidden = (states[batch.computed_index] for states in self._observed)
+        token_ids = [self._tokens(out)]
+        for offset in range(self._num_tokens - 1):
+            out, hidden = self._step(token_ids[-1], hidden, batch.positions + offset, batch.attend(offset))
+            token_ids.append(self._tokens(out))
+        return Draft(token_ids=torch.stack(token_ids, 1))
+
+    def _step(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        def own(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = attend(self._layers[layer], query, key, value, None)
+            return out
+
+        found: tuple[torch.Tensor, torch.Tensor] = self._head(self._embed(token_ids), hidden, positions, own)
+        return found
+
+    def _build(self, config: HeadConfig, context: DrafterContext) -> torch.nn.Module:
+        weights = read_weights(config.path)
+        head = EagleHead(config, bias="fc.bias" in weights)
+        fill(head, weights, config.path)
+        return head
+
+    def _states(self, computed: ComputedTokens) -> torch.Tensor | None:
+        return computed.hidden_states
+
+    def _tokens(self, out: torch.Tensor) -> torch.Tensor:
+        return self._logits(out).argmax(-1)
+
+
+class Eagle3Drafter(EagleDrafter):
+    """Implements `LayerReader` too."""
+
+    layer_ids: tuple[int, ...]
+
+    def _build(self, config: HeadConfig, context: DrafterContext) -> torch.nn.Module:
+        facts = self._facts
+        self.layer_ids = config.layers_of(len(facts.parts.layers) if facts.parts else len(facts.layers))
+        weights = {_name(name): tensor for name, tensor in read_weights(config.path).items()}
+        head = Eagle3Head(config, num_states=len(self.layer_ids), bias="fc.bias" in weights)
+        fill(head, weights, config.path)
+        # d2t holds what is added to a draft token to make it the model's; without it both count alike.
+        offsets = weights.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64)).long()
+        kept = torch.arange(config.draft_vocab_size) + offsets
+        if len(offsets) != config.draft_vocab_size or not 0 <= int(kept.min()) <= int(kept.max()) < context.vocab_size:
+            raise ModelError(
+                f"d2t of the head in {str(config.path)!r} has {len(offsets)} entries for draft_vocab_size="
+                f"{config.draft_vocab_size}, up to token {int(kept.max())} of {context.vocab_size}",
+                fix="name a head that was trained for this model in drafter.path",
+            )
+        self._kept = kept.to(self._device)
+        return head
+
+    def _states(self, computed: ComputedTokens) -> torch.Tensor | None:
+        return computed.layer_hidden_states
+
+    def _tokens(self, out: torch.Tensor) -> torch.Tensor:
+        return self._kept[self._head.lm_head(out).argmax(-1)]
+
+
+def _folder(path: str | None) -> Path:
+    if path is None:
+        raise ModelError("no head is named, and the model has none in its folder", fix="set drafter.path to its folder")
+    return Path(path)
+
+
+def _name(name: str) -> str:
+    """The authors' name of a weight: other tools write `layers.0` for `midlayer`."""
+    return name.replace("layers.0.", "midlayer.")
+
+
+def _shared(context: DrafterContext) -> tuple[ModelFacts, Call, Call]:
+    """What the head shares with its model: the facts, the embedding, the output projection."""
+    if context.facts is None or context.embed is None or context.compute_logits is None:
+        raise ContractError(
+            "an EAGLE head shares its model's embedding, and this model family gives none",
+            fix="use a model family whose models have `embed`",
+        )
+    return context.facts, context.embed, context.compute_logits

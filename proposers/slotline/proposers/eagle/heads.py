@@ -1,0 +1,254 @@
+"""The networks of EAGLE (Li et al. 2024) and EAGLE-3 (Li et al. 2025), and their published folders.
+
+Both read, at position i, a hidden state of the target there and the token that follows it, and predict the token after
+that. Attention is the caller's: a served head attends over its cache, a head in training over a window. The networks
+run on flattened tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from slotline.registry.errors import ModelError
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(layer, query [n, num_heads, head_size], key and value [n, num_kv_heads, head_size]) to [n, num_heads, head_size]."""
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@frozen(kw_only=True, eq=False)
+class HeadConfig:
+    """What a folder's config.json says.
+
+    Attributes:
+        path: the folder.
+        llama: its decoder layers, a Llama's.
+        draft_vocab_size: tokens that an EAGLE-3 head chooses among; the target's where nothing is said.
+        layer_ids: the target's layers, from 0, whose inputs an EAGLE-3 head reads; empty for the usual three.
+    """
+
+    path: Path
+    llama: LlamaConfig
+    draft_vocab_size: int
+    layer_ids: tuple[int, ...] = ()
+
+    def layers_of(self, num_layers: int) -> tuple[int, ...]:
+        """The layers to read of a target with `num_layers`: early, middle and late, as the authors of EAGLE-3 do."""
+        return self.layer_ids or (2, num_layers // 2, num_layers - 3)
+
+
+def read_config(path: Path) -> HeadConfig:
+    """Read config.json.
+
+    Raises:
+        ModelError: if the folder has none that can be read, or if its layers are not a Llama's.
+    """
+    file = path / "config.json"
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        hidden_act = settings.get("hidden_act", "silu")
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
+        missing = [name for name in names if not isinstance(settings.get(name), int)]
+        if missing or hidden_act != "silu":
+            raise ValueError(f"{', '.join(missing)} missing" if missing else f"hidden_act is {hidden_act!r}")
+        known = {key: value for key, value in settings.items() if key not in ("model_type", "architectures", "dtype")}
+        llama = LlamaConfig(**known)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"{str(file)!r} does not describe an EAGLE head: {error}",
+            fix="set drafter.path to a folder with the config.json and weights of an EAGLE or EAGLE-3 head",
+        ) from error
+    more = settings.get("eagle_config") or {}
+    ids = more.get("eagle_aux_hidden_state_layer_ids") or settings.get("eagle_aux_hidden_state_layer_ids") or ()
+    return HeadConfig(
+        path=path,
+        llama=llama,
+        draft_vocab_size=int(settings.get("draft_vocab_size") or llama.vocab_size),
+        layer_ids=tuple(map(int, ids)),
+    )
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder, in host memory.
+
+    Raises:
+        ModelError: if there are none.
+    """
+    for name in WEIGHT_FILES:
+        if (path / name).exists():
+            if name.endswith(".bin"):
+                loaded: dict[str, torch.Tensor] = torch.load(path / name, map_location="cpu", weights_only=True)
+                return loaded
+            from safetensors.torch import load_file
+
+            weights: dict[str, torch.Tensor] = load_file(path / name)
+            return weights
+    raise ModelError(
+        f"{str(path)!r} has no weights of a head ({' or '.join(WEIGHT_FILES)})", fix="set drafter.path to its folder"
+    )
+
+
+def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Copy weights into a module; more of them than it has are left out.
+
+    Raises:
+        ModelError: naming what is missing or has another shape.
+    """
+    own = module.state_dict()
+    wrong = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
+    if wrong:
+        there = f"{list(weights[wrong[0]].shape)}" if wrong[0] in weights else "not there"
+        raise ModelError(
+            f"the head in {str(path)!r} does not fit: {wrong[0]} is {there}, its config.json asks for "
+            f"{list(own[wrong[0]].shape)}" + (f" (and {len(wrong) - 1} others)" if len(wrong) > 1 else ""),
+            fix="check that drafter.path, the drafter's name and the model belong together",
+        )
+    module.load_state_dict({name: weights[name] for name in own})
+
+
+class Attention(nn.Module):
+    """Projections and rotary positions around somebody else's attention."""
+
+    def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
+        super().__init__()
+        self.layer, self.head_size = layer, int(config.head_dim)
+        queries, keys = config.num_attention_heads * self.head_size, config.num_key_value_heads * self.head_size
+        self.q_proj = nn.Linear(input_size, queries, bias=config.attention_bias)
+        self.k_proj = nn.Linear(input_size, keys, bias=config.attention_bias)
+        self.v_proj = nn.Linear(input_size, keys, bias=config.attention_bias)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        """[n, input_size] to [n, hidden_size]; `rotary` are cosines and sines [n, head_size]."""
+        query, key, value = (
+            projection(x).view(len(x), -1, self.head_size) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=1)
+        out: torch.Tensor = self.o_proj(attend(self.layer, query, key, value).flatten(1))
+        return out
+
+
+class EagleLayer(nn.Module):
+    """A Llama decoder layer; the first one's attention has no norm in front."""
+
+    def __init__(self, config: LlamaConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = norm if layer else nn.Identity()
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+        """[n, hidden_size] to the same."""
+        x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Head(nn.Module):
+    """What both kinds have: rotary positions, and `step`."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        # Not a child: its buffers are no weights, and they stay in float32.
+        self.__dict__["rotary"] = LlamaRotaryEmbedding(config.llama)
+
+    def positions(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [n, head_size] of positions [n], on the device and in the dtype of `like`."""
+        rotary: LlamaRotaryEmbedding = self.__dict__["rotary"]
+        if rotary.inv_freq.device != positions.device:
+            rotary.to(positions.device)
+        cosines, sines = rotary(like, positions[None])
+        return cosines[0], sines[0]
+
+
+class EagleHead(Head):
+    """EAGLE: embedding and last hidden state through `fc` and decoder layers give the next last hidden state."""
+
+    def __init__(self, config: HeadConfig, *, bias: bool) -> None:
+        super().__init__(config)
+        size = config.llama.hidden_size
+        self.fc = nn.Linear(2 * size, size, bias=bias)
+        self.layers = nn.ModuleList(EagleLayer(config.llama, i) for i in range(config.llama.num_hidden_layers))
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's last hidden states [n, hidden_size] as `forward` takes them."""
+        return hidden
+
+    def forward(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step.
+
+        Args:
+            embeddings: [n, hidden_size] of the tokens behind the positions.
+            hidden: [n, hidden_size] at the positions, the target's or this method's own.
+            positions: [n] int64.
+
+        Returns:
+            What the output projection reads, and what the next step takes as `hidden`: here the same [n, hidden_size].
+        """
+        rotary = self.positions(positions, embeddings)
+        x = self.fc(torch.cat([embeddings, hidden], -1))
+        for layer in self.layers:
+            x = layer(x, rotary, attend)
+        return x, x
+
+
+class Eagle3Layer(nn.Module):
+    """A Llama decoder layer whose attention reads embeddings and hidden states side by side, each under a norm."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, 0, 2 * config.hidden_size)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend,
+    ) -> torch.Tensor:
+        """[n, hidden_size] twice to [n, hidden_size]."""
+        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
+        x = hidden + self.self_attn(both, rotary, attend)
+        out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Eagle3Head(Head):
+    """EAGLE-3: inputs of three layers of the target, joined by `fc`; an output projection over a draft vocabulary."""
+
+    def __init__(self, config: HeadConfig, *, num_states: int = 3, target_size: int = 0, bias: bool = False) -> None:
+        super().__init__(config)
+        size = config.llama.hidden_size
+        self.fc = nn.Linear(num_states * (target_size or size), size, bias=bias)
+        self.midlayer = Eagle3Layer(config.llama)
+        self.norm = LlamaRMSNorm(size, eps=config.llama.rms_norm_eps)
+        self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The inputs of the target's layers, side by side, [n, layers * hidden_size], as `forward` takes them."""
+        joined: torch.Tensor = self.fc(hidden)
+        return joined
+
+    def forward(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `EagleHead.forward`; `lm_head` reads the first result, the second is without the last norm."""
+        x = self.midlayer(embeddings, hidden, self.positions(positions, embeddings), attend)
+        return self.norm(x), x
