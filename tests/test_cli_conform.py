@@ -138,7 +138,7 @@ def test_options_and_device_are_checked_as_the_configuration_checks_them() -> No
     [
         (["torhc"], "there is no plugin 'torhc'; did you mean 'torch'?"),
         (["attention:torhc"], "there is no attention plugin 'torhc'; did you mean 'torch'?"),
-        (["torch", "--kind", "lora"], "there is no lora plugin 'torch'"),
+        (["ngram", "--kind", "lora"], "there is no lora plugin 'ngram'"),
         (["torch", "--kind", "lorra"], "'lorra' is no kind of plugin"),
         (["torch", "--level", "L9"], "there is no level 'L9'"),
         (["model_family:transformers_decoder"], "there are no conformance checks for plugins of kind 'model_family'"),
@@ -190,8 +190,8 @@ def test_a_name_of_two_distributions_or_two_kinds_must_be_made_clear(
     assert find_target("cpu", kind=Kind.ATTENTION).name == "attention:cpu"
     with pytest.raises(PluginLoadError, match="ModuleNotFoundError"):
         find_target("lora:cpu")
-    with pytest.raises(PluginNotFoundError, match="no lora plugin 'triton'"):
-        find_target("triton", kind=Kind.LORA)
+    with pytest.raises(PluginNotFoundError, match="no lora plugin 'ngram'"):
+        find_target("ngram", kind=Kind.LORA)
 
 
 def test_a_plugin_of_contract_1_lives_on_under_a_host_of_1_and_2(monkeypatch: pytest.MonkeyPatch) -> None:

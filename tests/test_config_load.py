@@ -216,7 +216,10 @@ def test_an_unknown_key_suggests_the_one_that_was_meant(load: Load, text: str, m
 
 def test_an_unknown_key_like_no_other_lists_the_keys_of_its_table(load: Load) -> None:
     (fault,) = faults_of(load, "[lora]\nxyzzy = 1\n")
-    assert fault.message == "there is no key 'xyzzy' in [lora]; it has name, max_adapters, max_rank"
+    assert fault.message == (
+        "there is no key 'xyzzy' in [lora]; it has name, max_adapters, max_rank, max_cpu_adapters, target_modules, "
+        "merge, specialize_graphs, adapters"
+    )
 
 
 def test_a_missing_file_and_broken_toml_say_where(load: Load) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from slotline.core.lora_request import LoRARequest
 from slotline.core.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -35,6 +36,7 @@ __all__ = [
     "EmbeddingOutput",
     "EmbeddingRequestOutput",
     "Engine",
+    "LoRARequest",
     "Logprob",
     "PoolingOutput",
     "PoolingParams",

@@ -9,11 +9,13 @@ import numpy as np
 import torch
 from attrs import define, evolve, field
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.adaptive import DraftControl
 from slotline.core.admission import EngineLimits
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
+from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.cache_memory import allocate_caches
 from slotline.core.cache_specs import SpecBuilder
@@ -127,7 +129,8 @@ class EngineBuilder:
         cascade = self._cascade(attention, groups)
         drafting = self._drafting(rows, model)
         tokenizer = self._tokenizer()
-        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting)
+        adapters = build_adapters(planned, model, rows)
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
@@ -143,7 +146,7 @@ class EngineBuilder:
         engine = Engine(
             plan=planned.plan,
             rows=rows,
-            scheduler=self._scheduler(rows, cache, encoding),
+            scheduler=self._scheduler(rows, cache, encoding, adapters),
             gatherer=gatherer,
             runner=runner,
             pipeline=pipeline,
@@ -157,8 +160,9 @@ class EngineBuilder:
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=tokenizer,
             memory=memory,
-            notes=model.notes + ((encoding.note,) if encoding else ()),
+            notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
             cascade=cascade,
+            adapters=adapters,
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
@@ -167,6 +171,7 @@ class EngineBuilder:
             self._warm_up(engine)
         with self.startup.scope("capture"):
             engine.graphs = runner.graphs = self._graphs(engine)
+        load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine
 
@@ -353,6 +358,7 @@ class EngineBuilder:
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
         drafting: Drafting | None,
+        adapters: AdapterSource | None,
     ) -> tuple[InputGatherer, Runner]:
         config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
         vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
@@ -374,6 +380,7 @@ class EngineBuilder:
             last_tokens,
             later,
             has_states=bool(plan.state_groups),
+            lora_slots=config.lora.max_adapters if self._has_slots else 0,
         )
         runner = Runner(
             model,
@@ -386,6 +393,7 @@ class EngineBuilder:
             last_tokens,
             self._pooling(model, rows, stagings[-1]),
             self._states(),
+            adapters=adapters,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             earlier=stagings[:-1],
@@ -432,7 +440,9 @@ class EngineBuilder:
         def profile() -> float:
             held = encoding.profile() if encoding is not None and device.startswith("cuda") else None
             lens = even_split(tokens, min(requests, tokens))
-            output = runner.run(gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size))
+            output = runner.run(
+                gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size, adapters=self._has_slots)
+            )
             if runner.drafting is not None:
                 runner.drafting.rehearse(output.computed)
             if runner.pooling is None:
@@ -458,7 +468,9 @@ class EngineBuilder:
             )
         return report
 
-    def _scheduler(self, rows: Rows, cache: CacheManager, encoding: Encoding | None) -> Scheduler:
+    def _scheduler(
+        self, rows: Rows, cache: CacheManager, encoding: Encoding | None, adapters: AdapterSource | None
+    ) -> Scheduler:
         config = self.planned.loaded.config
         return Scheduler(
             rows,
@@ -468,6 +480,7 @@ class EngineBuilder:
             default_seed=config.sampling.seed,
             encoder_cache=encoding.cache if encoding else None,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
+            adapters=adapters,
         )
 
     def _pipeline(self, rows: Rows) -> ProcessorPipeline:
@@ -587,8 +600,9 @@ class EngineBuilder:
     def _warm_up(self, engine: Engine) -> None:
         """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
         longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
-        for query_lens in ([1], [longest]):
-            engine.runner.run(engine.gatherer.dummy(query_lens))
+        for adapters in (False, True)[: 1 + self._has_slots]:
+            for query_lens in ([1], [longest]):
+                engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
         engine.profiler.reset()
 
     def _graphs(self, engine: Engine) -> GraphRunner | None:
@@ -608,6 +622,7 @@ class EngineBuilder:
             cascade=lambda requests, query_len: any(
                 engine.cascade.longest(np.full(requests, query_len), self.planned.max_model_len)
             ),
+            adapters=self._captured_adapters,
         )
         runner = engine.runner
         graphs = GraphRunner(
@@ -620,9 +635,22 @@ class EngineBuilder:
             runner.token_ids,
             runner.taps,
             runner.states,
+            runner.adapters,
         )
         graphs.capture(progress=config.observability.progress)
         return graphs
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether adapters stand beside the weights, so that a step may have any."""
+        return self.planned.lora is not None and not self.planned.loaded.config.lora.merge
+
+    def _captured_adapters(self, query_len: int) -> tuple[bool, ...]:
+        """Whether batches of a query length are captured without and with adapters."""
+        descriptor, config = self.planned.lora, self.planned.loaded.config.lora
+        if descriptor is None or not self._has_slots:
+            return (False,)
+        return captured_for(descriptor, query_len, specialize=config.specialize_graphs)
 
     def _options(self, descriptor: Descriptor[Any]) -> Any:
         """The plugin's own table, typed by the plugin."""

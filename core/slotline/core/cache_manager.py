@@ -252,7 +252,7 @@ class CacheManager:
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
         chain, size = request.block_hashes, self.hash_block_size
-        parent = chain[-1] if chain else hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
+        parent = chain[-1] if chain else _root(request)
         for start in range(len(chain) * size, count * size, size):
             extra = hash_extra(request.features, start, start + size) if request.features else b""
             parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes() + extra).digest()
@@ -266,3 +266,9 @@ class CacheManager:
             step = group.block_size // self.hash_block_size
             for index in range(first // step, last // step):
                 self.pool.remember(group.index, group.blocks[row][index], hashes[(index + 1) * step - 1])
+
+
+def _root(request: Request) -> bytes:
+    """Where a request's chain of hashes begins: prefixes are shared with equal salts and equal adapters."""
+    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
+    return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.admission import EngineLimits, check_capacity, check_request
 from slotline.core.cascade import Cascade
 from slotline.core.detokenizer import Detokenizer
@@ -22,6 +23,7 @@ from slotline.core.graphs import GraphRunner
 from slotline.core.inputs import GraphShape, InputGatherer
 from slotline.core.integrity import check_integrity
 from slotline.core.logprobs import with_text
+from slotline.core.lora_request import LoRARequest
 from slotline.core.memory import MemoryReport
 from slotline.core.multimodal import Feature
 from slotline.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, TokenLogprobs
@@ -110,6 +112,7 @@ class Engine:
         device: str = "cpu",
         graphs: GraphRunner | None = None,
         cascade: Cascade | None = None,
+        adapters: AdapterSource | None = None,
         asynchronous: bool = False,
         check: bool = False,
         startup: Mapping[str, float] | None = None,
@@ -133,6 +136,7 @@ class Engine:
         self.graphs = graphs
         self.cascade = cascade or Cascade([None] * len(gatherer.groups))
         self.checkpoints = scheduler.cache.checkpoints
+        self.adapters = adapters
         self.asynchronous = asynchronous
         self.check = check
         self.startup = startup or {}
@@ -158,6 +162,7 @@ class Engine:
         features: tuple[Feature, ...] = (),
         priority: int = 0,
         cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
         index: int = 0,
         stream: bool = False,
     ) -> Request:
@@ -184,12 +189,14 @@ class Engine:
             features=features,
             priority=priority,
             cache_salt=cache_salt,
+            lora_request=lora_request,
             index=index,
             arrival=self._arrivals,
         )
         self.validate(request)
         if sampling.stop or (stream and sampling.detokenize):
             request.detokenizer = self._detokenizer(request)
+        self._enter(request)
         if sampling.structured_outputs is not None and self.grammars is not None:
             self.grammars.compiler.submit(request, sampling.structured_outputs.constraint)
         else:
@@ -219,6 +226,21 @@ class Engine:
             self.grammars.validate(request)
 
     @on_device
+    def _enter(self, request: Request) -> None:
+        """Check a request's adapter, which is read now if it is new.
+
+        Raises:
+            RequestError: if it cannot be used.
+        """
+        if self.adapters is not None:
+            self.adapters.enter(request)
+        elif request.lora_request is not None:
+            raise RequestError(
+                f"adapter {request.lora_request.lora_name!r} in an engine without adapters",
+                fix='name a LoRA plugin, for instance lora.name = "torch"',
+            )
+
+    @on_device
     def abort(self, request_id: str) -> Request | None:
         """End a request now; what it sampled so far stays in it. None if no such request is unfinished."""
         request = self.requests.get(request_id)
@@ -240,6 +262,8 @@ class Engine:
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
+        if self.adapters is not None:
+            self.adapters.reloaded()
         self.scheduler.cache.reset()
         if self.encoding is not None:
             self.encoding.reset()
@@ -263,8 +287,9 @@ class Engine:
         result.finished += unfit + refused
         if self.check:
             check_integrity(self.scheduler)
-            if self.encoding is not None:
-                self.encoding.check()
+            for part in (self.encoding, self.adapters):
+                if part is not None:
+                    part.check()
         return result
 
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -330,6 +355,8 @@ class Engine:
         """What a request needs when it joins for the first time; after preemption it has it."""
         if request.metrics.num_preemptions > 0:
             return
+        if self.adapters is not None:
+            self.adapters.activate(request)
         if request.params.logprobs is not None:
             request.logprobs = []
         if request.params.prompt_logprobs is not None:
@@ -346,8 +373,10 @@ class Engine:
             self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
             prefixes = self.cascade.prefixes(schedule.rows, schedule.num_computed, schedule.num_scheduled)
-            shape = self._graph_shape(schedule, cascade=any(prefixes))
-            inputs = self.gatherer.gather(schedule, shape, prefixes)
+            adapters = self.adapters is not None and self.adapters.used_by(schedule.rows)
+            shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
+            adapters = adapters or (shape is not None and shape.adapters)
+            inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
             inputs.embeds = self.encoding.embeds(schedule) if self.encoding else None
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
@@ -355,11 +384,11 @@ class Engine:
             self.checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
         return launched
 
-    def _graph_shape(self, schedule: Schedule, *, cascade: bool) -> GraphShape | None:
+    def _graph_shape(self, schedule: Schedule, *, cascade: bool, adapters: bool) -> GraphShape | None:
         """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None
-        return self.graphs.shapes.shape_for(schedule, cascade=cascade)
+        return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
 
     def _sample(self, launched: Launched, generations: Int) -> Sampling | Answers:
         """Start sampling behind a forward pass; the tokens before are known by now."""
@@ -502,6 +531,8 @@ class Engine:
                 if self.drafting is not None:
                     self.drafting.release(request.row)
             self._finish_text(request)
+            if self.adapters is not None:
+                self.adapters.leave(request)
             del self.requests[request.request_id]
         running = [request for request in requests if request.status is Status.RUNNING]
         for request in requests:

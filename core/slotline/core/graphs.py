@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from attrs import asdict, define, frozen
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.attention import Attend, AttentionRouter, unowned
 from slotline.core.cascade import Cascade
 from slotline.core.hidden_states import LayerTaps
@@ -121,6 +122,8 @@ class GraphShapes:
             requests are padded too.
         cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
             that is served apart.
+        adapters: for a query length, 0 for mixed batches, whether shapes are captured without and with adapters; one
+            that is captured with adapters alone serves steps without, too.
     """
 
     def __init__(
@@ -133,11 +136,13 @@ class GraphShapes:
         max_tokens: int,
         mixed_attention: bool = False,
         cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
+        adapters: Callable[[int], tuple[bool, ...]] = lambda query_len: (False,),
     ) -> None:
         mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
         self._sizes: dict[int, tuple[int, ...]] = {}
         self._most_mixed = max_requests if mixed_attention else 0
+        self._adapters = adapters
         for phase, length in (("decode", 1), ("verify", query_len)):
             if phases.get(phase, "none") != "none":
                 self._sizes[length] = capture_sizes(sizes, length, max_requests)
@@ -153,15 +158,21 @@ class GraphShapes:
     @property
     def largest_first(self) -> tuple[GraphShape, ...]:
         """Every shape in the order of capture."""
-        every = [self._shape(size, length) for length, sizes in self._sizes.items() for size in sizes]
-        every += [self._shape(size, length, cascade=True) for length, sizes in self._cascades.items() for size in sizes]
-        return tuple(sorted(every, key=lambda shape: (-shape.num_tokens, shape.query_len, shape.cascade)))
+        every = [
+            self._shape(size, length, cascade=cascade, adapters=adapters)
+            for cascade, by_length in ((False, self._sizes), (True, self._cascades))
+            for length, sizes in by_length.items()
+            for size in sizes
+            for adapters in self._adapters(length)
+        ]
+        return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.adapters)))
 
-    def shape_for(self, schedule: Schedule, *, cascade: bool = False) -> GraphShape | None:
+    def shape_for(self, schedule: Schedule, *, cascade: bool = False, adapters: bool = False) -> GraphShape | None:
         """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
 
         Args:
             cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
+            adapters: whether a request of the step uses one.
         """
         if schedule.features:
             return None
@@ -170,12 +181,16 @@ class GraphShapes:
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
         sizes = (self._cascades if cascade else self._sizes).get(length, ())
-        if not sizes or tokens > sizes[-1]:
+        captured = self._adapters(length)
+        if not sizes or tokens > sizes[-1] or (adapters and True not in captured):
             return None
-        return self._shape(padded_size(tokens, sizes), length, cascade=cascade)
+        return self._shape(
+            padded_size(tokens, sizes), length, cascade=cascade, adapters=adapters or False not in captured
+        )
 
-    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool = False) -> GraphShape:
-        return GraphShape(num_tokens, query_len, 0 if query_len else min(num_tokens, self._most_mixed), cascade)
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: bool) -> GraphShape:
+        num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
+        return GraphShape(num_tokens, query_len, num_requests, cascade, adapters)
 
 
 class GraphRunner:
@@ -197,6 +212,7 @@ class GraphRunner:
         token_ids: Callable[[StepInputs], torch.Tensor],
         taps: LayerTaps | None = None,
         states: StateRouter | None = None,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self.shapes = shapes
         self.report = CaptureReport()
@@ -208,6 +224,7 @@ class GraphRunner:
         self._token_ids = token_ids
         self._taps = taps
         self._states = states
+        self._adapters = adapters
         self._captured: dict[GraphShape, Captured] = {}
 
     @property
@@ -270,7 +287,11 @@ class GraphRunner:
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
         lens = self._query_lens(shape)
         prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
-        inputs = self._gatherer.dummy(lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes)
+        inputs = self._gatherer.dummy(
+            lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes, adapters=shape.adapters
+        )
+        if self._adapters is not None:
+            self._adapters.plan(inputs.lora_slots)
         attend, advance = self._router.plan(inputs.batches), None
         if self._states is not None and inputs.states is not None:
             advance = self._states.plan(inputs.states)

@@ -59,6 +59,8 @@ class StepInputs:
             rows are greedy.
         scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
+        lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none; None where
+            the step runs without adapters.
     """
 
     rows: Int
@@ -83,6 +85,7 @@ class StepInputs:
     sampling_params: torch.Tensor | None
     scored: ScoredPlaces | None
     embeds: Embeds | None = None
+    lora_slots: torch.Tensor | None = None
 
 
 @frozen
@@ -95,12 +98,14 @@ class GraphShape:
         num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
             where attention runs between the graphs and takes any number.
         cascade: whether the batch has a common prefix that is served apart.
+        adapters: whether it is captured with adapters.
     """
 
     num_tokens: int
     query_len: int
     num_requests: int = 0
     cascade: bool = False
+    adapters: bool = False
 
     @property
     def padded_requests(self) -> int:
@@ -130,6 +135,7 @@ class InputGatherer:
         later: Sequence[Feed] = (),
         *,
         has_states: bool = False,
+        lora_slots: int = 0,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -137,6 +143,7 @@ class InputGatherer:
         self.feeds = (Feed(staging, tables, tuple(range(len(groups)))), *later)
         self.last_tokens = last_tokens
         self.has_states = has_states
+        self.lora_slots = lora_slots
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
@@ -148,14 +155,27 @@ class InputGatherer:
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
             feed.staging.reserve(
-                by_feed + (2 + 3 * has_states) * by_request + 3 * by_logits + packed + feed.tables.num_bytes
+                by_feed
+                + bool(lora_slots) * by_token
+                + (2 + 3 * has_states) * by_request
+                + 3 * by_logits
+                + packed
+                + feed.tables.num_bytes
             )
 
-    def gather(self, schedule: Schedule, shape: GraphShape | None = None, prefixes: Sequence[int] = ()) -> StepInputs:
+    def gather(
+        self,
+        schedule: Schedule,
+        shape: GraphShape | None = None,
+        prefixes: Sequence[int] = (),
+        *,
+        adapters: bool = False,
+    ) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
 
         A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, and
-        slots -1. `prefixes` are the common prefixes to serve apart, by cache group; empty for none.
+        slots -1. `prefixes` are the common prefixes to serve apart, by cache group; empty for none. `adapters` tells
+        whether the step runs with adapters.
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
@@ -185,6 +205,7 @@ class InputGatherer:
             num_decodes=schedule.num_decodes,
             shape=shape,
             prefixes=prefixes,
+            lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
         )
 
     def dummy(
@@ -195,6 +216,7 @@ class InputGatherer:
         vocab_size: int = 1,
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
+        adapters: bool = False,
     ) -> StepInputs:
         """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
 
@@ -206,6 +228,7 @@ class InputGatherer:
             vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
                 of them; 1 gives token 0 alone.
             shape, prefixes: as in `gather`.
+            adapters: whether tokens use adapters, one slot after the other, whatever these hold.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
@@ -229,6 +252,7 @@ class InputGatherer:
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             shape=shape,
             prefixes=prefixes,
+            lora_slots=self._arange[:num_tokens] % self.lora_slots if adapters else None,
         )
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
@@ -269,6 +293,7 @@ class InputGatherer:
         num_decodes: int,
         shape: GraphShape | None,
         prefixes: Sequence[int],
+        lora_slots: Int | None,
     ) -> StepInputs:
         """Pad, and upload: first what has the shape's sizes, so that it has the same address in each of its steps."""
         num_tokens, longest = len(input_ids), int(counts.max(initial=0))
@@ -278,6 +303,7 @@ class InputGatherer:
         if (padding := num_padded_tokens - num_tokens) > 0:
             input_ids, positions = np.pad(input_ids, (0, padding)), np.pad(positions, (0, padding))
             slots = [np.pad(s, (0, padding), constant_values=PAD_SLOT) for s in slots]
+            lora_slots = None if lora_slots is None else np.pad(lora_slots, (0, padding), constant_values=PAD_SLOT)
         missing = max(0, shape.padded_requests - len(rows)) if shape else 0
         if missing and shape:
             more = self._arange[1 : missing + 1] * shape.query_len
@@ -308,6 +334,7 @@ class InputGatherer:
                 num_decodes=num_decodes,
             )
         logits_indices_device = last.upload(logits_indices)
+        lora_slots_device = None if lora_slots is None else first.upload(lora_slots)
         stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
         params = None if batch.all_greedy else last.upload(batch.packed())
@@ -362,4 +389,5 @@ class InputGatherer:
             sampling=batch,
             sampling_params=params,
             scored=scored,
+            lora_slots=lora_slots_device,
         )

@@ -9,10 +9,13 @@ from typing import Any, cast
 
 from attrs import evolve
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slotline.core.best_of import best_of, check_best_of, single
 from slotline.core.build import build_engine
+from slotline.core.device import device_scope
 from slotline.core.engine import Engine
+from slotline.core.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.core.multimodal import items_of, refuse_items
 from slotline.core.outputs import (
     ClassificationRequestOutput,
@@ -110,11 +113,48 @@ class LLM:
         """
         self.engine.reload_weights(self._weights)
 
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is needed; False if it was known already.
+
+        It takes a slot on the device if one is free or idle, else when its first request joins the batch.
+
+        Raises:
+            RequestError: if it cannot be held, or another one has its name or number.
+        """
+        known = lora_request.lora_int_id in self._adapters.numbers
+        with device_scope(self.engine.device):
+            self._adapters.add(lora_request)
+        return not known
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False if there is none of that number.
+
+        Raises:
+            RequestError: if a request uses it.
+        """
+        with device_scope(self.engine.device):
+            return self._adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Have a known adapter keep its slot on the device until it is removed.
+
+        Raises:
+            RequestError: if it is not known, or no slot can be had for it.
+        """
+        with device_scope(self.engine.device):
+            self._adapters.pin(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the known adapters, on the device or in host memory."""
+        return self._adapters.numbers
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; the outputs come in the prompts' order.
@@ -124,6 +164,7 @@ class LLM:
                 optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
                 modality such as ``image`` to an item or to a list, one for each of its placeholders in the prompt.
             sampling_params: one for all, or one for each.
+            lora_request: the adapter for all, or one or None for each; the name of a loaded one will do.
             progress: show a progress bar; by default as `observability.progress` says, on a terminal.
 
         Raises:
@@ -132,7 +173,7 @@ class LLM:
         given = as_prompts(prompts)
         params = as_params(sampling_params, len(given), SamplingParams())
         check_best_of(params, self.loaded.config.sampling.logprobs_mode)
-        groups = self._add_all(given, params)
+        groups = self._add_all(given, params, as_lora_requests(lora_request, len(given)))
         self._run(groups, progress)
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
 
@@ -161,6 +202,7 @@ class LLM:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         pooling_task: str | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool the hidden states of each prompt; the outputs come in the prompts' order.
@@ -169,7 +211,7 @@ class LLM:
             prompts: as for `generate`.
             pooling_params: one for all, or one for each.
             pooling_task: the task of parameters that name none; one of both must name it.
-            progress: as for `generate`.
+            lora_request, progress: as for `generate`.
 
         Raises:
             RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
@@ -177,7 +219,8 @@ class LLM:
         """
         given = as_prompts(prompts)
         params = as_params(pooling_params, len(given), PoolingParams())
-        groups = self._add_all(given, [of_task(one, pooling_task) for one in params])
+        tasked = [of_task(one, pooling_task) for one in params]
+        groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
         self._run(groups, progress)
         return [self.engine.pooling_output(request) for (request,) in groups]
 
@@ -186,10 +229,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
-        outputs = self.encode(prompts, pooling_params, pooling_task="embed", progress=progress)
+        outputs = self.encode(
+            prompts, pooling_params, pooling_task="embed", lora_request=lora_request, progress=progress
+        )
         return cast(list[EmbeddingRequestOutput], outputs)
 
     def classify(
@@ -197,10 +243,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
     ) -> list[ClassificationRequestOutput]:
         """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
-        outputs = self.encode(prompts, pooling_params, pooling_task="classify", progress=progress)
+        outputs = self.encode(
+            prompts, pooling_params, pooling_task="classify", lora_request=lora_request, progress=progress
+        )
         return cast(list[ClassificationRequestOutput], outputs)
 
     def _run(self, groups: list[list[Request]], progress: bool | None) -> None:
@@ -223,6 +272,7 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
@@ -242,9 +292,11 @@ class LLM:
             }
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, progress=progress)
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
+    ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
         params = as_params(sampling_params, 1, SamplingParams())
         if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
@@ -252,7 +304,9 @@ class LLM:
                 f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",
                 fix="leave best_of out, or use generate()",
             )
-        (group,) = self._add_all([prompt], params, stream=True)  # at once, so that a mistake shows here
+        (group,) = self._add_all(
+            [prompt], params, as_lora_requests(lora_request, 1), stream=True
+        )  # at once, so that a mistake shows here
         return self._stream(group)
 
     def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
@@ -272,15 +326,16 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[AdapterChoice],
         *,
         stream: bool = False,
     ) -> list[list[Request]]:
         """Queue every prompt, or none if one is wrong."""
         groups: list[list[Request]] = []
         try:
-            for prompt, one in zip(prompts, params, strict=True):
+            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
                 groups.append([])
-                self._add(prompt, one, groups[-1], stream=stream)
+                self._add(prompt, one, adapter, groups[-1], stream=stream)
         except BaseException as error:
             for request in itertools.chain.from_iterable(groups):
                 self.engine.abort(request.request_id)
@@ -290,10 +345,18 @@ class LLM:
         return groups
 
     def _add(
-        self, prompt: Prompt, params: SamplingParams | PoolingParams, group: list[Request], *, stream: bool
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        adapter: AdapterChoice,
+        group: list[Request],
+        *,
+        stream: bool,
     ) -> None:
         """Queue one prompt; sampling ones `params.n` times, with seeds of their own."""
         fields = self._fields(prompt)
+        if adapter is not None:
+            fields["lora_request"] = self._adapter(adapter)
         request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
         if isinstance(params, PoolingParams):
             group.append(self.engine.add(request_id, params=params, **fields))
@@ -303,6 +366,21 @@ class LLM:
             one = evolve(single(params), seed=seed) if count > 1 else params
             name = f"{request_id}/{index}" if index else request_id
             group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+
+    def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
+        """An adapter that may be named by the name of a loaded one."""
+        return self._adapters.named(adapter) if isinstance(adapter, str) else adapter
+
+    @property
+    def _adapters(self) -> AdapterSource:
+        """The engine's adapters.
+
+        Raises:
+            RequestError: if it has none.
+        """
+        if self.engine.adapters is None:
+            raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
+        return self.engine.adapters
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
         """The arguments of `Engine.add` that a prompt stands for."""

@@ -67,6 +67,8 @@ def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[
         texts.append(f"{facts.architecture} keeps states ({kinds}), and no state backend promises it")
     if not config.optimize:
         texts.append("optimize = false: transformers' own modules leave it to the matrix library")
+    if config.lora.name:
+        texts.append(f"lora.name = {config.lora.name!r}: how an adapter's products are cut hangs on the batch")
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are not on the device when they are looked at")
     if texts:
@@ -92,8 +94,8 @@ def choose_drafter(
     offer = probe(descriptor, info)
     if isinstance(offer, str):
         raise NegotiationError(f"drafter {config.name!r} cannot run on {info.type}: {offer}", fix="remove [drafter]")
-    needs = (_device_need(info), Need(capability="max_tokens", value=config.tokens, origin=origin))
-    texts = _texts(part_reasons(offer, needs))
+    needs = (device_need(info), Need(capability="max_tokens", value=config.tokens, origin=origin))
+    texts = texts_of(part_reasons(offer, needs))
     texts += [
         f"needs {what}, which this version does not supply" for n, what in _NOT_SUPPLIED.items() if getattr(offer, n)
     ]
@@ -170,8 +172,8 @@ def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
         return reason
     if candidate.contract is None:
         return candidate.contract_error or "no common contract version"
-    reasons = part_reasons(candidate.capabilities, (_device_need(info),))
-    return "; ".join(_texts(reasons)) or None
+    reasons = part_reasons(candidate.capabilities, (device_need(info),))
+    return "; ".join(texts_of(reasons)) or None
 
 
 def refuse_processors(
@@ -183,19 +185,19 @@ def refuse_processors(
         NegotiationError: with every reason.
     """
     drafter = f"drafter.name = {loaded.config.drafter.name!r}"
-    needs = (_device_need(info), Need(capability="speculation", value=drafting, origin=drafter))
+    needs = (device_need(info), Need(capability="speculation", value=drafting, origin=drafter))
     for descriptor in processors:
         reasons = part_reasons(descriptor.capabilities, needs)
         if reasons:
             raise NegotiationError(
-                f"logits processor {descriptor.name!r} cannot be used: {'; '.join(_texts(reasons))}",
+                f"logits processor {descriptor.name!r} cannot be used: {'; '.join(texts_of(reasons))}",
                 fix="do without it, or remove what it cannot work with",
             )
 
 
-def _device_need(info: DeviceInfo) -> Need:
+def device_need(info: DeviceInfo) -> Need:
     return Need(capability="devices", value=info.type, origin=f"device {info.type}")
 
 
-def _texts(reasons: Sequence[Reason]) -> list[str]:
+def texts_of(reasons: Sequence[Reason]) -> list[str]:
     return [f"{reason.code} {reason.text} ({reason.origin})" for reason in reasons]

@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from slotline.core.cache_specs import SpecBuilder, plan_pool
 from slotline.core.draft_planning import draft_layers
 from slotline.core.measurements import load_measurements
+from slotline.core.plan_lora import choose_lora, refuse_lora_dtype
 from slotline.core.plan_parts import (
     StructuredOutputChoice,
     choose_drafter,
@@ -59,8 +60,8 @@ class Planned:
         task: what the engine runs, of `facts.tasks`.
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
-        drafter: descriptor of the drafter, or None.
-        draft_layers: its own attention layers, numbered behind the model's.
+        drafter, lora: descriptors of the drafter and of the LoRA plugin, or None.
+        draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         stages: where each part of the model lies.
         max_model_len: tokens.
@@ -78,6 +79,7 @@ class Planned:
     drafter: Descriptor[Any] | None
     draft_layers: tuple[AttentionLayer, ...]
     structured_output: StructuredOutputChoice
+    lora: Descriptor[Any] | None
     stages: Stages
     max_model_len: int
     asynchronous: bool
@@ -105,7 +107,6 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     """
     config = loaded.config
     registry = PluginRegistry.discover(loaded)
-    _refuse_unserved(loaded, registry)
     _load_named(loaded, registry)
     devices = pipeline_devices(loaded)
     info = describe_devices(devices)
@@ -132,7 +133,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
-    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor)))
+    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
+    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora)))
     request = prepare_request(
         loaded,
         evolve(facts, layers=facts.layers + own_layers),
@@ -161,6 +163,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     plan = review(plan, request, registry.hooks)
+    refuse_lora_dtype(lora, plan.dtype)
     _mark_selected(registry, plan)
     return Planned(
         loaded=loaded,
@@ -173,6 +176,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         drafter=drafter,
         draft_layers=own_layers,
         structured_output=grammars,
+        lora=lora,
         stages=stages,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
@@ -344,20 +348,9 @@ def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
     return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
 
 
-def _refuse_unserved(loaded: LoadedConfig, registry: PluginRegistry) -> None:
-    """Refuse what has a contract or a key but no step in this version that honours it, instead of ignoring it."""
-    config = loaded.config
-    if name := config.lora.name:
-        registry.load(Kind.LORA, name, required=True)
-        raise NegotiationError(
-            f"lora.name = {name!r}: this version of the runner has no step that calls a LoRA plugin",
-            fix="remove [lora] from the configuration",
-        )
-
-
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
     record = registry.record(descriptor.kind, descriptor.name)
-    keys = {Kind.DRAFTER: "drafter.name", Kind.STRUCTURED_OUTPUT: "structured_output.backend"}
+    keys = {Kind.DRAFTER: "drafter.name", Kind.LORA: "lora.name", Kind.STRUCTURED_OUTPUT: "structured_output.backend"}
     key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
     origin = loaded.origins.get(key)
     return Part(

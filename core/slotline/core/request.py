@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from attrs import define, field
 
+from slotline.core.lora_request import LoRARequest
 from slotline.core.multimodal import Feature
 from slotline.core.outputs import RequestMetrics, TokenLogprobs
 from slotline.core.sampling_params import SamplingParams
@@ -42,6 +43,7 @@ class Request:
         prompt: text of the prompt, if it came as text.
         priority: lower runs first under the priority policy.
         cache_salt: requests share cached prefixes only with equal salts.
+        lora_request: its adapter; `adapter_key` tells that one's keys and values from others'.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
         row: permanent row from admission until the request leaves, else -1.
@@ -58,6 +60,8 @@ class Request:
     prompt: str | None = None
     priority: int = 0
     cache_salt: str = ""
+    lora_request: LoRARequest | None = None
+    adapter_key: str = ""
     index: int = 0
     arrival: int = 0
     arrival_time: float = field(factory=monotonic)

@@ -39,6 +39,7 @@ class Rows:
         temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
         seed: uint64, one per request.
         num_logprobs, num_prompt_logprobs: -1 for none.
+        lora_slot: slot of the request's adapter, -1 for none.
         ignore_eos, has_stop_tokens, streams: flags; `streams` rows are detokenised in every step.
         requests: the request of each row, or None.
     """
@@ -65,6 +66,7 @@ class Rows:
         self.seed = np.zeros(max_requests, np.uint64)
         self.num_logprobs = np.full(max_requests, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
+        self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.has_stop_tokens = np.zeros(max_requests, bool)
         self.streams = np.zeros(max_requests, bool)
@@ -156,6 +158,7 @@ class Rows:
         self.token_ids[row, :num_prompt] = request.prompt_token_ids
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.lora_slot[row] = -1  # until its adapter is in one
         self.find_next_feature(row)
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A pooling request has no token to come, so its prompt may be as long as the model allows.

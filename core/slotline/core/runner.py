@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.attention import Attend, AttentionRouter
 from slotline.core.drafting import Drafting
 from slotline.core.graphs import GraphRunner
@@ -47,6 +48,7 @@ class Runner:
         pooling: what is done with hidden states where nothing is sampled, else None.
         states: serves the model's state layers, where it has any.
         grammars: says which tokens structured output lets come next, where a plugin for it is there.
+        adapters: joins adapters to the model, where any may be used.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Runner:
         pooling: Pooling | None = None,
         states: StateRouter | None = None,
         grammars: StructuredOutputs | None = None,
+        adapters: AdapterSource | None = None,
         *,
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
@@ -79,6 +82,7 @@ class Runner:
         self.pooling = pooling
         self.states = states
         self.grammars = grammars
+        self.adapters = adapters
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -98,6 +102,8 @@ class Runner:
             attend = self.router.plan(inputs.batches)
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
+            if self.adapters is not None:
+                self.adapters.plan(inputs.lora_slots)
             for staging in (*self.earlier, self.staging):
                 staging.mark()
         whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
@@ -240,12 +246,18 @@ class Runner:
         inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
         count = len(inputs.logits_rows)
         if inputs.shape is None and not launched.whole:
-            return hidden, self.model.compute_logits(hidden)
+            return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
         in_order = count == inputs.num_tokens  # every real token samples, and they come first
         states = hidden[:count] if in_order else hidden[inputs.logits_indices]
         if logits is None:
-            return states, self.model.compute_logits(states)
+            return states, self._compute_logits(states, inputs, inputs.logits_indices)
         return states, logits[:count] if in_order else logits[inputs.logits_indices]
+
+    def _compute_logits(self, states: torch.Tensor, inputs: StepInputs, indices: torch.Tensor) -> torch.Tensor:
+        """Logits of the hidden states of some of the step's tokens."""
+        if self.adapters is not None and inputs.lora_slots is not None:
+            self.adapters.plan_head(inputs.lora_slots, indices)
+        return self.model.compute_logits(states)
 
     def _keeps_final(self, inputs: StepInputs) -> bool:
         """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
@@ -275,15 +287,18 @@ class Runner:
             targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
             chunk = hidden[int(starts[i]) : int(starts[i]) + count]
             top = int(self.rows.num_prompt_logprobs[row])
-            result[row] = (first + 1, self._score(chunk, targets.to(hidden.device), top))
+            places = torch.arange(int(starts[i]), int(starts[i]) + count, device=hidden.device)
+            result[row] = (first + 1, self._score(inputs, chunk, places, targets.to(hidden.device), top))
         return result
 
-    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, top: int) -> list[TokenLogprobs]:
+    def _score(
+        self, inputs: StepInputs, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, top: int
+    ) -> list[TokenLogprobs]:
         entries: list[TokenLogprobs] = []
-        for states, tokens in zip(
-            hidden.split(_PROMPT_LOGITS_AT_A_TIME), targets.split(_PROMPT_LOGITS_AT_A_TIME), strict=True
-        ):
-            table = LogprobTable.unpack(self._scores(self.model.compute_logits(states), tokens, top).cpu().numpy())
+        parts = (tensor.split(_PROMPT_LOGITS_AT_A_TIME) for tensor in (hidden, places, targets))
+        for states, indices, tokens in zip(*parts, strict=True):
+            logits = self._compute_logits(states, inputs, indices)
+            table = LogprobTable.unpack(self._scores(logits, tokens, top).cpu().numpy())
             entries += [table.entry(i, top) for i in range(len(tokens))]
         return entries
 

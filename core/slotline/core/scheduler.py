@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve, field, frozen
 
+from slotline.core.adapter_source import AdapterSource
 from slotline.core.cache_manager import CacheManager
 from slotline.core.encoder_cache import EncoderCache
 from slotline.core.multimodal import Feature
@@ -87,6 +88,7 @@ class Scheduler:
         default_seed: int = 0,
         encoder_cache: EncoderCache | None = None,
         lookahead: int = 0,
+        adapters: AdapterSource | None = None,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -95,6 +97,7 @@ class Scheduler:
         self.default_seed = default_seed
         self.encoder_cache = encoder_cache
         self.lookahead = lookahead
+        self.adapters = adapters
         self.running: list[Request] = []
         self._waiting: list[tuple[tuple[int, int], Request]] = []
         self._running_rows: Int = np.zeros(0, np.int64)
@@ -232,22 +235,34 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
         admitted: list[Request] = []
         counts: list[int] = []
+        aside: list[tuple[tuple[int, int], Request]] = []  # they wait for an adapter's slot
         while self._waiting and budget > 0:
             request = self._waiting[0][1]
             if request.row < 0 and self.rows.num_free == 0:
                 break
+            # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
+            if request.lora_request and request.row < 0 and (aside or not self._acquire(request)):
+                aside.append(heapq.heappop(self._waiting))
+                continue
             count = self._try_admit(request, budget)
             if count == 0:
+                if request.row < 0 and self.adapters is not None:
+                    self.adapters.release(request)
                 break
             heapq.heappop(self._waiting)
             admitted.append(request)
             counts.append(count)
             budget -= count
+        for entry in aside:
+            heapq.heappush(self._waiting, entry)
         if admitted:
             self.running.extend(admitted)
             self.running.sort(key=lambda r: r.order)
             self._refresh()
         return admitted, counts
+
+    def _acquire(self, request: Request) -> bool:
+        return self.adapters is None or self.adapters.acquire(request)
 
     def _try_admit(self, request: Request, budget: int) -> int:
         """Tokens of the request that fit into this step; 0 if it has to wait, and nothing is taken then."""
@@ -319,6 +334,8 @@ class Scheduler:
         if request.row >= 0:
             self._release(request)
             self.rows.release(request)
+            if self.adapters is not None:
+                self.adapters.release(request)
         request.status = Status.FINISHED
 
     def _release(self, request: Request) -> None:

@@ -105,6 +105,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         pipeline=Flag(True),
         taps=Flag(True),
         batch_invariant=Flag(True, "except models with experts"),
+        adapters=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

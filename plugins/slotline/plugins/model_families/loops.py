@@ -193,11 +193,11 @@ class _Probe:
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad(), self._crossing.scope(), self._holder.serving(_plain_attend, _plain_advance):
+        with torch.no_grad(), self._crossing.scope(), self._holder.serving(plain_attend, plain_advance):
             return compute()
 
 
-def _plain_attend(
+def plain_attend(
     layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """Causal attention without window, cap and sinks: enough to tell two loops apart."""
@@ -212,6 +212,6 @@ def _plain_attend(
     return out[0].transpose(0, 1)
 
 
-def _plain_advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def plain_advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """A state layer that keeps nothing and hands its input on: enough to tell two loops apart."""
     return inputs[output_like(layer)].clone()

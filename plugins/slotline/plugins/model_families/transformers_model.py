@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,16 @@ from slotline.plugins.model_families import (
     state_mixers,
     temperature,
 )
+from slotline.plugins.model_families.adapters import Adaptation
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
-from slotline.plugins.model_families.loops import choose_loop
+from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
-    from slotline.registry.contracts.model_family import Advance, Attend, Tap
+    from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
 
 
 class TransformersDecoder:
@@ -79,6 +80,7 @@ class DecoderModel:
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
         self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, parts, lean=options.lean)
         self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
+        self._adaptation: Adaptation | None = None  # most engines have no adapters
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
         self.load_seconds = time.perf_counter() - started
 
@@ -94,6 +96,8 @@ class DecoderModel:
         tap: Tap | None = None,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
+        if wanted is not None and self._adaptation and self._adaptation.active:  # which are planned for all tokens
+            return self.forward(input_ids, positions, attend, None, inputs_embeds, advance=advance, tap=tap)[wanted]
         with self._holder.serving(attend, advance):
             return self._loop(input_ids, positions, wanted, inputs_embeds, tap)[0]  # [n, hidden_size]
 
@@ -105,6 +109,24 @@ class DecoderModel:
         """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
         embeddings: torch.Tensor = self.hf_model.get_input_embeddings()(input_ids)
         return embeddings
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """See `slotline.registry.contracts.model_family.AdaptableModel`."""
+        return self._adaptable().linears
+
+    @property
+    def merged_linears(self) -> tuple[tuple[str, ...], ...]:
+        """See `slotline.registry.contracts.model_family.AdaptableModel`."""
+        return self._adaptable().merged
+
+    def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
+        self._adaptable().adapt(add, names)
+
+    def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.add_to_weight`."""
+        self._adaptable().add_to_weight(name, delta)
 
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place: addresses stay, so captured graphs stay valid.
@@ -131,6 +153,18 @@ class DecoderModel:
             for name, tensor in self._tensors.items():
                 tensor.copy_(new[name])
         self.facts, self._context = facts, context
+
+    def _adaptable(self) -> Adaptation:
+        """The model's linear layers, found when they are asked for first."""
+        self._adaptation = self._adaptation or Adaptation(self.hf_model, self._probe)
+        return self._adaptation
+
+    def _probe(self, num_tokens: int) -> None:
+        """A forward pass of some tokens, under an attention and states that keep nothing."""
+        device = next(self.hf_model.parameters()).device
+        tokens = torch.arange(num_tokens, device=device)
+        with torch.no_grad(), self._holder.serving(plain_attend, plain_advance):
+            self._head(self._loop(tokens, tokens, None, None, None)[0])
 
     def _read_again(self, context: ModelContext) -> Any:
         if context.optimize:

@@ -59,6 +59,14 @@ class LoadedConfig:
             value = getattr(value, name)
         return Path(_resolved(value, self.origins[key])) if value else None
 
+    def paths(self, key: str) -> dict[str, Path]:
+        """The paths in a table of them such as ``lora.adapters``, each resolved against the file that names it."""
+        value: Any = self.config
+        for name in key.split("."):
+            value = getattr(value, name)
+        at = tuple(key.split("."))
+        return {name: Path(_resolved(text, self.origins[dotted((*at, name))])) for name, text in value.items()}
+
     @overload
     def options(self, kind: Kind, name: str, options_class: type[T]) -> T: ...
     @overload

@@ -197,6 +197,27 @@ class LoraConfig:
     name: str = field(default="", metadata=_doc("LoRA plugin; empty for none"))
     max_adapters: int = field(default=4, validator=positive, metadata=_doc("adapters on the device at a time"))
     max_rank: int = field(default=16, validator=positive, metadata=_doc("highest rank"))
+    max_cpu_adapters: int = field(
+        default=16,
+        validator=positive,
+        metadata=_doc("adapters kept in host memory, those on the device included"),
+    )
+    target_modules: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "linear layers that may carry an adapter, by the last part of their name, as 'q_proj'; empty for all but "
+            "the output projection 'lm_head'"
+        ),
+    )
+    merge: bool = field(
+        default=False, metadata=_doc("add the one adapter to the weights: no cost in a step, and no other adapter")
+    )
+    specialize_graphs: bool = field(
+        default=True, metadata=_doc("capture graphs without and with adapters; false captures them with adapters alone")
+    )
+    adapters: Mapping[str, str] = field(
+        factory=dict, metadata=_doc("adapters to load at the start: name to folder", path=True)
+    )
     options: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("the LoRA plugin's own options, in a table `[lora.NAME]`", rest=True)
     )

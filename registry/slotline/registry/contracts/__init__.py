@@ -30,8 +30,9 @@ from slotline.registry.contracts.logits_processor import (
     LogitsProcessorCapabilities,
     LogitsProcessorContext,
 )
-from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext
+from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext, MergedLora
 from slotline.registry.contracts.model_family import (
+    AdaptableModel,
     Modality,
     Model,
     ModelContext,
@@ -65,6 +66,7 @@ from slotline.registry.contracts.structured_output import (
 __all__ = [
     "CONSTRAINTS",
     "POOLING_TASKS",
+    "AdaptableModel",
     "AttentionBackend",
     "AttentionBatch",
     "AttentionCapabilities",
@@ -96,6 +98,7 @@ __all__ = [
     "Lora",
     "LoraCapabilities",
     "LoraContext",
+    "MergedLora",
     "Modality",
     "Model",
     "ModelContext",

@@ -24,6 +24,7 @@ class LoraCapabilities:
         rslora, dora: variants.
         graphs: which batches its kernels can be captured for.
         graph_key: whether graphs differ with and without adapters.
+        merged: whether it has `MergedLora.apply_merged`.
     """
 
     devices: Set[str]
@@ -35,11 +36,20 @@ class LoraCapabilities:
     dora: Flag = Flag(False)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     graph_key: bool = True
+    merged: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
 class LoraContext:
-    """What a LoRA plugin's factory gets. `modules` maps each target module's path to (in_features, out_features)."""
+    """What a LoRA plugin's factory gets.
+
+    Attributes:
+        modules: path of each module that may carry an adapter -> (in_features, out_features).
+        merged: modules of equal input whose outputs lie side by side in one tensor, in that order; each is in
+            `modules` too. Only for a plugin that declares `merged`, else empty.
+        max_adapters: slots on the device; `max_cpu_adapters` how many adapters to keep in host memory, those on the
+            device included, so that loading one again reads no file.
+    """
 
     contract: int
     modules: dict[str, tuple[int, int]]
@@ -48,6 +58,8 @@ class LoraContext:
     max_tokens: int
     device: str
     dtype: str
+    merged: tuple[tuple[str, ...], ...] = ()
+    max_cpu_adapters: int = 0
     options: Any = None
 
 
@@ -73,10 +85,22 @@ class Lora(Protocol):
         ...
 
     def plan(self, slots: torch.Tensor) -> None:
-        """Take the slot of each token of the step, [num_tokens] int64 on the device, -1 for none; outside graphs."""
+        """Take the slot of each token of the step, [num_tokens] int64 on the device, -1 for none; outside graphs.
+
+        A slot that holds no adapter adds nothing: made-up steps measure and capture with such.
+        """
         ...
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
         """Add the adapters' share of `module`, a path of `LoraContext.modules`, for `inputs` [num_tokens, in_features]
         to `out` [num_tokens, out_features], in place; `out` may be columns of a wider tensor."""
+        ...
+
+
+class MergedLora(Lora, Protocol):
+    """A plugin that serves projections merged into one matrix product in one go."""
+
+    def apply_merged(self, modules: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor) -> None:
+        """As `apply` for one tuple of `LoraContext.merged`: `out` [num_tokens, all out_features] holds the outputs of
+        the modules side by side."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
     Tap = Callable[[int, torch.Tensor], None]
+    AddShares = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]
 
 
 class StoringAttend(Protocol):
@@ -58,6 +59,7 @@ class ModelFamilyCapabilities:
         taps: whether `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
         batch_invariant: whether `load` can give a model whose logits for a token are bitwise the same whatever else is
             in the batch and however its request is cut into steps, as long as attention's outputs are.
+        adapters: whether its models are `AdaptableModel`s.
     """
 
     architectures: Set[str]
@@ -66,6 +68,7 @@ class ModelFamilyCapabilities:
     pipeline: Flag = Flag(False)
     taps: Flag = Flag(False)
     batch_invariant: Flag = Flag(False)
+    adapters: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -299,6 +302,39 @@ class MultimodalModel(Model, Protocol):
         """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
 
         Steps without items give none, so that the embedding layer stays inside captured graphs.
+        """
+        ...
+
+
+class AdaptableModel(Model, Protocol):
+    """A model whose linear layers adapters can join.
+
+    Attributes:
+        linears: path of each such layer, as in the checkpoint's own model -> (in_features, out_features), in the order
+            of a forward pass.
+        merged_linears: those that come out of one product, in the order of its columns.
+    """
+
+    @property
+    def linears(self) -> Mapping[str, tuple[int, int]]: ...
+
+    @property
+    def merged_linears(self) -> tuple[tuple[str, ...], ...]: ...
+
+    def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
+        """Call `add` behind the product of each of the linear layers `names` from now on; None for no more calls.
+
+        Args:
+            add: called as ``add(names, inputs, out)`` with one layer's name, or with all names of one merged product,
+                inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place.
+        """
+        ...
+
+    def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
+        """Add [out_features, in_features] to a linear layer's weight, in place, until `reload_weights`.
+
+        Raises:
+            slotline.registry.errors.ModelError: if another layer would change with it.
         """
         ...
 

@@ -45,7 +45,7 @@ class LeanMLP:
         None if this is a case for the original.
         """
         merged: Any = merged_of(self._module, "gate_up_proj", GATE_UP)
-        if merged is None:
+        if merged is None or merged._forward_hooks or merged._forward_pre_hooks:
             return None
         factors = None if norm is None else norm.factors
         return self._gated_linear(x, merged.weight, merged.bias, self._activation, factors)

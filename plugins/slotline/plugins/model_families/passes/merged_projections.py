@@ -65,18 +65,20 @@ class MergedProjection(nn.Module):
 
     Attributes:
         in_features, out_features: sizes of this projection.
+        index: its place among its siblings in the merged output.
     """
 
     def __init__(self, shared: _Shared, index: int, in_features: int) -> None:
         super().__init__()
+        self.index = index
         self.in_features, self.out_features = in_features, shared.sizes[index]
         if index == 0:
             self.merged = shared.linear  # one place in the module tree, so that its weights are listed once
-        self._shared, self._index = shared, index
+        self._shared = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        return self._shared.take(self._index, x)
+        return self._shared.take(self.index, x)
 
     @property
     def shared_linear(self) -> nn.Module:
@@ -86,7 +88,7 @@ class MergedProjection(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """This projection's weight [out_features, in_features]; a copy where weights are packed."""
-        start = sum(self._shared.sizes[: self._index])
+        start = sum(self._shared.sizes[: self.index])
         whole: torch.Tensor = self._shared.linear.weight  # type: ignore[assignment]
         return whole[start : start + self.out_features]
 

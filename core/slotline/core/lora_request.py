@@ -1,0 +1,60 @@
+"""Which adapter a request uses, under vLLM's names. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike, fspath
+
+from attrs import field, frozen
+
+from slotline.registry.errors import RequestError
+
+
+def _as_text(path: str | PathLike[str]) -> str:
+    return fspath(path) if isinstance(path, PathLike) else path
+
+
+@frozen
+class LoRARequest:
+    """An adapter by name, number and folder.
+
+    Attributes:
+        lora_name: unique among the loaded adapters.
+        lora_int_id: unique among the loaded adapters, at least 1.
+        lora_path: a folder that PEFT saved.
+
+    Raises:
+        RequestError: if one of them is no such thing.
+    """
+
+    lora_name: str
+    lora_int_id: int
+    lora_path: str = field(converter=_as_text)
+
+    def __attrs_post_init__(self) -> None:
+        if not isinstance(self.lora_name, str) or not self.lora_name:
+            raise RequestError(f"lora_name={self.lora_name!r} is no name", fix="give a string that is not empty")
+        number = self.lora_int_id
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise RequestError(f"lora_int_id={number!r} is not allowed", fix="lora_int_id must be an integer from 1 up")
+        if not isinstance(self.lora_path, str) or not self.lora_path:
+            raise RequestError(f"lora_path={self.lora_path!r} is no path", fix="name the adapter's folder")
+
+
+AdapterChoice = LoRARequest | str | None
+"""An adapter, the name of a loaded one, or none."""
+
+
+def as_lora_requests(given: AdapterChoice | Sequence[AdapterChoice], count: int) -> Sequence[AdapterChoice]:
+    """The adapter of each of `count` prompts."""
+    if given is None or isinstance(given, LoRARequest | str):
+        return [given] * count
+    listed = list(given) if isinstance(given, Sequence) else [given]
+    for one in listed:
+        if one is not None and not isinstance(one, LoRARequest | str):
+            raise RequestError(f"lora_request={one!r:.60} is no adapter", fix="give LoRARequest(name, number, path)")
+    if len(listed) != count:
+        raise RequestError(
+            f"{len(listed)} adapters for {count} prompts", fix="give one, or one or None for each prompt"
+        )
+    return listed

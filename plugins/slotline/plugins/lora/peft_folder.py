@@ -1,0 +1,176 @@
+"""Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+
+Whatever an adapter says that would not be honoured is refused; nothing is left out in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from slotline.registry.errors import RequestError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_UNSUPPORTED: Mapping[str, str] = {
+    "use_dora": "DoRA divides by the norm of the adapted weight, which no kernel here computes",
+    "modules_to_save": "whole modules cannot be swapped with an adapter",
+    "lora_bias": "biases are not adapted",
+    "layer_replication": "the base model's layers are fixed",
+    "target_parameters": "only linear layers are adapted",
+    "trainable_token_indices": "single embeddings are not adapted",
+    "use_qalora": "its inputs are pooled in groups",
+    "alora_invocation_tokens": "an adapter holds for whole requests",
+    "arrow_config": "an adapter is chosen by the request",
+}
+"""What PEFT's configuration may ask for and no plugin here does, and why."""
+
+
+@frozen(eq=False)
+class Share:
+    """What an adapter has for one module, in float32 or as saved: A [rank, in_features], B [out_features, rank], and
+    the factor of the product."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@frozen(eq=False)
+class PeftAdapter:
+    """An adapter in host memory.
+
+    Attributes:
+        shares: by module path.
+        rank: the highest of any module.
+    """
+
+    shares: Mapping[str, Share]
+    rank: int
+
+
+def read(path: str, modules: Mapping[str, tuple[int, int]], max_rank: int) -> PeftAdapter:
+    """A PEFT folder, checked as a whole.
+
+    Args:
+        path: the folder.
+        modules: path of each module that may carry an adapter -> (in_features, out_features).
+        max_rank: the highest rank that fits.
+
+    Raises:
+        RequestError: naming the first fault found.
+    """
+    config = _config(path)
+    tensors = _by_module(path, _tensors(path), modules)
+    shares = {}
+    for module, parts in tensors.items():
+        rank = int(_pattern(config.get("rank_pattern"), module, config["r"]))
+        alpha = float(_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+        if rank > max_rank:
+            raise RequestError(
+                f"{path}: rank {rank} of {module} is above the highest, {max_rank}", fix="raise lora.max_rank"
+            )
+        _check_shapes(path, module, parts, rank, modules[module])
+        scale = alpha / (rank**0.5 if config.get("use_rslora") else rank)
+        shares[module] = Share(parts["lora_A"], parts["lora_B"], scale)
+    return PeftAdapter(shares, max((share.a.shape[0] for share in shares.values()), default=0))
+
+
+def signature(path: str) -> tuple[tuple[str, int, int], ...]:
+    """What tells that the folder's files are still those that were read: name, size and time of change of each."""
+    found = []
+    for name in (CONFIG, WEIGHTS):
+        try:
+            stat = Path(path, name).stat()
+        except OSError:
+            continue
+        found.append((name, stat.st_size, stat.st_mtime_ns))
+    return tuple(found)
+
+
+def _config(path: str) -> dict[str, Any]:
+    """The folder's configuration, of a plain or rank-stabilised adapter."""
+    try:
+        config = json.loads(Path(path, CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{path}: cannot read {CONFIG}: {error}", fix="name a folder that PEFT saved") from error
+    if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
+        kind = config.get("peft_type") if isinstance(config, dict) else config
+        raise RequestError(f"{path}: {CONFIG} is of type {kind!r:.40}", fix="use a LoRA adapter")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise RequestError(f"{path}: {CONFIG} has r = {rank!r}, lora_alpha = {alpha!r}", fix="save the adapter again")
+    if config.get("bias", "none") != "none":
+        raise RequestError(f"{path}: bias = {config['bias']!r}: biases are not adapted", fix='train with bias = "none"')
+    for key, why in _UNSUPPORTED.items():
+        if config.get(key):
+            raise RequestError(f"{path}: {key} = {config[key]!r:.60} is not supported: {why}", fix="train without it")
+    return config
+
+
+def _tensors(path: str) -> dict[str, torch.Tensor]:
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(Path(path, WEIGHTS))
+    except (OSError, SafetensorError) as error:
+        raise RequestError(f"{path}: cannot read {WEIGHTS}: {error}", fix="save the adapter as safetensors") from error
+    return tensors
+
+
+def _by_module(
+    path: str, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, tuple[int, int]]
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The two tensors of each module, finite ones of modules that may carry an adapter."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for key, tensor in tensors.items():
+        name, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        module = _module(name, modules)
+        if part == "base_layer" and module and tuple(tensor.shape) == modules[module][::-1]:
+            continue  # PEFT saves the base model's own weight beside an adapter of the output projection
+        if part not in ("lora_A", "lora_B") or module is None:
+            raise RequestError(
+                f"{path}: {key} belongs to no module that may carry an adapter; those are {_summary(modules)}",
+                fix="name its module in lora.target_modules, or train an adapter for these",
+            )
+        if not bool(tensor.isfinite().all()):
+            raise RequestError(f"{path}: {key} has values that are not finite", fix="train the adapter again")
+        found.setdefault(module, {})[part] = tensor
+    return found
+
+
+def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str | None:
+    """The module that a name in the file means; a model of images and text calls its decoder `language_model`."""
+    for candidate in (name, name.replace("language_model.", "", 1)):
+        if candidate in modules:
+            return candidate
+    return None
+
+
+def _check_shapes(path: str, module: str, parts: Mapping[str, torch.Tensor], rank: int, sizes: tuple[int, int]) -> None:
+    shapes = {part: tuple(tensor.shape) for part, tensor in sorted(parts.items())}
+    wanted = {"lora_A": (rank, sizes[0]), "lora_B": (sizes[1], rank)}
+    if shapes != wanted:
+        raise RequestError(
+            f"{path}: {module} has the shapes {shapes}, wanted {wanted}", fix="use an adapter of this base model"
+        )
+
+
+def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
+    """The value of the first pattern that fits the end of the module's path, as PEFT looks it up."""
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            return value
+    return default
+
+
+def _summary(modules: Mapping[str, Any]) -> str:
+    """The last parts of the paths, and how many there are of each."""
+    names = [module.rpartition(".")[2] for module in modules]
+    return ", ".join(f"{name} ({names.count(name)})" for name in dict.fromkeys(names)) or "none"

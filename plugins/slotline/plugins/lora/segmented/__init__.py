@@ -1,0 +1,36 @@
+"""The LoRA plugin `triton`: segmented products for all adapters of a batch at once. Does not import torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
+from slotline.registry.contracts.lora import LoraCapabilities
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+
+
+def probe(device: DeviceInfo) -> Any:
+    """The offer, if Triton is installed."""
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    return descriptor.capabilities
+
+
+descriptor: Descriptor[LoraCapabilities] = Descriptor(
+    kind=Kind.LORA,
+    name="triton",
+    capabilities=LoraCapabilities(
+        devices=Set(("cuda",)),
+        dtypes=Set(("float32", "bfloat16", "float16")),
+        target_modules=Set(None),
+        max_rank=Max(256),
+        max_adapters=Max(256),
+        rslora=Flag(True),
+        graphs=Level(GraphSupport.ALWAYS),
+        merged=Flag(True),
+    ),
+    factory="slotline.plugins.lora.segmented.plugin:SegmentedLora",
+    probe="slotline.plugins.lora.segmented:probe",
+    summary="segmented shrink and expand in Triton, captured in graphs",
+)

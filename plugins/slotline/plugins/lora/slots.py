@@ -1,0 +1,67 @@
+"""What the plugins here have in common: which adapter is in which slot, and adapters kept in host memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from typing import Any
+
+from slotline.plugins.lora.peft_folder import PeftAdapter, read, signature
+from slotline.registry.contracts import LoraContext
+from slotline.registry.errors import CapacityError, RequestError
+
+
+class AdapterSlots(ABC):
+    """Slots on the device, and the adapters read last in host memory, so that a swap reads no file.
+
+    Attributes:
+        context: what the plugin was built for.
+    """
+
+    def __init__(self, context: LoraContext) -> None:
+        self.context = context
+        self._slots: dict[str, int] = {}  # name -> slot
+        self._read: OrderedDict[str, tuple[Any, PeftAdapter]] = OrderedDict()  # path -> signature, adapter
+
+    def load(self, name: str, path: str) -> int:
+        """See `slotline.registry.contracts.lora.Lora.load`."""
+        if name in self._slots:
+            raise RequestError(f"adapter {name!r} is loaded already", fix="unload it first")
+        adapter = self._adapter(path)  # every fault is found before anything changes
+        free = set(range(self.context.max_adapters)) - set(self._slots.values())
+        if not free:
+            raise CapacityError(
+                f"adapter {name!r}: all {self.context.max_adapters} slots are taken",
+                fix="unload one, or raise lora.max_adapters",
+            )
+        slot = min(free)
+        self._write(slot, adapter)
+        self._slots[name] = slot
+        return slot
+
+    def unload(self, name: str) -> None:
+        """See `slotline.registry.contracts.lora.Lora.unload`; the adapter stays in host memory for a while."""
+        if name not in self._slots:
+            raise RequestError(f"adapter {name!r} is not loaded", fix=f"loaded are: {sorted(self._slots)}")
+        self._clear(self._slots.pop(name))
+
+    @abstractmethod
+    def _write(self, slot: int, adapter: PeftAdapter) -> None:
+        """Put an adapter into a slot; nothing of what the slot held may stay."""
+
+    @abstractmethod
+    def _clear(self, slot: int) -> None:
+        """Forget what a slot holds; it adds nothing from now on."""
+
+    def _adapter(self, path: str) -> PeftAdapter:
+        """The folder's adapter, from host memory if it was read before and has not changed."""
+        found = signature(path)
+        if path in self._read and self._read[path][0] == found:
+            self._read.move_to_end(path)
+            return self._read[path][1]
+        adapter = read(path, self.context.modules, self.context.max_rank)
+        self._read.pop(path, None)
+        self._read[path] = (found, adapter)
+        while len(self._read) > self.context.max_cpu_adapters:
+            self._read.popitem(last=False)
+        return adapter

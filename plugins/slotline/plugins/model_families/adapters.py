@@ -1,0 +1,151 @@
+"""Where adapters join a loaded decoder: behind its linear layers, merged ones included.
+
+Forward hooks do the work. The passes' short forwards look for them and leave the layers that have some to be called as
+modules, so an adapter's share is added wherever the base's product is made; without hooks all is as fast as ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import frozen
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from slotline.plugins.model_families.passes.merged_projections import MergedProjection
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, pack
+from slotline.registry.errors import ModelError
+
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import AddShares
+
+
+@frozen(eq=False)
+class Place:
+    """One module that makes the outputs of one or several linear layers, side by side."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    in_features: int
+    out_features: tuple[int, ...]
+
+
+class Adaptation:
+    """The linear layers of a decoder that adapters can join.
+
+    Args:
+        hf_model: after the passes.
+        probe: runs so many tokens through it; the linear layers that each of them passes once are the ones found.
+            Others (experts, layers whose weights a kernel reads) have no output that an adapter could add to.
+    """
+
+    PROBE_TOKENS = 3
+
+    def __init__(self, hf_model: nn.Module, probe: Callable[[int], None]) -> None:
+        self.places = _passed_once(_places(hf_model), probe, self.PROBE_TOKENS)
+        self._tied = _tied(hf_model)
+        self._handles: list[RemovableHandle] = []
+        self._add: AddShares | None = None
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Path -> (in_features, out_features)."""
+        return {
+            name: (place.in_features, size)
+            for place in self.places
+            for name, size in zip(place.names, place.out_features, strict=True)
+        }
+
+    @property
+    def merged(self) -> tuple[tuple[str, ...], ...]:
+        """Those that come out of one product, in the order of its columns."""
+        return tuple(place.names for place in self.places if len(place.names) > 1)
+
+    @property
+    def active(self) -> bool:
+        """Whether shares are added."""
+        return self._add is not None
+
+    def adapt(self, add: AddShares | None, names: Collection[str]) -> None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
+        if add is self._add:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._add, self._handles = add, []
+        if add is not None:
+            places = [place for place in self.places if not set(names).isdisjoint(place.names)]
+            self._handles = [place.module.register_forward_hook(_adding(place.names, add)) for place in places]
+
+    @torch.no_grad()
+    def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.add_to_weight`."""
+        place = next(place for place in self.places if name in place.names)
+        index = place.names.index(name)
+        start = sum(place.out_features[:index])
+        module: Any = place.module
+        if id(module._parameters.get("weight")) in self._tied:
+            raise ModelError(
+                f"{name} shares its weight with the embedding, so no adapter can be merged into it",
+                fix="set lora.merge = false, or use an adapter without it",
+            )
+        weight = module.weight  # a plain copy where it is packed
+        rows = weight[start : start + place.out_features[index]]
+        rows.copy_((rows.float() + delta.to(rows.device, torch.float32)).to(rows.dtype))
+        if isinstance(module, PackedLinear):
+            module.packed.copy_(pack(weight))
+
+
+def _adding(names: tuple[str, ...], add: AddShares) -> Callable[..., torch.Tensor]:
+    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        add(names, inputs[0].flatten(0, -2), output.view(-1, output.shape[-1]))
+        return output
+
+    return hook
+
+
+_NO_ADAPTERS = frozenset({"merged", "dt_proj"})
+"""What `MergedProjection` names the product of several; and a layer of Mamba whose weight transformers reads beside its
+forward, so that no adapter on it can be trained."""
+
+
+def _places(hf_model: nn.Module) -> list[Place]:
+    """Every module that is or was linear layers, merged ones once."""
+    merged: dict[int, list[tuple[int, str, MergedProjection]]] = {}
+    found: list[Place] = []
+    for path, module in hf_model.named_modules():
+        if isinstance(module, MergedProjection):
+            merged.setdefault(id(module.shared_linear), []).append((module.index, path, module))
+        elif type(module) in (nn.Linear, PackedLinear) and path.rpartition(".")[2] not in _NO_ADAPTERS:
+            linear: Any = module
+            found.append(Place(module, (path,), linear.in_features, (linear.out_features,)))
+    for parts in merged.values():
+        _, names, siblings = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
+        sizes = tuple(sibling.out_features for sibling in siblings)
+        found.append(Place(siblings[0].shared_linear, names, siblings[0].in_features, sizes))
+    return found
+
+
+def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: int) -> tuple[Place, ...]:
+    """The places that a probe passes with all its tokens at once, in that order."""
+    passed: list[tuple[Place, int]] = []
+
+    def listening(place: Place) -> Callable[..., None]:
+        return lambda module, inputs, output: passed.append((place, inputs[0].numel() // place.in_features))
+
+    handles = [place.module.register_forward_hook(listening(place)) for place in places]
+    try:
+        probe(num_tokens)
+    finally:
+        for handle in handles:
+            handle.remove()
+    counts = Counter(id(place) for place, _ in passed)
+    return tuple(place for place, tokens in passed if tokens == num_tokens and counts[id(place)] == 1)
+
+
+def _tied(hf_model: nn.Module) -> frozenset[int]:
+    """The weights of embeddings; an output projection may have one of them."""
+    return frozenset(id(module.weight) for module in hf_model.modules() if isinstance(module, nn.Embedding))

@@ -1,0 +1,368 @@
+"""Adapters in an engine: every request gets what PEFT gives for its adapter, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import random_prompts
+from lora_cases import PeftOracle
+
+from slotline.core import LLM, LoRARequest, SamplingParams
+from slotline.registry.errors import ConfigError, NegotiationError, RequestError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+LORA = {"lora.name": "torch", "lora.max_adapters": 2, "lora.max_rank": 8}
+LENGTHS = (5, 40, 17, 1, 30, 12)
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stabilised": {"r": 8, "use_rslora": True},
+    "queries": {"target_modules": ["q_proj", "down_proj"], "r": 2, "lora_alpha": 3},
+    "patterns": {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"layers.1.self_attn.v_proj": 20}},
+    "head": {"target_modules": ["lm_head", "v_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tiny: Tiny) -> Path:
+    return tiny("llama")
+
+
+@pytest.fixture(scope="module")
+def oracle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
+    return PeftOracle(llama, tmp_path_factory.mktemp("adapters"), ADAPTERS)
+
+
+@pytest.fixture
+def engine(llama: Path, engines: Engines) -> Iterator[Callable[..., LLM]]:
+    """An engine with two slots that knows no adapter."""
+    used: list[LLM] = []
+
+    def get(**settings: Any) -> LLM:
+        used.append(engines(llama, **{**LORA, **settings}))
+        return used[-1]
+
+    yield get
+    for llm in used:
+        for number in llm.list_loras():
+            llm.remove_lora(number)
+
+
+def prompts_of(count: int) -> list[dict[str, Any]]:
+    return [{"prompt_token_ids": prompt} for prompt in random_prompts([LENGTHS[i % 6] for i in range(count)])]
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+def check(llm: LLM, oracle: PeftOracle, names: list[str | None], *, length: int = 6) -> None:
+    """The tokens of a batch of requests with these adapters, against PEFT's."""
+    prompts = prompts_of(len(names))
+    outputs = llm.generate(prompts, greedy(length), lora_request=[oracle.request(n) for n in names])
+    for prompt, name, output in zip(prompts, names, outputs, strict=True):
+        wanted = oracle.greedy(name, prompt["prompt_token_ids"], length)
+        assert list(output.outputs[0].token_ids) == wanted, (name, output)
+
+
+def check_scores(llm: LLM, oracle: PeftOracle, names: list[str | None]) -> None:
+    """The log-probabilities of prompts, against PEFT's."""
+    prompts, params = prompts_of(len(names)), SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate(prompts, params, lora_request=[oracle.request(name) for name in names])
+    for prompt, name, output in zip(prompts, names, outputs, strict=True):
+        tokens = prompt["prompt_token_ids"]
+        scores = oracle.logits(name, tokens).log_softmax(-1)
+        found = [entry[token].logprob for entry, token in zip(output.prompt_logprobs[1:], tokens[1:], strict=True)]
+        wanted = scores[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])]
+        np.testing.assert_allclose(found, wanted.numpy(), atol=5e-4)
+
+
+@pytest.mark.behaviour(75)
+@pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "phi3", "mixtral", "starcoder2", "granite", "bamba", "lfm2"]
+)
+def test_a_batch_with_and_without_an_adapter_equals_peft(family, optimize, tiny, tmp_path):
+    path = tiny(family)
+    oracle = PeftOracle(path, tmp_path, {"first": {}, "second": {"r": 3, "use_rslora": True}})
+    settings = {"dtype": "float32", "backend": "torch", "block_size": 16, "max_model_len": 64, "max_num_seqs": 8}
+    checks = {"observability.check_integrity": True, "observability.progress": False}
+    llm = LLM(path, **settings, **checks, **LORA, memory="8MiB", optimize=optimize)
+    check(llm, oracle, ["first", None, "second", "first"], length=5)
+    check_scores(llm, oracle, ["second", None, "first"])
+    first, base = (oracle.logits(name, prompts_of(1)[0]["prompt_token_ids"]) for name in ("first", None))
+    assert float((first - base).abs().max()) > 0.1
+
+
+def test_a_layer_whose_weight_is_read_beside_its_forward_takes_no_adapter(tiny, tmp_path):
+    path = tiny("jamba")
+    oracle = PeftOracle(
+        path, tmp_path, {"good": {"target_modules": ["in_proj", "x_proj"]}, "bad": {"target_modules": ["dt_proj"]}}
+    )
+    llm = LLM(path, dtype="float32", backend="torch", max_model_len=64, max_num_seqs=4, memory="8MiB", **LORA)
+    check(llm, oracle, ["good", None])
+    with pytest.raises(RequestError, match=r"dt_proj.* belongs to no module that may carry an adapter"):
+        llm.add_lora(oracle.request("bad"))
+
+
+@pytest.mark.behaviour(75)
+@pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
+def test_ranks_scales_and_targets_of_all_kinds_share_steps_with_chunked_prompts(engine, oracle, optimize):
+    llm = engine(max_num_batched_tokens=16, optimize=optimize, **{"lora.max_adapters": 4})
+    check(llm, oracle, ["plain", None, "stabilised", "queries", "patterns", None, "plain", "queries"])
+
+
+def test_an_adapter_of_the_output_projection_changes_logits_and_scores_of_the_prompt(engine, oracle):
+    llm = engine(**{"lora.target_modules": ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj")})
+    check(llm, oracle, ["head", None, "queries", "head"])
+    check_scores(llm, oracle, ["head", None])
+
+
+def test_more_adapters_than_slots_swap_in_and_out_while_others_run(engine, oracle):
+    llm = engine()
+    loads = counted(llm, "load")
+    check(llm, oracle, ["plain", "stabilised", "queries", None, "patterns", "plain", None, "queries", "stabilised"])
+    assert len(loads) > 4
+    assert llm.list_loras() == {1, 2, 3, 4}
+
+
+def test_an_adapter_waits_for_a_slot_without_being_passed_and_base_requests_go_on(engine, oracle):
+    llm = engine(**{"lora.max_adapters": 1})
+    names = ["plain", "stabilised", "plain", None]
+    prompts = prompts_of(4)
+    for i, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
+        llm.engine.add(str(i), prompt["prompt_token_ids"][:4], greedy(3), lora_request=oracle.request(name))
+    llm.engine.step()
+    joined = [request.request_id for request in llm.engine.scheduler.running]
+    assert joined == ["0", "3"]
+    order = []
+    while llm.engine.has_work:
+        order += [request.request_id for request in llm.engine.step().finished]
+    assert order.index("1") < order.index("2")
+
+
+def test_preempted_requests_keep_their_adapters(engine, oracle):
+    llm = engine(memory="160KiB", max_num_seqs=6)
+    check(llm, oracle, ["plain", "stabilised", None, "plain", "stabilised", None], length=20)
+    preempted = llm.engine
+    assert preempted.rows.num_free == 6
+
+
+def test_prefixes_are_shared_under_one_adapter_and_with_no_other(engine, oracle):
+    llm = engine()
+    prompt = prompts_of(2)[1]
+
+    def hit(name: str | None) -> int:
+        (output,) = llm.generate(prompt, greedy(2), lora_request=oracle.request(name))
+        wanted = oracle.greedy(name, prompt["prompt_token_ids"], 2)
+        assert list(output.outputs[0].token_ids) == wanted
+        return output.metrics.num_cached_tokens
+
+    assert [hit("plain"), hit("plain"), hit(None), hit("stabilised"), hit("stabilised"), hit(None)] == [
+        0,
+        32,
+        0,
+        0,
+        32,
+        32,
+    ]
+
+
+def test_drafts_are_verified_with_the_adapter(engine, oracle):
+    llm = engine(**{"drafter.name": "ngram", "drafter.tokens": 3})
+    check(llm, oracle, ["plain", None, "stabilised", "plain"], length=12)
+    assert llm.engine.drafting.counts.proposed > 0
+    assert any("guesses without adapters" in note for note in llm.engine.notes)
+
+
+def test_the_adapters_of_a_run_are_added_listed_pinned_and_removed(engine, oracle):
+    llm = engine()
+    assert llm.list_loras() == set()
+    assert llm.add_lora(oracle.request("plain"))
+    assert not llm.add_lora(oracle.request("plain"))
+    assert llm.pin_lora(1)
+    loads = counted(llm, "load")
+    check(llm, oracle, ["stabilised", "queries", "patterns", "plain"], length=2)
+    assert "plain" not in loads
+    assert llm.list_loras() == {1, 2, 3, 4}
+    assert llm.remove_lora(1)
+    assert not llm.remove_lora(1)
+    assert llm.list_loras() == {2, 3, 4}
+    by_name = llm.generate(prompts_of(1), greedy(4), lora_request="stabilised")
+    assert list(by_name[0].outputs[0].token_ids) == oracle.greedy("stabilised", prompts_of(1)[0]["prompt_token_ids"], 4)
+
+
+def test_the_last_slot_is_not_pinned_and_an_adapter_in_use_is_not_removed(engine, oracle):
+    llm = engine()
+    llm.add_lora(oracle.request("plain"))
+    llm.add_lora(oracle.request("stabilised"))
+    llm.pin_lora(1)
+    with pytest.raises(RequestError, match=r"'stabilised' would be pinned in the last of 2 slots"):
+        llm.pin_lora(2)
+    with pytest.raises(RequestError, match="no adapter 7"):
+        llm.pin_lora(7)
+    llm.engine.add("r", [3, 4], SamplingParams(max_tokens=2), lora_request=oracle.request("plain"))
+    with pytest.raises(RequestError, match="'plain' is in use by 1 requests"):
+        llm.remove_lora(1)
+    llm.engine.abort("r")
+    assert llm.remove_lora(1)
+
+
+def test_adapters_beyond_the_host_s_limit_are_forgotten_unless_a_request_needs_them(engine, oracle):
+    llm = engine(**{"lora.max_cpu_adapters": 2})
+    check(llm, oracle, ["plain", "stabilised", "queries", "patterns"], length=2)
+    llm.add_lora(oracle.request("plain"))
+    assert len(llm.list_loras()) == 2
+    assert 1 in llm.list_loras()
+
+
+def test_adapters_named_in_the_file_are_loaded_at_the_start(llama, oracle, tmp_path):
+    shutil.copytree(oracle.folder / "plain", tmp_path / "adapters" / "style")
+    (tmp_path / "run.toml").write_text(
+        f'model = "{llama}"\ndtype = "float32"\n[attention]\nbackend = "torch"\n[scheduler]\nmax_model_len = 64\n'
+        '[cache]\nmemory = "4MiB"\n[lora]\nname = "torch"\n[lora.adapters]\nstyle = "adapters/style"\n'
+    )
+    llm = LLM(tmp_path / "run.toml", **{"observability.progress": False})
+    assert llm.list_loras() == {1}
+    (output,) = llm.generate([[5, 6, 7]], greedy(4), lora_request="style")
+    assert list(output.outputs[0].token_ids) == oracle.greedy("plain", [5, 6, 7], 4)
+    text = llm.plan.explain()
+    assert "lora" in text
+    assert "run.toml" in text
+
+
+# --- one adapter in the weights
+
+
+@pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
+def test_one_adapter_is_merged_into_the_weights_and_taken_out_again(engine, oracle, optimize):
+    llm = engine(optimize=optimize, **{"lora.merge": True})
+    check(llm, oracle, [None, None], length=4)
+    check(llm, oracle, ["patterns", "patterns"])
+    with pytest.raises(RequestError, match="the weights hold 'patterns'"):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match=r"the weights hold 'patterns', and lora.merge = true"):
+        llm.generate([[3, 4]], SamplingParams(max_tokens=1), lora_request=oracle.request("plain"))
+    llm.reload_weights()
+    check(llm, oracle, ["patterns"])
+    assert llm.remove_lora(4)
+    check(llm, oracle, [None, None], length=4)
+    check(llm, oracle, ["stabilised"])
+
+
+# --- what is refused
+
+
+def changed(folder: Path, to: Path, **settings: Any) -> Path:
+    """A copy of an adapter with another configuration."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "adapter_config.json").read_text())
+    (to / "adapter_config.json").write_text(json.dumps({**config, **settings}))
+    return to
+
+
+FAULTS: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
+    "missing": (lambda folder, to: to / "nothing", "cannot read adapter_config.json"),
+    "dora": (lambda folder, to: changed(folder, to / "x", use_dora=True), "use_dora = True is not supported: DoRA"),
+    "rank": (lambda folder, to: changed(folder, to / "x", r=64), "rank 64 .* above the highest, 8"),
+    "bias": (lambda folder, to: changed(folder, to / "x", bias="all"), "biases are not adapted"),
+    "modules": (lambda folder, to: changed(folder, to / "x", modules_to_save=["lm_head"]), "modules_to_save"),
+    "other kind": (lambda folder, to: changed(folder, to / "x", peft_type="IA3"), "IA3"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_adapter_that_cannot_be_held_fails_its_request_and_nothing_else(fault, engine, oracle, tmp_path):
+    llm, (make, message) = engine(), FAULTS[fault]
+    path = make(oracle.folder / "plain", tmp_path)
+    llm.engine.add("other", [3, 4], SamplingParams(max_tokens=3))
+    llm.engine.step()
+    with pytest.raises(RequestError, match=message):
+        llm.engine.add("bad", [3, 4], SamplingParams(max_tokens=3), lora_request=LoRARequest("bad", 9, str(path)))
+    while llm.engine.has_work:
+        finished = llm.engine.step().finished
+    assert [(request.request_id, request.finish_reason) for request in finished] == [("other", "length")]
+    assert llm.list_loras() == set()
+    check(llm, oracle, ["plain", None], length=3)
+
+
+def test_an_adapter_of_another_model_is_refused_with_the_shapes(engine, tiny, tmp_path):
+    wide = PeftOracle(tiny("llama", hidden_size=128), tmp_path, {"wide": {}})
+    with pytest.raises(RequestError, match=r"has the shapes .*\(128, 4\)}, wanted .*\(64, 4\)}"):
+        engine().add_lora(wide.request("wide"))
+    other = PeftOracle(tiny("starcoder2"), tmp_path / "s", {"code": {}})
+    with pytest.raises(RequestError, match=r"no module that may carry an adapter; those are q_proj \(4\)"):
+        engine().add_lora(other.request("code"))
+
+
+def test_the_output_projection_is_refused_with_the_key_that_allows_it(engine, oracle):
+    with pytest.raises(RequestError, match=r"lm_head.* belongs to no module .*\n.*lora.target_modules"):
+        engine().add_lora(oracle.request("head"))
+
+
+def test_names_and_numbers_are_kept_apart(engine, oracle):
+    llm = engine()
+    llm.add_lora(oracle.request("plain"))
+    with pytest.raises(RequestError, match="lora_int_id=1 is 'plain'"):
+        llm.add_lora(LoRARequest("other", 1, str(oracle.folder / "queries")))
+    with pytest.raises(RequestError, match="'plain' is known as number 1"):
+        llm.add_lora(LoRARequest("plain", 2, str(oracle.folder / "queries")))
+    with pytest.raises(RequestError, match=r"lora_int_id=0 is not allowed"):
+        LoRARequest("a", 0, "somewhere")
+    with pytest.raises(RequestError, match="there is no adapter 'unknown'"):
+        llm.generate([[3]], lora_request="unknown")
+    with pytest.raises(RequestError, match="2 adapters for 1 prompts"):
+        llm.generate([[3]], lora_request=[None, None])
+
+
+def test_files_that_vanish_or_change_before_a_swap_fail_their_request_alone(engine, oracle, tmp_path):
+    shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
+    llm, mine = engine(**{"lora.max_adapters": 1}), LoRARequest("mine", 9, str(tmp_path / "mine"))
+    llm.add_lora(mine)
+    check(llm, oracle, ["queries"], length=2)
+    changed(oracle.folder / "stabilised", tmp_path / "new")
+    shutil.copy(tmp_path / "new" / "adapter_model.safetensors", tmp_path / "mine" / "adapter_model.safetensors")
+    prompts = prompts_of(2)
+    outputs = llm.generate(prompts, greedy(3), lora_request=[mine, None])
+    assert outputs[0].outputs[0].finish_reason == "error"
+    assert "no longer those of its first use" in outputs[0].outputs[0].stop_reason
+    assert list(outputs[1].outputs[0].token_ids) == oracle.greedy(None, prompts[1]["prompt_token_ids"], 3)
+    check(llm, oracle, ["plain", "queries"], length=2)
+
+
+def test_a_configuration_that_cannot_hold_is_refused(llama, tiny):
+    with pytest.raises(NegotiationError, match="without a LoRA plugin"):
+        LLM(llama, **{"lora.adapters": {"a": "b"}})
+    with pytest.raises(NegotiationError, match=r"batch_invariant = true .*lora.name = 'torch'"):
+        LLM(llama, batch_invariant=True, **{"lora.name": "torch"})
+    with pytest.raises(NegotiationError, match="N134"):
+        LLM(llama, **{"lora.name": "narrow_lora", "lora.max_rank": 512, "plugins.inline": (INLINE,)})
+    with pytest.raises(ConfigError, match=r"no linear layer x_proj"):
+        LLM(llama, memory="4MiB", max_model_len=64, **{"lora.name": "torch", "lora.target_modules": ("x_proj",)})
+    with pytest.raises(RequestError, match="an engine without adapters"):
+        LLM(llama, memory="4MiB", max_model_len=64).generate([[3]], lora_request=LoRARequest("a", 1, "b"))
+
+
+INLINE = f"{Path(__file__).parent / 'narrow_lora.py'}:descriptor"
+
+
+def counted(llm: LLM, method: str) -> list[str]:
+    """The adapters for which the plugin's method is called from now on."""
+    plugin, names = llm.engine.adapters._lora, list[str]()
+    original = type(plugin).load
+
+    def call(name: str, *rest: Any) -> Any:
+        names.append(name)
+        return original(plugin, name, *rest)
+
+    setattr(plugin, method, call)
+    return names

@@ -1,0 +1,101 @@
+"""Adapters on a GPU: the text of PEFT with every plugin, in captured graphs and without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engine_driver import random_prompts
+from lora_cases import PeftOracle
+
+from slotline.core import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PROMPTS = random_prompts([3, 33, 17, 1, 25, 9])
+NAMES = ["first", None, "second", "third", "first", None]
+
+
+@pytest.fixture(autouse=True)
+def exact_matrix_products() -> None:
+    """float32 means float32 here, not tf32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def engine(path: Path, **settings: Any) -> LLM:
+    options = {"dtype": "float32", "max_model_len": 64, "max_num_batched_tokens": 24, "memory": "64MiB"}
+    options |= {"graphs.sizes": (1, 2, 4, 8, 16, 24), "lora.max_adapters": 2, "lora.max_rank": 8}
+    options |= {"observability.check_integrity": True, "observability.progress": False}
+    return LLM(model=str(path), device="cuda", **{**options, **settings})
+
+
+def tokens(llm: LLM, oracle: PeftOracle, names: list[str | None]) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    outputs = llm.generate(PROMPTS, params, lora_request=[oracle.request(name) for name in names])
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "phi3", "qwen3"])
+@pytest.mark.behaviour(75, 137, 146)
+def test_adapters_swapped_through_two_slots_give_peft_s_text_in_every_graph_mode(family: str, tmp_path: Path) -> None:
+    path = tiny_models.build(family, tmp_path / "model", 0)
+    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}, "second": {"r": 8, "use_rslora": True}, "third": {}})
+    expected = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    base = [oracle.greedy(None, prompt, 10) for prompt in PROMPTS]
+    for plugin, mode, specialize in (
+        ("triton", "full_and_piecewise", True),
+        ("triton", "full_and_piecewise", False),
+        ("triton", "full_decode_only", True),
+        ("triton", "none", True),
+        ("torch", "full_and_piecewise", True),
+    ):
+        settings = {"lora.name": plugin, "graphs.mode": mode, "lora.specialize_graphs": specialize}
+        llm = engine(path, **settings)
+        assert tokens(llm, oracle, NAMES) == expected, settings
+        assert tokens(llm, oracle, [None] * len(PROMPTS)) == base, settings
+        assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], settings
+
+
+@pytest.mark.behaviour(146)
+@pytest.mark.parametrize(("specialize", "captured"), [(True, {False, True}), (False, {True})])
+def test_graphs_are_captured_without_and_with_adapters_or_with_them_alone(
+    specialize: bool, captured: set[bool], tmp_path: Path
+) -> None:
+    path = tiny_models.build("llama", tmp_path / "model", 0)
+    llm = engine(path, **{"lora.name": "triton", "lora.specialize_graphs": specialize})
+    assert {shape.adapters for shape in llm.engine.graphs.shapes.largest_first} == captured
+    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}})
+    used, graphs = [], llm.engine.graphs
+    original = graphs.replay
+
+    def remember(inputs: Any) -> Any:
+        used.append(inputs.shape.adapters)
+        return original(inputs)
+
+    graphs.replay = remember
+    base = tokens(llm, oracle, [None] * len(PROMPTS))
+    assert base == [oracle.greedy(None, prompt, 10) for prompt in PROMPTS]
+    assert set(used) == {not specialize}
+    used.clear()
+    tokens(llm, oracle, ["first"] * len(PROMPTS))
+    assert set(used) == {True}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_one_merged_adapter_and_one_in_a_slot_score_tokens_alike(dtype: str, tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path / "model", 0)
+    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {"lora_alpha": 1}})
+    found = []
+    for merge in (False, True):
+        llm = engine(path, dtype=dtype, **{"lora.name": "triton", "lora.merge": merge})
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+        (output,) = llm.generate([PROMPTS[1]], params, lora_request=oracle.request("first"))
+        entries = zip(output.prompt_logprobs[1:], PROMPTS[1][1:], strict=True)
+        found.append(torch.tensor([entry[token].logprob for entry, token in entries]))
+    scores = oracle.logits("first", PROMPTS[1])[:-1].log_softmax(-1)
+    exact = scores.gather(1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0]
+    for values in found:
+        assert float((values - exact).abs().mean()) < 0.1
