@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from head_folders import Dense, Expected
+from test_small_model_files import HELD_OUT
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
@@ -155,6 +156,23 @@ def test_sampled_texts_are_the_same(tiny: Tiny, engines: Engines, folder: Any, k
     llm, prompts = engines(path, **settings_of(folder("llama", kind), kind)), random_prompts(LENGTHS, seed=9)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True)
     assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
+
+
+# ---- the heads that ship
+
+
+@pytest.mark.parametrize(("kind", "least"), [("eagle", 2.2), ("eagle3", 2.6)])
+def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) -> None:
+    """On code that no training saw; the figures of training/README.md are those of 256 held-out places."""
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "memory": "16MiB", "max_model_len": 512}
+    lines = HELD_OUT.splitlines(keepends=True)
+    prompts = ["".join(lines[:count]) for count in (6, 12, 18, 24)]
+    params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+    plain, llm = LLM(**settings), LLM(**settings, **{"drafter.name": kind, "drafter.tokens": 4})
+    texts = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == texts
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.acceptance_length >= least
 
 
 # ---- the network
