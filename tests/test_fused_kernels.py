@@ -12,7 +12,7 @@ from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, NormWeig
 pytest.importorskip("triton")
 
 from slotline.plugins.model_families.passes.fused_kernels import EARLIEST, ROWS_BY_HEAD, TritonKernels
-from slotline.plugins.model_families.passes.products import DOT_ROWS, PRODUCT_ROWS
+from slotline.plugins.model_families.passes.products import DOT_ROWS, LARGE_DOT_ROWS, LARGE_WEIGHT, PRODUCT_ROWS
 from slotline.registry.contracts.attention import CacheSlots, KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -199,7 +199,7 @@ def test_products_of_few_and_of_many_rows(n: int, k: int, rows: int, bias: bool,
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [2, 17, DOT_ROWS])
+@pytest.mark.parametrize("rows", [2, 17, LARGE_DOT_ROWS + 1, DOT_ROWS])
 @pytest.mark.parametrize(("n", "k"), [(70, 72), (64, 640)])
 def test_products_on_the_matrix_units(n: int, k: int, rows: int, bias: bool, dtype: torch.dtype) -> None:
     products = KERNELS._products
@@ -212,6 +212,16 @@ def test_products_on_the_matrix_units(n: int, k: int, rows: int, bias: bool, dty
     assert relative_difference(parts.sum(0), expected) <= ROUNDINGS[dtype]
     gate, up = expected.chunk(2, -1)
     assert close(products.dot(x, weight, shift, "silu")[0], functional.silu(gate) * up, dtype)
+
+
+def test_large_weights_and_many_rows_are_the_librarys_unless_activated() -> None:
+    products, k = KERNELS._products, 64
+    x, weight = torch.zeros(DOT_ROWS + 1, k, dtype=torch.float16), torch.empty(LARGE_WEIGHT // k + 1, k, device="meta")
+    assert not products.suits(x[:2], weight)
+    assert products.suits(x[:LARGE_DOT_ROWS], weight, gated=True)
+    assert not products.suits(x[: LARGE_DOT_ROWS + 1], weight, gated=True)
+    assert products.suits(x[:DOT_ROWS], weight[1:], gated=True)
+    assert not products.suits(x, weight[1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

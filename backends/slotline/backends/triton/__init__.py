@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from itertools import product
-from typing import Any
+from typing import Any, Literal
+
+from attrs import frozen
 
 from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
+
+
+@frozen(kw_only=True)
+class TritonOptions:
+    """`[backend.triton]`.
+
+    Attributes:
+        prompts: where the keys of a prompt are read that begins in this step: ``step``, from the step's own tensors
+            where the device's copy engine can fetch them (Hopper and newer); ``pages``, from the cache as all others.
+    """
+
+    prompts: Literal["step", "pages"] = "step"
 
 
 def probe(device: DeviceInfo) -> Any:
@@ -43,6 +57,7 @@ descriptor = Descriptor(
         priority_reason="reads the cache in place, for decode, prefill and verification",
     ),
     factory="slotline.backends.triton.backend:TritonBackend",
+    options=TritonOptions,
     probe="slotline.backends.triton:probe",
     summary="paged decode with split keys, prefill, mixed batches and verification in Triton",
 )

@@ -10,7 +10,8 @@ import torch
 import triton
 from attrs import evolve, frozen
 
-from slotline.backends.triton import kernels
+from slotline.backends.triton import TritonOptions, kernels
+from slotline.backends.triton.prompts import PromptAttention
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 MAX_SPLITS = 32
@@ -18,6 +19,11 @@ MAX_SPLIT_ROWS = 4096
 """Query tokens times splits beyond which joining would cost more than splitting gains."""
 ENOUGH, AIM = 2, 16
 """Programs for each multiprocessor from which on keys are not split, and how many to aim at where they are."""
+LONG_QUERY, LONG_AIM = 64, 1
+"""Query tokens from which on joining splits soon costs more than idle multiprocessors, and how many to aim at then."""
+EARLIEST, MANY = (9, 0), 4
+"""The compute capability from which a kernel may start before the one in front of it ends; and programs for each
+multiprocessor from which on attention does so: fewer would be placed unevenly, beside what is still running."""
 CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
 """Shortest common prefix, and fewest query tokens, that are worth two more kernels."""
 CASCADE_AIM = 2
@@ -46,8 +52,9 @@ LARGE = Shape(32, 4, 2, 32)
 class Launch:
     """Requests `first` .. `end`, served by `blocks` blocks of `block_q` query tokens in `splits` splits of the keys.
 
-    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one. `cascade` is which
-    part of the keys: "" for all, "prefix", "rest". What they give are the parts from `first_part` on of `num_parts`.
+    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one, `early` that the
+    kernel starts while the one in front of it ends. `cascade` is which part of the keys: "" for all, "prefix", "rest".
+    What they give are the parts from `first_part` on of `num_parts`.
     """
 
     first: int
@@ -58,6 +65,7 @@ class Launch:
     block_q: int
     splits: int
     single: bool
+    early: bool
     shape: Shape
     cascade: str = ""
     first_part: int = 0
@@ -67,11 +75,13 @@ class Launch:
 class Plan(NamedTuple):
     """One step. What changes between replays of a captured forward is read from the batch's tensors on the device.
 
-    Launches of one tuple are joined; each tuple has query tokens of its own.
+    Launches of one tuple are joined; each tuple has query tokens of its own. `prompts` has requests whose keys all are
+    the step's own, behind those of the others.
     """
 
     batch: AttentionBatch
     launches: tuple[tuple[Launch, ...], ...]
+    prompts: Launch | None = None
 
 
 class TritonBackend:
@@ -90,6 +100,10 @@ class TritonBackend:
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
         self._invariant = context.batch_invariant
+        early = context.device.startswith("cuda") and torch.cuda.get_device_capability(context.device) >= EARLIEST
+        self._early = early
+        options = context.options if isinstance(context.options, TritonOptions) else TritonOptions()
+        self._prompts = PromptAttention(context, self._group) if options.prompts == "step" else None
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -108,10 +122,16 @@ class TritonBackend:
         launches = []
         if decodes:
             launches.append((self._launch(batch, 0, decodes, 0, decodes, 1),))
-        if decodes < requests and batch.num_tokens > decodes:
-            rest = batch.num_tokens - decodes
-            launches.append((self._launch(batch, decodes, requests, decodes, rest, batch.max_query_len),))
-        return Plan(batch, tuple(launches))
+        fresh = requests if self._prompts is None else self._prompts.first(batch, ENOUGH * self._cores)
+        begin, prompts = batch.num_tokens, None
+        if fresh < requests:
+            begin = int(batch.query_start_loc_cpu[fresh])
+        if decodes < fresh and begin > decodes:
+            longest = int(np.diff(batch.query_start_loc_cpu[decodes : fresh + 1]).max())
+            launches.append((self._launch(batch, decodes, fresh, decodes, begin - decodes, longest),))
+        if begin < batch.num_tokens:
+            prompts = self._launch(batch, fresh, requests, begin, batch.num_tokens - begin, batch.max_query_len)
+        return Plan(batch, tuple(launches), prompts)
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
@@ -122,7 +142,8 @@ class TritonBackend:
         blocks = tokens if single else tokens // block_q + end - first
         programs, splits = blocks * self._kv_heads, 1
         if programs < ENOUGH * self._cores:
-            splits = self._splits(AIM, programs, batch.max_seq_len, shape, tokens)
+            aim = LONG_AIM if query_len >= LONG_QUERY else AIM
+            splits = self._splits(aim, programs, batch.max_seq_len, shape, tokens)
         return Launch(
             first=first,
             end=end,
@@ -132,6 +153,7 @@ class TritonBackend:
             block_q=block_q,
             splits=splits,
             single=single,
+            early=self._early and splits == 1 and programs >= MANY * self._cores,
             shape=shape,
             num_parts=splits,
         )
@@ -153,6 +175,7 @@ class TritonBackend:
             block_q=block_q,
             splits=1,
             single=False,
+            early=False,
             shape=shape,
             num_parts=1,
         )
@@ -176,6 +199,7 @@ class TritonBackend:
             block_q=block_q,
             splits=splits,
             single=False,
+            early=False,
             shape=shape,
             cascade="prefix",
             first_part=rest.splits,
@@ -200,7 +224,7 @@ class TritonBackend:
 
     def _splits(self, aim: int, programs: int, keys: int, shape: Shape, tokens: int) -> int:
         tiles: int = triton.cdiv(keys, shape.tile)
-        wanted: int = triton.cdiv(aim * self._cores, programs)
+        wanted = round(aim * self._cores / programs)
         return max(1, min(wanted, tiles, MAX_SPLITS, MAX_SPLIT_ROWS // tokens))
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
@@ -253,6 +277,11 @@ class TritonBackend:
         target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         for launches in plan.launches:
             self._attend(layer, query, cache, batch, launches, target, lse, sinks)
+        if (prompts := plan.prompts) is not None:
+            if self._prompts is not None and self._prompts.takes(layer, key, value, cache):
+                self._prompts.forward(layer, query, key, value, batch, prompts, target, lse, sinks)
+            else:
+                self._attend(layer, query, cache, batch, (prompts,), target, lse, sinks)
         if target is not out:
             out[: batch.num_tokens] = target[: batch.num_tokens]
         return lse
@@ -294,6 +323,7 @@ class TritonBackend:
                 padded_v=padded_v,
                 padded_splits=triton.next_power_of_2(count),
                 has_sinks=sinks is not None,
+                **_start(early=self._early),
             )
 
     def _parts(
@@ -310,7 +340,7 @@ class TritonBackend:
         sinks: torch.Tensor | None,
     ) -> None:
         scales = self._scales.get(layer.index)
-        kernels.attend[(launch.blocks, layer.num_kv_heads, launch.splits)](
+        kernels.attend[(launch.blocks * layer.num_kv_heads, launch.splits)](
             query,
             cache.key,
             cache.value,
@@ -362,7 +392,13 @@ class TritonBackend:
             peel=launch.shape in (PREFILL, PREFIX),  # in verification it costs a tenth
             num_warps=launch.shape.warps,
             num_stages=launch.shape.stages,
+            **_start(early=launch.early),
         )
+
+
+def _start(*, early: bool) -> dict[str, bool]:
+    """A launch's options; programmatic dependent launch is named only where there is such a thing."""
+    return {"early": True, "launch_pdl": True} if early else {"early": False}
 
 
 def _padded_v(layer: AttentionLayer) -> int:

@@ -9,6 +9,9 @@ A common prefix is one more split, or several: all query tokens of the batch are
 the prefix is read once for them, and the requests' own splits begin behind it (as in Juravsky et al. 2024, Hydragen).
 
 Slots that hold no key of the request, freed blocks and the null block are masked before they are read.
+
+Numbers that change from step to step are not specialised: kernels of their own for 1 and for multiples of 16 would keep
+requests waiting for the compiler, long after the start.
 """
 
 # mypy: ignore-errors
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = 1.4426950408889634
 
@@ -131,7 +135,7 @@ def _attend_tile(
     return best, norm, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_requests", "num_splits", "first_part", "num_parts"])
 def attend(
     query,
     keys,
@@ -187,25 +191,33 @@ def attend(
     cascade: tl.constexpr,
     exact: tl.constexpr,
     peel: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One block of queries, one KV head, one split of the keys.
 
-    Grid: (blocks of queries, KV heads, splits). `first` .. `num_requests` are the requests served; `single` says that
+    Grid: (blocks of queries times KV heads, splits), the heads of a block side by side: programs begin in this order,
+    and so the blocks with the most keys, which come first, begin first for all heads.
+    `first` .. `num_requests` are the requests served; `single` says that
     each has one query token. Unsplit results go to
     out [tokens, heads, size_v] and lse [heads, tokens]; split ones, unnormalised, to the parts from `first_part` on of
     parts [tokens, heads, num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale`
     counts in base 2 unless capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of
     all requests, "rest" for the keys behind them. `peel` walks
-    tiles that need no mask in a loop of their own.
+    tiles that need no mask in a loop of their own. `early`: the kernel behind may start, this one waits for the one
+    in front.
     """
-    head, index = tl.program_id(1), tl.program_id(2)
-    request, block = first + tl.program_id(0), 0
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    kv_heads = num_heads // group
+    head, place, index = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.program_id(1)
+    request, block = first + place, 0
     if cascade == "prefix":
-        request, block = first, tl.program_id(0)
+        request, block = first, place
     elif not single:
         # The last blocks of a prompt see most keys: they begin first, so that none is left over at the end.
-        last = tl.num_programs(0) - 1
-        request, block = _find_request(last - tl.program_id(0), starts, first, num_requests, block_q)
+        last = tl.num_programs(0) // kv_heads - 1
+        request, block = _find_request(last - place, starts, first, num_requests, block_q)
     begin = tl.load(starts + request)
     if cascade == "prefix":
         query_len = tl.load(starts + num_requests) - begin
@@ -336,7 +348,7 @@ def attend(
     tl.store(lse + query_head.to(tl.int64) * lse_head + where, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_splits"])
 def join(
     out,
     lse,
@@ -353,8 +365,12 @@ def join(
     padded_v: tl.constexpr,
     padded_splits: tl.constexpr,
     has_sinks: tl.constexpr,
+    early: tl.constexpr,
 ):
     """Join the splits of one token and query head. Grid: (tokens from `first_token` on, heads)."""
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
     token, head = (first_token + tl.program_id(0)).to(tl.int64), tl.program_id(1)
     slot = (token * num_heads + head) * num_splits
     index, dim = tl.arange(0, padded_splits), tl.arange(0, padded_v)

@@ -74,8 +74,9 @@ class SamplingBatch:
         greedy = self.temperature == 0
         out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
         out["top_p"] = self.top_p
-        with np.errstate(divide="ignore"):
-            out["log_min_p"] = np.log(self.min_p)
+        out["log_min_p"] = -np.inf
+        if self.min_p.any():
+            np.log(self.min_p, out=out["log_min_p"], where=self.min_p > 0)
         out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
         out["greedy"] = greedy
         out["uniform"] = uniforms(self.seed, self.positions)
@@ -124,10 +125,9 @@ class PackedParameters:
 
 def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
     """One number in [0, 1) per row from seed and position: SplitMix64 (Steele, Lea, Flood 2014, fig. 17)."""
-    with np.errstate(over="ignore"):
-        z = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        z ^= z >> np.uint64(31)
+    z = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
     numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers

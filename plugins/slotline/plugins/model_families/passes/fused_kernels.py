@@ -12,8 +12,10 @@ from slotline.plugins.model_families.passes.products import PRODUCT_ROWS, Produc
 from slotline.registry.contracts.attention import CacheSlots
 
 ACTIVATION_BLOCK = 1024
-ROWS_BY_HEAD, MANY_HEADS = 64, 8
-"""Up to so many rows a program turns one head, to use many multiprocessors; above, several, to need fewer programs."""
+ROWS_BY_HEAD, MANY_ROWS = 64, 1024
+HEADS, MANY_HEADS = 8, 32
+"""Up to so many rows a program turns one head, to use many multiprocessors; above, several, to need fewer programs; and
+above `MANY_ROWS`, as a prompt has, `MANY_HEADS`."""
 EARLIEST = (9, 0)
 """The compute capability from which a kernel may start before the one in front of it ends."""
 
@@ -126,7 +128,8 @@ class TritonKernels:
         heads = turned if slots is None else turned + key_heads
         keys, values = (states, states) if slots is None else slots.cache
         strides = (*keys.stride()[:3], *values.stride()[:3])
-        block_heads = 1 if rows <= ROWS_BY_HEAD else min(MANY_HEADS, triton.next_power_of_2(heads))
+        most = 1 if rows <= ROWS_BY_HEAD else HEADS if rows <= MANY_ROWS else MANY_HEADS
+        block_heads = min(most, triton.next_power_of_2(heads))
         triton_kernels.rotate[(rows, triton.cdiv(heads, block_heads))](
             states,
             cos,

@@ -121,7 +121,7 @@ def _fetch(weight, output, n, start, k: tl.constexpr, columns: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dot_linear(
     x,
     weight,

@@ -18,8 +18,13 @@ MANY_PROGRAMS = 16384
 
 LARGE_WEIGHT = 1 << 23
 """Elements of a weight from which on torch's library fetches it as fast as we do, unless we also activate."""
-DOT_ROWS = 32
-"""Up to so many rows our product on the matrix units is faster than torch's library."""
+DOT_ROWS, LARGE_DOT_ROWS = 128, 32
+"""Up to so many rows our product on the matrix units is faster than torch's library; and with an activation and a large
+weight."""
+
+
+FEW_ROWS = 32
+"""Up to so many rows a product in parts takes smaller tiles."""
 
 
 class DotShape(NamedTuple):
@@ -99,9 +104,10 @@ class Products:
 
         Not in float32, which the matrix units would round.
         """
-        if x.dtype == torch.float32 or x.numel() > DOT_ROWS * x.shape[-1]:
+        if x.dtype == torch.float32:
             return False
-        return gated or weight.numel() <= LARGE_WEIGHT
+        most = DOT_ROWS if weight.numel() <= LARGE_WEIGHT else LARGE_DOT_ROWS if gated else 0
+        return x.numel() <= most * x.shape[-1]
 
     def dot(
         self,
@@ -119,7 +125,7 @@ class Products:
         x, (n, k) = x.contiguous(), weight.shape
         rows, gated = x.numel() // k, activation != "none"
         n = n // 2 if gated else n
-        shape = _dot_shape(n, k, gated=gated, in_parts=in_parts)
+        shape = _dot_shape(n, rows, in_parts=in_parts)
         block_m = min(64, max(16, triton.next_power_of_2(rows)))
         out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else None)
         product_kernels.dot_linear[(triton.cdiv(n, shape.outputs), triton.cdiv(rows, block_m), shape.parts)](
@@ -144,13 +150,11 @@ class Products:
         return out
 
 
-def _dot_shape(n: int, k: int, *, gated: bool, in_parts: bool) -> DotShape:
-    """The sizes of a product of [n, k]; `in_parts` allows several."""
-    if gated:
-        return DotShape(64, 128, 4, 4)
-    if not in_parts:
-        return DotShape(64, 128, 4, 4)
-    return DotShape(32, 128, 2, 4, 4 if n <= 2048 else 1)
+def _dot_shape(n: int, rows: int, *, in_parts: bool) -> DotShape:
+    """The sizes of a product of n outputs; `in_parts` allows several parts."""
+    if in_parts and rows <= FEW_ROWS:
+        return DotShape(32, 128, 2, 4, 4 if n <= 2048 else 1)
+    return DotShape(64, 128, 4, 4, 4 if in_parts and n <= 2048 else 1)
 
 
 def _sizes(k: int) -> tuple[int, int]:

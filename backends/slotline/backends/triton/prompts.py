@@ -1,0 +1,138 @@
+"""Which requests the kernel for whole prompts serves, and its launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from slotline.backends.triton.kernels import LOG2E
+from slotline.backends.triton.prompt_kernels import attend_prompts
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+if TYPE_CHECKING:
+    from slotline.backends.triton.backend import Launch
+
+COPY_ENGINE = (9, 0)
+"""The compute capability from which a kernel can fetch a box of a tensor."""
+SIZES = (64, 128)
+"""Head sizes whose boxes and results fit."""
+
+
+class PromptShape(NamedTuple):
+    """Rows of a block (query tokens times query heads of a KV head), keys of a tile, warps, stages of the pipeline."""
+
+    rows: int
+    tile: int
+    warps: int
+    stages: int
+
+
+SHAPE = PromptShape(64, 64, 4, 3)
+
+
+class PromptAttention:
+    """Attention of requests that have nothing in the cache yet, over the step's new keys and values.
+
+    Args:
+        context: of the attention group, whose layers are equal in all that matters here.
+        group: query heads of a KV head.
+    """
+
+    def __init__(self, context: AttentionContext, group: int) -> None:
+        layer = context.layers[0]
+        fits = layer.head_size == layer.head_size_v and layer.head_size in SIZES and group <= SHAPE.rows
+        plain = layer.window is None and layer.soft_cap is None and not context.kv_scales
+        self._serves = fits and plain and context.dtype in ("bfloat16", "float16")
+        if context.device.startswith("cuda"):
+            self._serves &= torch.cuda.get_device_capability(context.device) >= COPY_ENGINE
+        self._group, self._kv_heads = group, layer.num_kv_heads
+        self._block_q = 1 << ((SHAPE.rows // group).bit_length() - 1) if self._serves else 1
+
+    def first(self, batch: AttentionBatch, programs: int) -> int:
+        """The first of the requests at the end of a batch that this kernel serves; `num_requests` for none.
+
+        They must fill so many programs, as large blocks do not pay for a few tokens.
+        """
+        decodes, requests = batch.num_decodes, batch.num_requests
+        if not self._serves or not batch.causal or batch.max_query_len == 1:
+            return requests
+        starts = batch.query_start_loc_cpu
+        cached = np.flatnonzero(batch.seq_lens_cpu[decodes:requests] != np.diff(starts)[decodes:requests])
+        first = decodes + (int(cached[-1]) + 1 if len(cached) else 0)
+        tokens = batch.num_tokens - int(starts[first])
+        return first if tokens // self._block_q * self._kv_heads >= programs else requests
+
+    def takes(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> bool:
+        """Whether these tensors are what the cache holds, and lie so that boxes of them can be fetched.
+
+        Not while a graph is captured: its replays may have other requests, with keys in the cache.
+        """
+        if layer.shares_kv_with is not None or cache.key.dtype != key.dtype or cache.value.dtype != value.dtype:
+            return False
+        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        return all(map(_is_boxed, (key, value)))
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        batch: AttentionBatch,
+        launch: Launch,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attention of the launch's requests into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]."""
+        blocks = launch.tokens // self._block_q + launch.end - launch.first
+        attend_prompts[(blocks * self._kv_heads,)](
+            query,
+            key,
+            value,
+            _boxes(key),
+            _boxes(value),
+            out,
+            lse,
+            batch.query_start_loc,
+            lse if sinks is None else sinks,
+            launch.first,
+            launch.end,
+            layer.scale * LOG2E,
+            query.stride(0),
+            query.stride(1),
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            self._kv_heads,
+            group=self._group,
+            size=layer.head_size,
+            tile=SHAPE.tile,
+            block_q=self._block_q,
+            block_m=max(16, triton.next_power_of_2(self._block_q * self._group)),
+            has_sinks=sinks is not None,
+            num_warps=SHAPE.warps,
+            num_stages=SHAPE.stages,
+        )
+
+
+def _is_boxed(states: torch.Tensor) -> bool:
+    """Whether the heads of [num_tokens, heads, size] lie one behind the other, at multiples of 16 bytes."""
+    _, heads, size = states.shape
+    aligned = states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
+    return aligned and states.stride(2) == 1 and (heads == 1 or states.stride(1) == size)
+
+
+def _boxes(states: torch.Tensor) -> TensorDescriptor:
+    """Boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
+    tokens, heads, size = states.shape
+    return TensorDescriptor(states, [tokens, heads * size], [states.stride(0), 1], [SHAPE.tile, size])
