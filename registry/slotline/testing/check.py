@@ -163,11 +163,7 @@ class Check:
 _CHECKS: dict[str, Check] = {}
 
 CHECK_MODULES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {
-        kind: (f"slotline.conformance.{kind.value}",)
-        for kind in Kind
-        if kind not in (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT)
-    }
+    {kind: (f"slotline.conformance.{kind.value}",) for kind in Kind if kind is not Kind.MODEL_FAMILY}
 )
 """Where the checks of each kind are; importing a package of checks fills the list."""
 

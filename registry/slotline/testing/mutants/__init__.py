@@ -18,11 +18,7 @@ from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 
 _MODULES: Mapping[Kind, str] = MappingProxyType(
-    {
-        kind: f"slotline.testing.mutants.{kind.value}"
-        for kind in Kind
-        if kind not in (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT)
-    }
+    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind is not Kind.MODEL_FAMILY}
 )
 
 

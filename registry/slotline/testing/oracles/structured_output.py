@@ -53,6 +53,11 @@ class Language:
         allowed[[*eos]] = text in self.texts
         return allowed
 
+    def forced(self, text: bytes) -> bool:
+        """Whether every text that begins with this one goes on, and with the same byte."""
+        longer = {other[len(text) : len(text) + 1] for other in self.texts if other.startswith(text)}
+        return len(longer) == 1 and longer != {b""}
+
     def over(self, text: bytes) -> bool:
         """Whether a text is complete and nothing can follow it."""
         return text in self.texts and not any(other.startswith(text) and other != text for other in self.texts)

@@ -75,7 +75,7 @@ class ChoiceState:
 
     def copy(self) -> ChoiceState:
         """The same place in the same choices."""
-        return ChoiceState(self.backend, self.left, self.begin)
+        return type(self)(self.backend, self.left, self.begin)
 
 
 class ChoiceBackend:

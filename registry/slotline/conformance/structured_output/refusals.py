@@ -1,0 +1,8 @@
+"""What a structured-output plugin does not declare is refused."""
+
+from __future__ import annotations
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.refusal_checks import UNKNOWN, register_part_refusals
+
+register_part_refusals(Kind.STRUCTURED_OUTPUT, {"devices": lambda _: ("cpu", "cuda", UNKNOWN)})
