@@ -21,6 +21,8 @@ from slotline.plugins.model_families.decoder import (
     CHUNKED,
     CLASSIFIERS,
     EMBEDDERS,
+    LATENT,
+    SHARING,
     STATE_ARCHITECTURES,
     DecoderOptions,
     descriptor,
@@ -450,6 +452,8 @@ def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
     assert descriptor.capabilities.architectures.values == {
         *ARCHITECTURES,
         *CHUNKED,
+        *LATENT,
+        *SHARING,
         *STATE_ARCHITECTURES,
         *EMBEDDERS,
         *CLASSIFIERS,

@@ -34,6 +34,21 @@ _SIZES: Mapping[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_LATENT: Mapping[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 48,
+    "routed_scaling_factor": 1.5,
+}
 _ALTERNATING = ["sliding_attention", "full_attention"] * 2
 
 
@@ -81,6 +96,44 @@ _FAMILIES: Mapping[str, TinyFamily] = {
             "num_experts_per_tok": 1,
         },
     ),
+    "deepseek_v2": TinyFamily(
+        architecture="DeepseekV2ForCausalLM",
+        config="DeepseekV2Config",
+        settings={**_LATENT, "topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+    ),
+    "deepseek_v2_lite": TinyFamily(
+        architecture="DeepseekV2ForCausalLM",
+        config="DeepseekV2Config",
+        settings={**_LATENT, "q_lora_rank": None, "topk_method": "greedy"},
+    ),
+    "deepseek_v3": TinyFamily(
+        architecture="DeepseekV3ForCausalLM",
+        config="DeepseekV3Config",
+        settings={
+            **_LATENT,
+            "n_group": 2,
+            "topk_group": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": MAX_LEN // 4,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "glm4_moe_lite": TinyFamily(
+        architecture="Glm4MoeLiteForCausalLM",
+        config="Glm4MoeLiteConfig",
+        settings={**_LATENT, "mlp_layer_types": ["dense"] + ["sparse"] * 3},
+    ),
+    "minicpm3": TinyFamily(
+        architecture="MiniCPM3ForCausalLM",
+        config="MiniCPM3Config",
+        settings={**_LATENT, "scale_emb": 2, "dim_model_base": 32},
+    ),
+    "youtu": TinyFamily(architecture="YoutuForCausalLM", config="YoutuConfig", settings=_LATENT),
     "mistral": TinyFamily(
         architecture="MistralForCausalLM",
         config="MistralConfig",
@@ -111,6 +164,25 @@ _FAMILIES: Mapping[str, TinyFamily] = {
             "tie_word_embeddings": True,
         },
         windows=(WINDOW, None) * 2,
+    ),
+    "gemma3n": TinyFamily(
+        architecture="Gemma3nForCausalLM",
+        config="Gemma3nTextConfig",
+        settings={
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "intermediate_size": [96] * 6,
+            "activation_sparsity_pattern": [0.5] + [0.0] * 5,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "laurel_rank": 8,
+            "altup_num_inputs": 2,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": True,
+        },
+        windows=(WINDOW, None) * 3,
     ),
     "phi3": TinyFamily(
         architecture="Phi3ForCausalLM",
@@ -165,8 +237,10 @@ _FAMILIES: Mapping[str, TinyFamily] = {
     ),
 }
 
-FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name != "llama4")
-"""The names that `build` knows, but for one whose attention not every backend has."""
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+"""The families with multi-head latent attention."""
+FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name not in ("llama4", "gemma3n", *LATENT_FAMILIES))
+"""The names that `build` knows, but for those whose attention not every backend has."""
 
 _MAMBA2 = {
     "mamba_n_heads": 8,

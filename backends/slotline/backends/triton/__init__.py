@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Range, Set
+from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
+NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "cascade", "kv_scales", "batch_invariant")
 
 
 @frozen(kw_only=True)
@@ -47,16 +48,22 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        mla=Flag(True),
+        latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
         kv_scales=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
         plain_writes=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),
+        limits=(
+            Limit(when="mla", capability="dtypes", offer=Set(product(FLOATS, FLOATS))),
+            *(Limit(when="mla", capability=name, offer=Flag(Support.NOT_IMPLEMENTED)) for name in NOT_WITH_LATENTS),
+        ),
         priority=50,
         priority_reason="reads the cache in place, for decode, prefill and verification",
     ),
-    factory="slotline.backends.triton.backend:TritonBackend",
+    factory="slotline.backends.triton.build:build",
     options=TritonOptions,
     probe="slotline.backends.triton:probe",
     summary="paged decode with split keys, prefill, mixed batches and verification in Triton",

@@ -18,6 +18,7 @@ import torch
 from attrs import define
 from transformers import AttentionInterface
 
+from slotline.plugins.model_families import latents
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.contracts.state import StateLayer
 from slotline.registry.errors import ModelError
@@ -129,7 +130,8 @@ def slot_attention(
     """The function that transformers calls. Scale, window and soft cap are known from the layer's facts.
 
     Args:
-        query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads.
+        query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads. Where keys are latents, the
+            query is the one for expanded keys, and the output that of expanded values.
         s_aux: the sink logits [num_heads] of models that learn them.
         written: whether the model has stored keys and values in the cache, where `AttentionSlot.slots` says.
 
@@ -140,7 +142,11 @@ def slot_attention(
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
     states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
     options = {"written": True} if written else {}
-    out = slot.holder.attend(slot.called(), *states, s_aux, **options)
+    if slot.layer.mla:
+        moved = latents.absorbed(module, states[0])
+        out = latents.expanded(module, slot.holder.attend(slot.called(), moved, *states[1:], s_aux, **options))
+    else:
+        out = slot.holder.attend(slot.called(), *states, s_aux, **options)
     return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
 
 
@@ -181,4 +187,6 @@ def bind(hf_model: torch.nn.Module, layers: Iterable[AttentionLayer]) -> AttendH
             slot = SharedSlot(own[0], holder, tuple(own))
             holder.shared.append(slot)
         setattr(module, SLOT_ATTRIBUTE, slot)
+        if slot.layer.mla:
+            latents.hand_on(module)
     return holder

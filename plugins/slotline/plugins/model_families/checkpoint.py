@@ -16,7 +16,9 @@ from slotline.plugins.model_families.decoder import (
     ARCHITECTURES,
     CHUNKED,
     CLASSIFIERS,
+    LATENT,
     SERVED,
+    SHARING,
     STATE_ARCHITECTURES,
 )
 from slotline.registry.errors import ModelError
@@ -75,7 +77,7 @@ class Checkpoint:
         """What it can do; first what it was made for."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
-        if self.architecture not in (*ARCHITECTURES, *CHUNKED, *STATE_ARCHITECTURES):
+        if self.architecture not in (*ARCHITECTURES, *CHUNKED, *LATENT, *SHARING, *STATE_ARCHITECTURES):
             return ("embed",)
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 

@@ -42,8 +42,20 @@ STATE_ARCHITECTURES: tuple[str, ...] = (
 )
 """Those with layers that keep a state, alone or beside attention; compared as the others are."""
 
+SHARING: tuple[str, ...] = ("Gemma3nForCausalLM",)
+"""Decoders some of whose layers read the keys and values of others; compared as the others are."""
+
 CHUNKED: tuple[str, ...] = ("Llama4ForCausalLM",)
 """Decoders whose attention stays within chunks, which not every backend has; their tests are apart."""
+
+LATENT: tuple[str, ...] = (
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
+    "MiniCPM3ForCausalLM",
+    "YoutuForCausalLM",
+)
+"""Decoders with multi-head latent attention, which not every backend has; compared as the others are."""
 
 EMBEDDERS: tuple[str, ...] = (
     "Gemma2Model",
@@ -78,7 +90,7 @@ CLASSIFIERS: tuple[str, ...] = (
 )
 """The same decoders with a `score` head."""
 
-SERVED: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *STATE_ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
+SERVED: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *STATE_ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
 
 
 @frozen(kw_only=True)

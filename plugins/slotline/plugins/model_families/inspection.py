@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from slotline.plugins.model_families import binding, checkpoint, kv_scales, rope, state_mixers
+from slotline.plugins.model_families import binding, checkpoint, kv_scales, latents, rope, state_mixers
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
@@ -30,6 +30,7 @@ class Recorder:
     max_model_len: int
     layers: list[AttentionLayer] = field(factory=list)
     callers: list[torch.nn.Module] = field(factory=list)
+    keys: list[torch.Tensor] = field(factory=list)
 
     def record(
         self,
@@ -41,23 +42,26 @@ class Recorder:
     ) -> None:
         """Note one call; heads and sizes come from the tensors, the rest from what the module asked for.
 
-        Each call is a layer of its own, also where a module is called again (Zamba2 shares its attention blocks).
+        Each call is a layer of its own, also where a module is called again (Zamba2 shares its attention blocks). A
+        layer that is called with the very keys of an earlier one reads that one's cache (Gemma 3n).
         """
         call = sum(module is caller for caller in self.callers)
-        scale = asked.get("scaling")
+        scale, mla = asked.get("scaling"), latents.hands_on(module)
         window, chunk = asked.get("sliding_window"), _chunk(module)
         if window is not None and window >= self.max_model_len:
             window = None  # it never hides a key, so every cache and backend will do
         if chunk is not None and chunk >= self.max_model_len:
             chunk = None
+        owner = next((index for index, other in enumerate(self.keys) if other is key), None)
         self.callers.append(module)
+        self.keys.append(key)
         self.layers.append(
             AttentionLayer(
                 name=binding.name_of(self.names[module], call),
                 index=len(self.layers),
                 num_heads=query.shape[1],
                 num_kv_heads=key.shape[1],
-                head_size=query.shape[3],
+                head_size=key.shape[3],
                 head_size_v=value.shape[3],
                 scale=float(scale if scale is not None else 1 / math.sqrt(query.shape[3])),
                 # transformers lets query i see keys j with i - W < j <= i: W keys, its own included.
@@ -65,9 +69,17 @@ class Recorder:
                 chunk=chunk,
                 soft_cap=asked.get("softcap"),
                 sinks=asked.get("s_aux") is not None,
-                kv_kind="sliding" if window is not None else "full" if chunk is None else "chunked",
+                mla=mla,
+                kv_kind=_kv_kind(mla, window, chunk),
+                shares_kv_with=owner,
             )
         )
+
+
+def _kv_kind(mla: bool, window: int | None, chunk: int | None) -> str:
+    if mla:
+        return "mla"
+    return "sliding" if window is not None else "full" if chunk is None else "chunked"
 
 
 def _chunk(module: Any) -> int | None:
@@ -90,7 +102,8 @@ def recording_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention that computes nothing: notes the call, returns an empty tensor [1, num_tokens, num_heads, size]."""
     module.slotline_slot.record(module, query, key, value, asked)
-    return query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
+    size = module.v_head_dim if latents.hands_on(module) else value.shape[3]
+    return query.new_empty((1, query.shape[2], query.shape[1], size)), None
 
 
 def inspect(path: Path) -> ModelFacts:
@@ -145,6 +158,8 @@ def _watch(model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...])
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)
+        if latents.is_latent(module):
+            latents.hand_on(module)
     holder = binding.AttendHolder()
     state_mixers.bind(model, state_layers, holder)
     rope.freeze(model, max_model_len)  # the choice of frequencies would read positions, which have no values here

@@ -1,0 +1,12 @@
+"""Which of the two backends serves a group: layers that keep keys and values, or latents."""
+
+from __future__ import annotations
+
+from slotline.backends.triton.backend import TritonBackend
+from slotline.backends.triton.latents import TritonLatents
+from slotline.registry.contracts.attention import AttentionContext
+
+
+def build(context: AttentionContext) -> TritonBackend | TritonLatents:
+    """The factory."""
+    return TritonLatents(context) if context.layers[0].mla else TritonBackend(context)
