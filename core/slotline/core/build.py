@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.checkpoints import Checkpoints
 from slotline.core.device import device_scope
 from slotline.core.draft_attention import DraftAttention
-from slotline.core.draft_planning import draft_path
+from slotline.core.draft_planning import draft_path, numbered
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine
@@ -34,7 +35,7 @@ from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
 from slotline.core.memory import DeviceMemory, MemoryReport, count_slots, size_pool
 from slotline.core.placement import batches_of, device_memory, later_feeds
-from slotline.core.planning import Planned, make_plan
+from slotline.core.planning import Planned, family_for, make_plan
 from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.profiling import StepProfiler
@@ -282,7 +283,7 @@ class EngineBuilder:
     def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
         """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
         caches = allocate_caches(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
-        for layer in self.planned.facts.layers:
+        for layer in self.planned.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
         return AttentionRouter(attention, caches)
@@ -504,6 +505,23 @@ class EngineBuilder:
             )
         return ProcessorPipeline(slots, rows, _PROCESSED)
 
+    def _load_draft_model(self, path: Path) -> Model:
+        """A whole model for a drafter, on the device, whose attention layers come behind the served model's."""
+        planned, config = self.planned, self.planned.loaded.config
+        descriptor, family = family_for(planned.registry, path)
+        facts = family.inspect(path)
+        layers = numbered(facts.layers, len(planned.facts.layers))
+        return family.load(
+            ModelContext(
+                contract=bind_contract(descriptor),
+                facts=evolve(facts, layers=layers, max_model_len=planned.max_model_len),
+                device=planned.device,
+                dtype=planned.plan.dtype,
+                optimize=config.optimize,
+                options=self._options(descriptor),
+            )
+        )
+
     def _drafting(self, rows: Rows, model: Model) -> Drafting | None:
         descriptor, facts = self.planned.drafter, self.planned.facts
         if descriptor is None:
@@ -523,6 +541,7 @@ class EngineBuilder:
             compute_logits=model.compute_logits,
             embed=getattr(model, "embed", None),
             layers=self.planned.draft_layers,
+            load_model=self._load_draft_model,
             options=self._options(descriptor),
         )
         return Drafting(

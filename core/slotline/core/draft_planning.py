@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +57,17 @@ def draft_layers(
         inspect_model=inspect_model,
         options=loaded.options(descriptor.kind, name, resolve_options(descriptor)),
     )
-    found = factory.attention_layers(inspection)
+    own = numbered(factory.attention_layers(inspection), len(facts.layers))
+    return tuple(evolve(layer, name=f"{name}.{layer.name}") for layer in own)
+
+
+def numbered(layers: Sequence[AttentionLayer], first: int) -> tuple[AttentionLayer, ...]:
+    """The same layers with indices from `first` on."""
     return tuple(
-        evolve(layer, index=len(facts.layers) + number, name=f"{name}.{layer.name}")
-        for number, layer in enumerate(found)
+        evolve(
+            layer,
+            index=first + layer.index,
+            shares_kv_with=None if layer.shares_kv_with is None else first + layer.shares_kv_with,
+        )
+        for layer in layers
     )

@@ -111,7 +111,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     devices = pipeline_devices(loaded)
     info = describe_devices(devices)
     path = loaded.path("model") or SMALL_MODEL
-    family_descriptor, family = _family_for(registry, path)
+    family_descriptor, family = family_for(registry, path)
     facts = family.inspect(path)
     _refuse_windows(facts)
     refuse_variance(loaded, facts, family_descriptor)
@@ -126,7 +126,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         drafter,
         facts,
         max_model_len,
-        lambda other: _family_for(registry, other)[1].inspect(other),
+        lambda other: family_for(registry, other)[1].inspect(other),
         divided=bool(stages.divided),
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
@@ -263,7 +263,7 @@ def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
         registry.mark_selected(Kind(part.kind), part.name)
 
 
-def _family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
+def family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
     """The model family that serves the checkpoint's architecture."""
     architectures = _architectures(path)
     candidates = registry.candidates(Kind.MODEL_FAMILY)

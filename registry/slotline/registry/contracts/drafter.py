@@ -12,7 +12,7 @@ from attrs import define, frozen
 
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.model_family import ModelFacts
+from slotline.registry.contracts.model_family import Model, ModelFacts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +89,7 @@ class DrafterContext:
         embed: the model's embedding, for drafters that share it: tokens [n] int64 to [n, hidden_size]; None where the
             model family gives none.
         layers: the attention layers that `KVDrafterFactory.attention_layers` named, as `attend` takes them.
+        load_model: loads the checkpoint of a whole model, whose attention layers `attention_layers` named.
     """
 
     contract: int
@@ -104,6 +105,7 @@ class DrafterContext:
     compute_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     layers: tuple[AttentionLayer, ...] = ()
+    load_model: Callable[[Path], Model] | None = None
     options: Any = None
 
 

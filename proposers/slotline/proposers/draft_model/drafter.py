@@ -1,0 +1,85 @@
+"""Speculative decoding with a draft model (Leviathan et al. 2023): chains, greedy.
+
+The model is any that a model family serves. Its keys and values lie in the served model's blocks, position by position.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slotline.registry.contracts import (
+    AttentionLayer,
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    DrafterContext,
+    DrafterInspection,
+)
+from slotline.registry.errors import ConfigError, ContractError, ModelError
+
+
+class ModelDrafter:
+    """Implements `Observer`; its class is the `KVDrafterFactory`."""
+
+    def __init__(self, context: DrafterContext) -> None:
+        if context.load_model is None:
+            raise ContractError("a draft model is loaded by an engine, and there is none", fix="use it in an engine")
+        self._num_tokens = context.num_tokens
+        self._model = context.load_model(_folder(context.path))
+
+    @classmethod
+    def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
+        """The draft model's attention layers.
+
+        Raises:
+            ModelError: if its vocabulary is another one, if its sequences are too short, or if it is no plain decoder.
+        """
+        target, facts = inspection.facts, inspection.inspect_model(_folder(inspection.path))
+        name, fix = f"draft model {facts.architecture} in {str(facts.path)!r}", "name another model in drafter.path"
+        if facts.vocab_size != target.vocab_size:
+            raise ModelError(
+                f"{name} has a vocabulary of {facts.vocab_size} tokens, {target.architecture} in {str(target.path)!r} "
+                f"one of {target.vocab_size}: a draft must be the model's own token",
+                fix="name a model with the same tokenizer in drafter.path",
+            )
+        if facts.max_model_len < inspection.max_model_len:
+            raise ModelError(
+                f"{name} takes sequences of {facts.max_model_len} tokens, and max_model_len is "
+                f"{inspection.max_model_len}",
+                fix=f"set scheduler.max_model_len to {facts.max_model_len} or less, or {fix}",
+            )
+        if "generate" not in facts.tasks:
+            raise ModelError(f"{name} generates no tokens", fix=fix)
+        if facts.state_layers:
+            kinds = ", ".join(dict.fromkeys(layer.state_kind for layer in facts.state_layers))
+            raise ModelError(f"{name} keeps states ({kinds}), which a drafter has no place for", fix=fix)
+        return facts.layers
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """Nothing is kept by row."""
+
+    def release(self, row: int) -> None:
+        """Nothing is kept by row."""
+
+    def observe(self, computed: ComputedTokens) -> None:
+        """Compute what the served model computed: that fills the cache."""
+        assert computed.attend is not None
+        self._model.forward(computed.token_ids, computed.positions, computed.attend)
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The likeliest token behind the newest, and the likeliest behind that, and so on."""
+        assert batch.attend is not None
+        tokens, found = batch.last_token_ids, []
+        for offset in range(self._num_tokens):
+            hidden = self._model.forward(tokens, batch.positions + offset, batch.attend(offset))
+            tokens = self._model.compute_logits(hidden).argmax(-1)
+            found.append(tokens)
+        return Draft(token_ids=torch.stack(found, 1))
+
+
+def _folder(path: str | None) -> Path:
+    if path is None:
+        raise ConfigError("drafter draft_model has no model", fix="set drafter.path to the folder of a smaller model")
+    return Path(path)
