@@ -317,19 +317,26 @@ class InputGatherer:
         for feed in self.feeds:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
-        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
-        states = None
-        if self.has_states:
+        state_inputs = None
+        if self.has_states:  # before the block tables, whose upload is as long as what changed in them
             pad = (0, missing)  # padded requests have no slot
             accepted = self.rows.num_accepted[rows].astype(np.int32)
+            state_inputs = (
+                first.upload(np.pad(state_slots.astype(np.int32), pad, constant_values=PAD_SLOT)),
+                first.upload(np.pad(seq_lens[: len(rows)] > counts, pad)),
+                first.upload(np.pad(accepted, pad, constant_values=1)),
+            )
+        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
+        states = None
+        if state_inputs is not None:
             states = StateBatch(
                 num_requests=len(rows),
                 num_tokens=num_tokens,
                 max_query_len=longest,
                 query_start_loc=sent[0].query_start_loc,
-                slots=first.upload(np.pad(state_slots.astype(np.int32), pad, constant_values=PAD_SLOT)),
-                has_initial_state=first.upload(np.pad(seq_lens[: len(rows)] > counts, pad)),
-                num_accepted=first.upload(np.pad(accepted, pad, constant_values=1)),
+                slots=state_inputs[0],
+                has_initial_state=state_inputs[1],
+                num_accepted=state_inputs[2],
                 query_start_loc_cpu=starts32[: len(rows) + 1],
                 num_decodes=num_decodes,
             )
