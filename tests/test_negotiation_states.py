@@ -11,6 +11,7 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
+from slotline.core.states import refuse_unfit_states
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.state import StateCapabilities, StateLayer, StateTensorSpec
 from slotline.registry.descriptor import Descriptor, Kind
@@ -200,3 +201,35 @@ def test_too_many_rows_are_answered_with_the_number_that_fits(tiny: Tiny) -> Non
 def test_an_activation_that_state_backends_lack_is_named(tiny: Tiny) -> None:
     with pytest.raises(ModelError, match="followed by 'relu', and state backends know silu and none"):
         LLM(tiny("mamba2", hidden_act="relu"), dtype="float32", memory="4MiB")
+
+
+UNFIT = {
+    "another number of heads": (
+        evolve(ssm(1), facts={**ssm(1).facts, "num_heads": 3}),
+        r"'layers.1.ssm' \(kind 'mamba2'\): its facts make its states ssm \[3, 4, 8\], and .* for ssm \[2, 4, 8\]",
+    ),
+    "no channels": (conv(0, channels=0), r"its state 'conv' of shape \[0, 3\] holds nothing"),
+    "a missing fact": (
+        evolve(ssm(1), facts={"num_heads": 2, "head_size": 4}),
+        "a mamba2 layer needs the facts state_size",
+    ),
+    "another tensor": (
+        evolve(ssm(1), tensors=(evolve(ssm(1).tensors[0], name="state"),)),
+        r"make its states ssm \[2, 4, 8\], and its page is laid out for state \[2, 4, 8\]",
+    ),
+    "no dtype": (
+        evolve(ssm(1), tensors=(evolve(ssm(1).tensors[0], dtype="float33"),)),
+        "dtype 'float33', which is no torch dtype",
+    ),
+}
+
+
+@pytest.mark.parametrize(("layer", "text"), UNFIT.values(), ids=UNFIT)
+def test_a_state_that_does_not_fit_its_page_is_refused_with_layer_and_shapes(layer: StateLayer, text: str) -> None:
+    with pytest.raises(ModelError, match=text) as raised:
+        refuse_unfit_states([layer])
+    assert raised.value.fix
+
+
+def test_a_kind_of_a_plugins_own_is_left_to_negotiation() -> None:
+    refuse_unfit_states([evolve(conv(0), state_kind="my_kind", facts={})])

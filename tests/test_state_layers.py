@@ -61,6 +61,14 @@ def test_every_family_gives_transformers_tokens_in_mixed_chunked_batches(
     assert all(o.metrics.num_cached_tokens == 0 for o in again)
 
 
+@pytest.mark.parametrize("name", ["mamba2", "nemotron_h"])
+def test_a_gated_norm_over_one_group_keeps_its_gate(name: str, tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
+    """Without the gate it is a plain norm, which a pass would replace."""
+    path = tiny(name, n_groups=1)
+    llm = engines(path, optimize=True, backend="cpu", **{"scheduler.max_batched_tokens": 24})
+    assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], GREEDY)] == expected(greedy, path, PROMPTS[:3])
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.behaviour(33, 39)
 def test_preempted_requests_of_hybrids_start_from_nothing_or_a_checkpoint(

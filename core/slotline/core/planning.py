@@ -23,7 +23,7 @@ from slotline.core.plan_parts import (
     refuse_variance,
 )
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
-from slotline.core.states import with_state_memory
+from slotline.core.states import refuse_unfit_states, with_state_memory
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -114,6 +114,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     family_descriptor, family = family_for(registry, path)
     facts = family.inspect(path)
     _refuse_windows(facts)
+    refuse_unfit_states(facts.state_layers)
     refuse_variance(loaded, facts, family_descriptor)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved

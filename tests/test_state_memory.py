@@ -1,0 +1,117 @@
+"""What requests hold: windows, chunks and states bound it, and hybrids run as many together as `explain` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_driver import add, random_prompts, run_all
+
+from slotline.core import LLM, SamplingParams
+from slotline.core.block_pool import NULL_BLOCK
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+
+ONE_LAYER: dict[str, Any] = {
+    "num_hidden_layers": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 1200,
+}
+BOUNDED = {
+    "a window": ("mistral", {**ONE_LAYER, "sliding_window": 64}, 6),  # 63 before the query and 16 tokens, any offset
+    "chunks": (
+        "llama4",
+        {**ONE_LAYER, "layer_types": ["chunked_attention"], "attention_chunk_size": 64, "floor_scale": 10**6},
+        5,
+    ),
+    "a state": ("mamba2", {"num_hidden_layers": 1, "max_position_embeddings": 1200}, 0),
+}
+
+
+@pytest.mark.parametrize(("name", "settings", "most"), BOUNDED.values(), ids=BOUNDED)
+def test_a_long_generation_holds_no_more_than_its_layers_read(
+    name: str, settings: dict[str, Any], most: int, tiny: Tiny
+) -> None:
+    """In a pool of exactly that; benchmarks/long_sequences.py goes on to a hundred thousand tokens."""
+    llm = LLM(
+        tiny(name, **settings),
+        dtype="float32",
+        backend="torch",
+        block_size=16,
+        max_model_len=1200,
+        max_num_seqs=1,
+        max_num_batched_tokens=16,
+        memory="64KiB",
+        optimize=False,
+        **{"cache.prefix_caching": False, "observability.progress": False},
+    )
+    memory, cache = llm.engine.memory, llm.engine.scheduler.cache
+    assert memory is not None
+    assert memory.num_blocks == max(most, 1) + 1
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
+    request = add(llm, "long", random_prompts([800], seed=13)[0], params)
+    held = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        blocks = [block for group in cache.groups for row in group.blocks for block in row]
+        held = max(held, sum(block != NULL_BLOCK for block in blocks))
+    assert len(request.output_token_ids) == 400
+    assert request.metrics.num_preemptions == 0
+    assert held in (most, most - 1)  # a request may begin where the worst offset does not occur
+
+
+@pytest.mark.parametrize("name", ["bamba", "qwen3_next", "zamba2"])
+def test_as_many_requests_of_a_hybrid_run_together_as_explain_says(name: str, tiny: Tiny, engines: Engines) -> None:
+    length, wanted = 256, 12
+    settings = {"block_size": 4, "max_model_len": length, "backend": "cpu", "state.checkpoints": 0}
+    path = tiny(name, max_position_embeddings=length)
+    plan = engines(path, **settings).plan
+    assert plan.states is not None
+    memory = wanted * plan.states.bytes_per_request(plan.pool)
+    best = plan.states.optimal_bytes_per_request(plan.pool)
+    assert f"where {2**30 / best:.1f} is the optimum" in " ".join(plan.explain().split())
+    size = f"{-(-memory // 1024)}KiB"
+    llm = engines(path, **settings, max_num_seqs=wanted, memory=size)
+    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True, detokenize=False)
+    prompts = random_prompts([length - 96] * wanted, seed=12)
+    requests = [add(llm, str(i), prompt, params) for i, prompt in enumerate(prompts)]
+    together = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        rows = [request.row for request in llm.engine.scheduler.running]
+        together = max(together, int((llm.engine.rows.num_tokens[rows] > length - 96).sum()))
+    assert sum(request.metrics.num_preemptions for request in requests) == 0
+    assert together == wanted >= 0.95 * memory / best
+
+
+def test_the_memory_of_checkpoints_is_counted_and_bounded(tiny: Tiny, engines: Engines) -> None:
+    path = tiny("bamba")
+    llm = engines(path, memory="1MiB", **{"state.checkpoints": 5})
+    states, memory = llm.plan.states, llm.engine.memory
+    assert states is not None
+    assert memory is not None
+    assert "5 checkpoints of" in llm.plan.explain()
+    assert (memory.checkpoints, memory.states) == (5, 13 * states.slot_bytes)
+    assert memory.states + memory.cache <= 2**20 + memory.block  # and the null block
+    auto = engines(path, memory="1MiB")
+    assert auto.engine.memory is not None
+    assert auto.engine.memory.checkpoints == min(8, (2**20 - 8 * states.slot_bytes) // 4 // states.slot_bytes)
+    run_all(auto)
+
+
+def test_slots_without_padding_say_nothing_of_it(tiny: Tiny, engines: Engines) -> None:
+    plain, padded = engines(tiny("bamba")).plan, engines(tiny("lfm2", hidden_size=72)).plan
+    assert plain.states is not None
+    assert padded.states is not None
+    assert plain.states.padding == 0
+    assert "because each tensor begins at a multiple" not in plain.explain()
+    assert 0 < padded.states.padding < 0.5
+    assert f"{100 * padded.states.padding:.1f} % padding because" in " ".join(padded.explain().split())
