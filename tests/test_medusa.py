@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from slotline.core import LLM, SamplingParams
-from slotline.proposers.medusa import descriptor
-from slotline.proposers.medusa.drafter import MedusaDrafter
+from slotline.proposers.medusa import MedusaTreeOptions, descriptor, tree_descriptor
+from slotline.proposers.medusa.choices import likeliest, ordered, parents_of
+from slotline.proposers.medusa.drafter import MedusaDrafter, MedusaTreeDrafter
 from slotline.registry.contracts import DraftBatch, DrafterContext
 from slotline.registry.errors import ConfigError, ModelError
 from slotline.testing import Outcome, check_plugin
@@ -122,17 +123,18 @@ def test_texts_are_the_same_with_it(
     assert llm.engine.drafting.counts.failures == 0
 
 
-def test_it_is_conformant(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("offer", "made"), [(descriptor, MedusaDrafter), (tree_descriptor, MedusaTreeDrafter)])
+def test_it_is_conformant(tmp_path: Path, offer: Any, made: Any) -> None:
     """Heads of the sizes that each check asks for."""
 
-    def build(asked: DrafterContext) -> MedusaDrafter:
+    def build(asked: DrafterContext) -> Any:
         size, vocab = asked.hidden_size, asked.vocab_size
         folder = tmp_path / f"{size}-{vocab}"
         if not folder.exists():
             written(folder, heads_of(size, vocab, num_heads=8, num_layers=1))
-        return MedusaDrafter(evolve(asked, path=str(folder)))
+        return made(evolve(asked, path=str(folder)))
 
-    records = check_plugin(evolve(descriptor, factory=build))
+    records = check_plugin(evolve(offer, factory=build))
     wrong = [f"{r.id}: {r.reason}" for r in records if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)]
     assert wrong == []
 
@@ -177,3 +179,80 @@ def test_broken_folders_are_told(tmp_path: Path, break_it: Callable[[Path], None
 def test_heads_that_share_the_projection_need_a_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="share the model's output projection"):
         MedusaDrafter(context(written(tmp_path, heads_of(16, 32), "shared")))
+
+
+# ---- trees
+
+
+def test_a_tree_holds_the_ranks_that_its_choices_name(tmp_path: Path) -> None:
+    heads, choices = heads_of(16, 32), ((1,), (0,), (0, 2), (0, 0), (0, 0, 1), (1, 0))
+    folder = written(tmp_path, heads)
+    drafter = MedusaTreeDrafter(context(folder, num_tokens=6, options=MedusaTreeOptions(choices=choices)))
+    states = torch.randn(5, 16)
+    batch = DraftBatch(
+        rows=torch.arange(5),
+        token_table=torch.zeros(5, 8, dtype=torch.int32),
+        num_tokens=torch.full((5,), 3, dtype=torch.int32),
+        last_token_ids=torch.zeros(5, dtype=torch.int64),
+        positions=torch.full((5,), 2),
+        hidden_states=states,
+    )
+    with torch.no_grad():
+        found = drafter.propose(batch)
+        ranked = [head(states).argsort(-1, descending=True) for head in heads]
+    paths = [(0,), (0, 0), (1,), (0, 2), (1, 0), (0, 0, 1)]
+    assert found.parents.tolist() == [-1, 0, -1, 0, 2, 1]
+    for node, path in enumerate(paths):
+        assert found.token_ids[:, node].tolist() == ranked[len(path) - 1][:, path[-1]].tolist()
+
+
+def test_the_likeliest_tree_begins_with_the_chain_and_is_whole() -> None:
+    for num_nodes in (1, 2, 4, 16, 64):
+        paths = likeliest(num_nodes, 4)
+        assert len(set(paths)) == num_nodes
+        assert all(parent < node for node, parent in enumerate(parents_of(paths)))
+        chain = [path for path in paths if not any(path)]
+        assert paths[: len(chain)] == chain
+        assert max(map(len, paths)) <= 4
+    assert likeliest(4, 4) == [(0,), (0, 0), (0, 0, 0), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        (((0, 0),), "has \\[0, 0\\] and not \\[0\\]"),
+        (((0,), (0,)), "twice"),
+        (((-1,),), "no path of ranks"),
+        (((),), "no path"),
+    ],
+)
+def test_choices_that_are_no_tree_are_refused(choices: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ordered(choices)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"], ids=["tree", "chain"])
+def test_texts_are_the_same_with_the_tree(tiny: Tiny, engines: Engines, tmp_path: Path, backend: str) -> None:
+    path, folder = tiny("llama", vocab_size=8), written(tmp_path / "heads", heads_of(64, 8), "shared")
+    plain = engines(path)
+    options = {"drafter.name": "medusa_tree", "drafter.tokens": 12, "drafter.path": str(folder)}
+    llm = engines(path, **options, backend=backend, max_num_batched_tokens=48)
+    prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8, vocab_size=8)
+    for params in (
+        SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True, presence_penalty=0.5),
+    ):
+        assert tokens_of(llm, prompts, params) == tokens_of(plain, prompts, params)
+    assert llm.engine.drafting.counts.accepted > 10
+    assert llm.engine.drafting.counts.failures == 0
+    (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
+    assert setting.resolved == ("tree" if backend == "torch" else "chain")
+
+
+def test_a_tree_that_is_larger_than_asked_for_or_deeper_than_the_heads_is_refused(tmp_path: Path) -> None:
+    folder = written(tmp_path, heads_of(16, 32))
+    with pytest.raises(ConfigError, match=r"choices has 2 nodes, drafter.tokens is 1"):
+        MedusaTreeDrafter(context(folder, num_tokens=1, options=MedusaTreeOptions(choices=((0,), (1,)))))
+    deep = tuple((0,) * depth for depth in range(1, 6))
+    with pytest.raises(ConfigError, match=r"there are 4 heads .* 5 places"):
+        MedusaTreeDrafter(context(folder, num_tokens=5, options=MedusaTreeOptions(choices=deep)))

@@ -552,12 +552,13 @@ class EngineBuilder:
             vocab_size=facts.vocab_size,
             device=self.planned.device,
             control=self._draft_control(rows),
+            trees=self.planned.trees,
         )
 
     def _draft_control(self, rows: Rows) -> DraftControl | None:
         """What chooses draft lengths, where the configuration wants that."""
         drafter, phases = self.planned.loaded.config.drafter, dict(self.planned.plan.graphs.phases)
-        if not drafter.adaptive:
+        if not drafter.adaptive or self.planned.trees:
             return None
         return DraftControl(rows.max_requests, drafter.tokens, uniform=phases.get("verify", "none") != "none")
 

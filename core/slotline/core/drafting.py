@@ -17,6 +17,7 @@ from attrs import define, field
 
 from slotline.core.adaptive import DraftControl
 from slotline.core.draft_attention import DraftAttention
+from slotline.core.draft_tree import DraftTree
 from slotline.core.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.request import Request
 from slotline.core.rows import Rows
@@ -108,9 +109,11 @@ class Drafting:
         vocab_size: int,
         device: str,
         control: DraftControl | None = None,
+        trees: bool = False,
     ) -> None:
         self.drafter = drafter
         self.control = control
+        self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
         self.paused = False
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
@@ -199,11 +202,11 @@ class Drafting:
         start = perf_counter()
         try:
             draft = self.drafter.propose(self._batch(rows, known, hidden_states))
-            token_ids = self._checked(draft, len(rows))
+            token_ids, tree = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
             self._failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return
-        counts = np.minimum(self._lengths(token_ids), room)
+        counts = self._lengths(token_ids, tree, known, room)
         seconds = perf_counter() - start
         self.counts.proposals += 1
         self.counts.draft_seconds += seconds
@@ -211,20 +214,21 @@ class Drafting:
             self.control.proposed(counts, seconds)
             counts = self.control.lengths(rows, counts)
         self._rows.draft(rows, token_ids, counts)
-        if draft.probabilities is not None:
+        self._rows.tree = tree
+        if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
 
     def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
         """Add a step to the counts: the logits rows' requests [n], the drafts that each assumes, and which stand."""
         drafted = draft_positions > 0
-        self.counts.steps += int((draft_positions == 1).sum())
+        first = np.flatnonzero(draft_positions == 0)
+        drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
+        some = drafts > 0
+        self.counts.steps += int(some.sum())
         self.counts.proposed += int(drafted.sum())
         accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
-        if self.control is not None and drafted.any():
-            first = np.flatnonzero(draft_positions == 0)
-            drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
-            some = drafts > 0
+        if self.control is not None and some.any():
             self.control.judged(rows[first][some], drafts[some], stood[some])
         self.counts.accepted += int(accepted.sum())
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
@@ -281,8 +285,10 @@ class Drafting:
             uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
         )
 
-    def _checked(self, draft: Draft, count: int) -> Int:
+    def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None]:
         """The proposal as [count, k] int64 on the host; a token outside the vocabulary ends its row's drafts.
+
+        And its form, where it is a tree that is verified as one; else its first path is what is taken of it.
 
         Raises:
             ValueError: if its shape is not what the contract says.
@@ -290,7 +296,7 @@ class Drafting:
         token_ids = draft.token_ids.cpu().numpy()
         if token_ids.ndim != 2 or token_ids.shape[0] != count or token_ids.shape[1] > self.num_tokens:
             raise ValueError(f"token_ids has shape {token_ids.shape}, not [{count}, at most {self.num_tokens}]")
-        if draft.parents is not None:
+        if draft.parents is not None and not self._proposes_trees:
             raise ValueError("a tree was proposed where a chain was negotiated")
         shape = (*token_ids.shape, self._vocab_size)
         if draft.probabilities is not None and tuple(draft.probabilities.shape) != shape:
@@ -302,13 +308,17 @@ class Drafting:
             self._failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
             token_ids = np.where(outside, -1, token_ids)
         checked: Int = token_ids.astype(np.int64)
-        return checked
+        if draft.parents is None:
+            return checked, None
+        tree = DraftTree.of(draft.parents.cpu().numpy()[: token_ids.shape[1]])
+        return (checked, tree) if self._verifies_trees else (checked[:, tree.first_path], None)
 
-    @staticmethod
-    def _lengths(token_ids: Int) -> Int:
-        """Tokens of each row before its first -1."""
-        lengths: Int = np.cumprod(token_ids >= 0, axis=1).sum(axis=1)
-        return lengths
+    def _lengths(self, token_ids: Int, tree: DraftTree | None, known: Int, room: Int) -> Int:
+        """Tokens of each row before its first -1, and before one that would stand behind its room."""
+        depths = np.arange(1, token_ids.shape[1] + 1) if tree is None else tree.depths
+        fits = (token_ids >= 0) & (depths <= room[:, None])
+        lengths: Int = np.cumprod(fits, axis=1).sum(axis=1)
+        return np.minimum(lengths, self._rows.max_model_len - known)
 
     def _failed(self, count: int, what: str) -> None:
         if self.counts.failures == 0:

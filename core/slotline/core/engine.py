@@ -388,6 +388,8 @@ class Engine:
         """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None
+        if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
+            return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
 
     def _sample(self, launched: Launched, generations: Int) -> Sampling | Answers:
@@ -420,7 +422,8 @@ class Engine:
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
             failed = np.array(list(output.failed), np.int64)
             rows.num_computed_tokens[failed] = rows.num_tokens[failed]
-            rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + output.draft_positions
+            kept = output.draft_positions if output.num_kept is None else output.num_kept
+            rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + kept
             computed = rows.num_computed_tokens[schedule.rows]
             if self.checkpoints is not None:
                 accepted, verified = computed - schedule.num_computed, ends > rows.num_tokens[schedule.rows]

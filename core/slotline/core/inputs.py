@@ -15,6 +15,7 @@ from attrs import define, frozen
 
 from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
+from slotline.core.draft_tree import DraftTree
 from slotline.core.encoding import Embeds
 from slotline.core.feeds import Feed
 from slotline.core.last_tokens import LastTokens
@@ -24,7 +25,7 @@ from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.scheduler import Schedule
 from slotline.core.staging import Staging, reserved_bytes
 from slotline.core.verification import PLACE_WIDTH, Rejections, drafted
-from slotline.registry.contracts import AttentionBatch, StateBatch
+from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
 
 Int = npt.NDArray[np.int64]
 PAD_SLOT = -1
@@ -45,6 +46,9 @@ class StepInputs:
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
+        draft_nodes: [num_logits] int64, 0 for the known tokens' last, then 1 + the node of the tree that each stands
+            behind; the same as `draft_positions` for a chain.
+        tree: the form of the drafts, None for chains.
         drafts: [num_logits] int64, the draft that each judges, -1 behind a request's last; None as before.
         rejections: which of them rejection sampling decides; None for none.
         query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included;
@@ -72,6 +76,8 @@ class StepInputs:
     logits_indices: torch.Tensor
     logits_rows: Int
     draft_positions: Int | None
+    draft_nodes: Int | None
+    tree: DraftTree | None
     drafts: Int | None
     rejections: Rejections | None
     query_start_loc: torch.Tensor
@@ -151,6 +157,7 @@ class InputGatherer:
         by_group = reserved_bytes((len(groups),), np.int32)
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
+        packed += reserved_bytes((max_drafts, max_drafts), np.bool_) + reserved_bytes((max_drafts,), np.int64)  # a tree
         packed += reserved_bytes((rows.max_requests * max_drafts, PLACE_WIDTH), np.int64)
         for feed in self.feeds:
             by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
@@ -182,13 +189,19 @@ class InputGatherer:
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         known = self.rows.num_tokens[rows]
         complete = seq_lens >= known
-        logits_indices, logits_rows, draft_positions = (starts[1:] - 1)[complete], rows[complete], None
+        logits_indices, logits_rows, draft_nodes = (starts[1:] - 1)[complete], rows[complete], None
         if (drafts := (seq_lens - known)[complete]).any():
-            logits_rows, draft_positions = self._with_drafts(logits_rows, drafts)
-            logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_positions
+            logits_rows, draft_nodes = self._with_drafts(logits_rows, drafts)
+            logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_nodes
+        places = positions  # in the cache; nodes of a tree share positions, not places
         slots = [
-            self._slots(g, k, token_rows, positions) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
+            self._slots(g, k, token_rows, places) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
+        num_nodes = None
+        if draft_nodes is not None and (tree := self.rows.tree) is not None:
+            num_nodes = np.maximum(seq_lens - known, 0)
+            nodes = places - self.rows.num_tokens[token_rows]
+            positions = np.where(nodes < 0, places, places - nodes + tree.depths[np.maximum(nodes, 0)] - 1)
         return self._assemble(
             rows=rows,
             table_rows=rows,
@@ -196,12 +209,13 @@ class InputGatherer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
-            input_ids=self.rows.token_ids[token_rows, positions].astype(np.int64),
+            input_ids=self.rows.token_ids[token_rows, places].astype(np.int64),
             positions=positions,
             slots=slots,
             logits_indices=logits_indices,
             logits_rows=logits_rows,
-            draft_positions=draft_positions,
+            draft_nodes=draft_nodes,
+            num_nodes=num_nodes,
             num_decodes=schedule.num_decodes,
             shape=shape,
             prefixes=prefixes,
@@ -248,7 +262,8 @@ class InputGatherer:
             slots=[np.full(num_tokens, PAD_SLOT, np.int64) for _ in self.groups],
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
-            draft_positions=None,
+            draft_nodes=None,
+            num_nodes=None,
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             shape=shape,
             prefixes=prefixes,
@@ -289,7 +304,8 @@ class InputGatherer:
         slots: list[Int],
         logits_indices: Int,
         logits_rows: Int,
-        draft_positions: Int | None,
+        draft_nodes: Int | None,
+        num_nodes: Int | None,
         num_decodes: int,
         shape: GraphShape | None,
         prefixes: Sequence[int],
@@ -343,10 +359,16 @@ class InputGatherer:
         logits_indices_device = last.upload(logits_indices)
         lora_slots_device = None if lora_slots is None else first.upload(lora_slots)
         stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
+        tree = None if num_nodes is None else self.rows.tree
+        draft_positions = draft_nodes if tree is None or draft_nodes is None else tree.positions(draft_nodes)
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
         params = None if batch.all_greedy else last.upload(batch.packed())
-        drafts = rejections = None
-        if draft_positions is not None:
+        drafts = rejections = mask = None
+        if tree is not None and draft_nodes is not None:
+            drafts = self.rows.token_ids[logits_rows, self.rows.num_tokens[logits_rows] + draft_nodes - 1]
+            nodes32 = np.zeros(0, np.int32) if num_nodes is None else num_nodes.astype(np.int32)
+            mask = TreeMask(last.upload(tree.sees), last.upload(tree.depths - 1), nodes32)
+        elif draft_positions is not None:
             drafts = drafted(self.rows, logits_rows, draft_positions)
             rejections = Rejections.gather(self.rows, batch, draft_positions, drafts, last.upload)
         scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], last.upload)
@@ -368,6 +390,7 @@ class InputGatherer:
                 num_decodes=num_decodes,
                 common_prefix_len=prefixes[group] if prefixes else 0,
                 common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
+                tree=mask,
             )
             for feed, there in zip(self.feeds, sent, strict=True)
             for group, table, slot_mapping in zip(
@@ -384,6 +407,8 @@ class InputGatherer:
             logits_indices=logits_indices_device,
             logits_rows=logits_rows,
             draft_positions=draft_positions,
+            draft_nodes=draft_nodes,
+            tree=tree,
             drafts=drafts,
             rejections=rejections,
             query_start_loc=sent[-1].query_start_loc,

@@ -12,7 +12,7 @@ from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Candidate, Need, Reason, Setting, candidates, part_reasons
+from slotline.registry.negotiation import Candidate, Need, Plan, Reason, Setting, candidates, part_reasons
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
@@ -101,8 +101,6 @@ def choose_drafter(
     ]
     if offer.needs_layers and (refusal := family.capabilities.taps.refusal(True)):
         texts.append(f"needs hidden states of chosen layers; model family {family.name!r}: taps {refusal}")
-    if offer.tree.support:
-        texts.append("proposes trees, and this version verifies chains")
     if config.tokens >= max_model_len - 1:
         texts.append(f"{origin} does not fit beside a prompt into max_model_len={max_model_len}")
     if texts:
@@ -174,6 +172,32 @@ def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
         return candidate.contract_error or "no common contract version"
     reasons = part_reasons(candidate.capabilities, (device_need(info),))
     return "; ".join(texts_of(reasons)) or None
+
+
+def choose_tree(
+    drafter: Descriptor[Any] | None, plan: Plan, registry: PluginRegistry, *, stages: int
+) -> Setting | None:
+    """Whether a drafter's trees are verified as trees, or their likeliest path as a chain, and why; None without trees.
+
+    Backends are chosen without regard to trees: one that is slower in every step would cost more than a tree gives.
+    """
+    if drafter is None or not drafter.capabilities.tree.support:
+        return None
+    texts = []
+    for name in dict.fromkeys(group.backend for group in plan.groups):
+        backend = registry.load(Kind.ATTENTION, name, required=True)
+        if refusal := backend.capabilities.tree_mask.refusal(True):
+            texts.append(f"attention backend {name!r}: tree_mask {refusal}")
+    if plan.state_groups:
+        texts.append("states follow one path")
+    if stages > 1:
+        texts.append(f"the model runs over {stages} pipeline stages")
+    return Setting(
+        key="drafter.tree",
+        asked="tree",
+        resolved="chain" if texts else "tree",
+        origin=f"drafter {drafter.name!r} proposes trees" + "".join(f"; {text}" for text in texts),
+    )
 
 
 def refuse_processors(

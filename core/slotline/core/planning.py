@@ -19,6 +19,7 @@ from slotline.core.plan_parts import (
     choose_drafter,
     choose_structured_output,
     choose_task,
+    choose_tree,
     refuse_processors,
     refuse_variance,
 )
@@ -66,6 +67,7 @@ class Planned:
         stages: where each part of the model lies.
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
+        trees: whether drafts that form trees are verified as such.
         plan: the negotiated plan.
     """
 
@@ -83,6 +85,7 @@ class Planned:
     stages: Stages
     max_model_len: int
     asynchronous: bool
+    trees: bool
     plan: Plan
 
     @property
@@ -163,6 +166,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         plan = negotiate(request, attention, specs, states)
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
+    tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
+    plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
     _mark_selected(registry, plan)
@@ -181,6 +186,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         stages=stages,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
+        trees=tree is not None and tree.resolved == "tree",
         plan=plan,
     )
 

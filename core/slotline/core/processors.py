@@ -122,13 +122,11 @@ class ProcessorPipeline:
                 except Exception:  # a plugin's code may raise anything
                     logger.exception("logits processor %r failed to release row %d", slot.name, row)
 
-    def apply(
-        self, logits: torch.Tensor, rows: Int, draft_positions: Int | None = None, *, all_greedy: bool
-    ) -> Processed:
+    def apply(self, logits: torch.Tensor, rows: Int, draft_nodes: Int | None = None, *, all_greedy: bool) -> Processed:
         """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed.
 
-        `draft_positions` [n] says how many of its row's drafts each assumes; None for none. If a processor fails, the
-        logits that it fails on are found by processing each row of them alone.
+        `draft_nodes` [n] says which of its row's drafts each stands behind, as in `StepInputs`; None for none. If a
+        processor fails, the logits that it fails on are found by processing each row of them alone.
         """
         slots = [
             slot
@@ -141,10 +139,10 @@ class ProcessorPipeline:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
         try:
-            result = self._run(slots, logits, rows, draft_positions)
+            result = self._run(slots, logits, rows, draft_nodes)
         except Exception:  # a plugin's code may raise anything
             logger.exception("a logits processor failed; processing each row of logits alone")
-            result, errors = self._run_alone(slots, logits, rows, draft_positions)
+            result, errors = self._run_alone(slots, logits, rows, draft_nodes)
         touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
@@ -168,38 +166,43 @@ class ProcessorPipeline:
         return found
 
     def _run(
-        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_positions: Int | None
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
     ) -> torch.Tensor:
         logits = logits.clone()
         for slot in slots:
             wanted = slot.active[rows]
             if wanted.all():
-                logits = _applied(slot, logits, self._batch(rows, draft_positions))
+                logits = _applied(slot, logits, self._batch(rows, draft_nodes))
             elif wanted.any():
                 index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)
-                assumed = None if draft_positions is None else draft_positions[wanted]
+                assumed = None if draft_nodes is None else draft_nodes[wanted]
                 logits[index] = _applied(slot, logits[index], self._batch(rows[wanted], assumed))
         return logits
 
     def _run_alone(
-        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_positions: Int | None
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
     ) -> tuple[torch.Tensor, dict[int, str]]:
         """Each row of the logits processed without the others, or left as it was, and why, by place."""
         result, errors = logits.clone(), dict[int, str]()
         for i in range(len(rows)):
-            assumed = None if draft_positions is None else draft_positions[i : i + 1]
+            assumed = None if draft_nodes is None else draft_nodes[i : i + 1]
             try:
                 result[i : i + 1] = self._run(slots, logits[i : i + 1], rows[i : i + 1], assumed)
             except Exception as error:  # a plugin's code may raise anything
                 errors[i] = f"{type(error).__name__}: {error}"
         return result, errors
 
-    def _batch(self, rows: Int, draft_positions: Int | None) -> LogitsBatch:
-        drafts = None
-        if draft_positions is not None:
-            index = np.arange(int(draft_positions.max(initial=0)))
-            places = np.minimum(self._rows.num_tokens[rows][:, None] + index, self._rows.max_model_len - 1)
-            drafts = np.where(index < draft_positions[:, None], self._rows.token_ids[rows[:, None], places], -1)
+    def _batch(self, rows: Int, draft_nodes: Int | None) -> LogitsBatch:
+        drafts, draft_positions = None, draft_nodes
+        if draft_nodes is not None:
+            tree = self._rows.tree
+            index = np.arange(int(draft_nodes.max(initial=0)))
+            path = np.where(index < draft_nodes[:, None], index, -1)
+            if tree is not None:
+                path = np.where(draft_nodes[:, None] > 0, tree.paths[draft_nodes - 1], -1)
+                draft_positions = (path >= 0).sum(1)
+            places = np.minimum(self._rows.num_tokens[rows][:, None] + path, self._rows.max_model_len - 1)
+            drafts = np.where(path >= 0, self._rows.token_ids[rows[:, None], places], -1)
         return LogitsBatch(
             rows=rows,
             draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,

@@ -12,6 +12,7 @@ import heapq
 import numpy as np
 import numpy.typing as npt
 
+from slotline.core.draft_tree import DraftTree
 from slotline.core.request import Request
 from slotline.registry.errors import IntegrityError
 
@@ -31,6 +32,7 @@ class Rows:
         num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
+        tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
         next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
@@ -53,6 +55,7 @@ class Rows:
         self.generation = np.zeros(max_requests, np.int64)
         self.num_accepted = np.ones(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
+        self.tree: DraftTree | None = None
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)

@@ -126,7 +126,7 @@ class Runner:
             states, logits = self._wanted(launched)
         batch = inputs.sampling
         with scope("process"):
-            processed = self.pipeline.apply(logits, batch.rows, inputs.draft_positions, all_greedy=batch.all_greedy)
+            processed = self.pipeline.apply(logits, batch.rows, inputs.draft_nodes, all_greedy=batch.all_greedy)
         if self.grammars is not None:
             with scope("grammar"):  # the host's work, done while the device runs the forward pass
                 processed = self.grammars.apply(processed, batch.rows, inputs.draft_positions)
@@ -141,6 +141,8 @@ class Runner:
                 batch=batch,
                 draft_positions=inputs.draft_positions,
                 drafts=inputs.drafts,
+                tree=inputs.tree,
+                draft_nodes=inputs.draft_nodes,
                 tokens=self.staging.download(processed.mark(tokens)),
                 errors=processed.errors,
                 **({} if self.drafting is None else self._states_for(self.drafting, launched, states)),
@@ -165,7 +167,7 @@ class Runner:
         rows, positions = sampling.batch.rows, sampling.draft_positions
         places = np.arange(len(rows))
         if positions is not None and sampling.drafts is not None and self.drafting is not None:
-            stands = standing(token_ids, sampling.drafts, positions)
+            stands = standing(token_ids, sampling.drafts, positions, sampling.tree, sampling.draft_nodes)
             self.drafting.count(rows, positions, stands)
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
@@ -178,6 +180,8 @@ class Runner:
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]
         output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed)
+        if sampling.tree is not None and sampling.draft_nodes is not None:
+            output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
         output.prompt_logprobs = sampling.prompt_logprobs
         if sampling.states is not None:
             last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places

@@ -10,6 +10,7 @@ import torch
 from attrs import define, evolve, field
 
 from slotline.core.attention import Attend
+from slotline.core.draft_tree import DraftTree
 from slotline.core.hidden_states import ComputedStates, HiddenStates
 from slotline.core.inputs import StepInputs
 from slotline.core.logprobs import PendingLogprobs
@@ -48,6 +49,7 @@ class Sampling:
     Attributes:
         batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
         drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
+        tree, draft_nodes: as in `StepInputs`; then `drafts` are those of the nodes.
         tokens: [n] int64 on their way to the host.
         states: of the logits rows, where a drafter reads any; `computed` those of all tokens, where it reads these.
         num_nans: [n] int64 on their way to the host, where they are counted.
@@ -60,6 +62,8 @@ class Sampling:
     draft_positions: Int | None
     drafts: Int | None
     tokens: Download
+    tree: DraftTree | None = None
+    draft_nodes: Int | None = None
     states: HiddenStates | None = None
     computed: ComputedStates | None = None
     num_nans: Download | None = None
@@ -99,6 +103,7 @@ class StepOutput:
         rows: [n] int64, permanent rows that got a token; once for each token, a row's tokens in order.
         token_ids: [n] int32.
         draft_positions: [n] int64, which of its row's tokens in this step each is; None where nothing was drafted.
+        num_kept: [n] int64, drafts up to each token whose keys and values count as computed: all of a chain.
         hidden_states: of each distinct row's last accepted position, where a drafter reads any; `computed` those of all
             tokens, where it reads these.
         logprobs: by row, an entry for each token, where asked for.
@@ -111,6 +116,7 @@ class StepOutput:
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
     token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
     draft_positions: Int | None = None
+    num_kept: Int | None = None
     hidden_states: HiddenStates | None = None
     computed: ComputedStates | None = None
     logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
@@ -130,6 +136,7 @@ class StepOutput:
             rows=self.rows[kept],
             token_ids=self.token_ids[kept],
             draft_positions=None if self.draft_positions is None else self.draft_positions[kept],
+            num_kept=None if self.num_kept is None else self.num_kept[kept],
             logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
             prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},

@@ -128,8 +128,13 @@ class StructuredOutputs:
         return over
 
     def trim_drafts(self, rows: Int) -> None:
-        """Drop the drafts of rows [n] from the first one on that the grammar bans: it cannot stand."""
+        """Drop the drafts of rows [n] from the first one on that the grammar bans: it cannot stand.
+
+        Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
+        """
         for row in rows[self.active[rows] & (self._rows.num_drafts[rows] > 0)].tolist():
+            if (tree := self._rows.tree) is not None:
+                self._rows.num_drafts[row] = min(int(self._rows.num_drafts[row]), tree.num_chained)
             try:
                 self._rows.num_drafts[row] = self._state(row).count_legal(self._drafts(row))
             except Exception:  # a plugin's code may raise anything; masks say so too, and end the request

@@ -7,6 +7,9 @@ text is the same with and without drafts, sampled or greedy.
 A drafter that gives the distribution it drew from is verified by rejection sampling instead (Leviathan et al. 2023,
 algorithm 1; Chen et al. 2023): more drafts stand, and the text has the target's distribution, though not the text that
 the seed gives without drafts.
+
+Drafts may stand as a tree (`draft_tree.py`): the position's number is the same on each path, so the path that stands is
+the text without drafts again.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import numpy.typing as npt
 import torch
 from attrs import frozen
 
+from slotline.core.draft_tree import DraftTree
 from slotline.core.rows import Rows
 from slotline.core.sampler import SamplingBatch, invert, uniforms
 
@@ -40,14 +44,19 @@ PLACE_WIDTH = _PLACE.itemsize // 8
 """int64 words of a place that rejection sampling decides."""
 
 
-def standing(tokens: Int, drafts: Int, draft_positions: Int) -> npt.NDArray[np.bool_]:
+def standing(
+    tokens: Int, drafts: Int, draft_positions: Int, tree: DraftTree | None = None, draft_nodes: Int | None = None
+) -> npt.NDArray[np.bool_]:
     """Which logits rows give a token to their request: those all of whose assumed drafts stand.
 
     Args:
         tokens: [n] the token of each logits row.
         drafts: [n] the draft that stands at that place, -1 where there is none.
         draft_positions: [n] drafts assumed; 0 begins a request.
+        tree, draft_nodes: where drafts stand as a tree, its form and the node of each row; then `drafts` are theirs.
     """
+    if tree is not None and draft_nodes is not None:
+        return tree.accepted(tokens, draft_nodes, drafts)
     fell = (tokens != drafts).astype(np.int64)
     before = np.cumsum(fell) - fell
     first = np.maximum.accumulate(np.where(draft_positions == 0, np.arange(len(tokens)), 0))

@@ -24,6 +24,7 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True),
         mla=Flag(True),
+        tree_mask=Flag(True),
         cascade=Flag(True),
         kv_scales=Flag(True),
         lse=Flag(True, "natural log; a sink counts as one more key"),

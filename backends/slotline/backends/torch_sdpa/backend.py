@@ -7,6 +7,7 @@ beyond a request's length is ever read, so garbage there cannot leak.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -133,7 +134,10 @@ class TorchBackend:
         else:
             blocks = batch.block_table[request, position // self._block_size].long()
             offsets = position % self._block_size
-        visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
+        if batch.tree is None or not causal:
+            visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
+        else:
+            visible = _visible_in_tree(batch, pieces, keys, query, self._reaches)
         return Group(tokens, blocks, offsets, visible)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
@@ -233,6 +237,30 @@ def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch
     """Which of `keys` [L] a query whose last visible key is `last_seen` [B, q] sees: [B, 1, 1, q, L] bool."""
     last = last_seen[:, None, None, :, None]
     return (keys <= last) & (keys >= _first_seen(last, reach))
+
+
+def _visible_in_tree(
+    batch: AttentionBatch, pieces: list[Piece], keys: torch.Tensor, query: torch.Tensor, reaches: Iterable[Reach]
+) -> dict[Reach, torch.Tensor]:
+    """The same where the last tokens of requests are nodes of a tree: by place up to them, by path among them."""
+    tree, query_len = batch.tree, pieces[0].query_len
+    assert tree is not None
+    ends = batch.seq_lens_cpu
+    known = [int(ends[p.request]) - int(tree.num_nodes[p.request]) for p in pieces]  # tokens before the nodes
+    columns = torch.tensor([[p.num_keys for p in pieces], known], device=keys.device).unsqueeze(2)  # [2, B, 1]
+    num_keys, known_tokens = columns
+    slots = num_keys - query_len + query  # [B, q], each query's own place in the cache
+    node, key_node = slots - known_tokens, keys - known_tokens  # [B, q] and [B, L], below 0 for known tokens
+    most = len(tree.depths) - 1
+    position = torch.where(node < 0, slots, known_tokens + tree.depths[node.clamp(0, most)])
+    key_position = torch.where(key_node < 0, keys, known_tokens + tree.depths[key_node.clamp(0, most)])
+    path = tree.sees[node.clamp(0, most)[:, :, None], key_node.clamp(0, most)[:, None, :]]  # [B, q, L]
+    below = (keys <= slots[:, :, None]) & (keys < num_keys)[:, None, :]
+    seen = below & ((key_node < 0)[:, None, :] | (path & (node >= 0)[:, :, None]))
+    return {
+        reach: (seen & (key_position[:, None, :] >= _first_seen(position, reach)[:, :, None]))[:, None, None]
+        for reach in reaches
+    }
 
 
 def _attend(

@@ -1,4 +1,4 @@
-"""Medusa (Cai et al. 2024, section 2.1): the most likely token of each head, as a chain."""
+"""Medusa (Cai et al. 2024): the most likely token of each head as a chain, or the likelier ones of all as a tree."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 
+from slotline.proposers.medusa import MedusaTreeOptions
+from slotline.proposers.medusa.choices import likeliest, ordered, parents_of
 from slotline.proposers.medusa.heads import MedusaHeads, read_heads
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 from slotline.registry.errors import ConfigError
@@ -20,22 +22,7 @@ class MedusaDrafter:
     """
 
     def __init__(self, context: DrafterContext) -> None:
-        if context.path is None:
-            raise ConfigError("drafter medusa has no heads", fix="set drafter.path to a folder with Medusa heads")
-        heads: MedusaHeads = read_heads(Path(context.path), context.hidden_size, context.vocab_size)
-        if context.num_tokens > heads.num_heads:
-            raise ConfigError(
-                f"drafter.tokens = {context.num_tokens}: there are {heads.num_heads} heads in {context.path!r}",
-                fix=f"set drafter.tokens to {heads.num_heads} or less",
-            )
-        dtype: torch.dtype = getattr(torch, context.dtype)
-        self._heads = heads.first(context.num_tokens).to(context.device, dtype)
-        self._compute_logits = context.compute_logits
-        if heads.projections is None and self._compute_logits is None:
-            raise ConfigError(
-                f"the heads in {context.path!r} share the model's output projection, and there is no model",
-                fix="use them in an engine, or heads with projections of their own",
-            )
+        self._heads = ProjectedHeads(context, context.num_tokens)
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
         """Nothing to prepare."""
@@ -43,13 +30,94 @@ class MedusaDrafter:
     def propose(self, batch: DraftBatch) -> Draft:
         """Head i predicts the token i + 1 places behind the newest one, from the state that gave the newest one."""
         assert batch.hidden_states is not None  # declared as a need
-        states = self._heads.states(batch.hidden_states)  # [num_tokens, n, hidden_size]
-        if self._heads.projections is not None:
-            logits = torch.bmm(states, self._heads.projections.transpose(1, 2))
-        else:
-            assert self._compute_logits is not None
-            logits = self._compute_logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-        return Draft(token_ids=logits.argmax(-1).T.contiguous())
+        return Draft(token_ids=self._heads.logits(batch.hidden_states).argmax(-1).T.contiguous())
 
     def release(self, row: int) -> None:
         """Nothing to forget."""
+
+
+class MedusaTreeDrafter:
+    """The same as a tree: a node of depth d is one of the likeliest tokens of head d - 1 (section 2.1.2).
+
+    Raises:
+        ConfigError: as above, and if the choices are no tree of that size.
+        ModelError: as above.
+    """
+
+    def __init__(self, context: DrafterContext) -> None:
+        options: MedusaTreeOptions = context.options or MedusaTreeOptions()
+        paths = ordered(options.choices) if options.choices else None
+        if paths is not None and len(paths) > context.num_tokens:
+            raise ConfigError(
+                f"drafter.medusa_tree: choices has {len(paths)} nodes, drafter.tokens is {context.num_tokens}",
+                fix=f"set drafter.tokens to {len(paths)}",
+            )
+        most = max(map(len, paths)) if paths else 0
+        self._heads = ProjectedHeads(context, most)
+        paths = paths or likeliest(context.num_tokens, self._heads.num_heads)
+        self._heads.keep(max(map(len, paths)))
+        self._depths = torch.tensor([len(path) - 1 for path in paths])
+        self._ranks = torch.tensor([path[-1] for path in paths])
+        self._parents = torch.tensor(parents_of(paths))
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """Nothing to prepare."""
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """The tree's tokens; a head whose vocabulary ends before a rank says -1 there."""
+        assert batch.hidden_states is not None  # declared as a need
+        logits = self._heads.logits(batch.hidden_states)  # [heads, n, vocab_size]
+        most = min(int(self._ranks.max()) + 1, logits.shape[-1])
+        tokens = logits.topk(most, dim=-1).indices  # [heads, n, most]
+        ids = tokens[self._depths, :, self._ranks.clamp(max=most - 1)].T
+        return Draft(
+            token_ids=torch.where((self._ranks < most).to(ids.device), ids, -1).contiguous(), parents=self._parents
+        )
+
+    def release(self, row: int) -> None:
+        """Nothing to forget."""
+
+
+class ProjectedHeads:
+    """The first heads of a folder with what turns their states into logits.
+
+    Args:
+        num_heads: how many are needed; 0 for all.
+    """
+
+    def __init__(self, context: DrafterContext, num_heads: int) -> None:
+        if context.path is None:
+            raise ConfigError("drafter medusa has no heads", fix="set drafter.path to a folder with Medusa heads")
+        heads: MedusaHeads = read_heads(Path(context.path), context.hidden_size, context.vocab_size)
+        if num_heads > heads.num_heads:
+            raise ConfigError(
+                f"drafter.tokens = {context.num_tokens}: there are {heads.num_heads} heads in {context.path!r}, "
+                f"and {num_heads} places to draft",
+                fix=f"draft {heads.num_heads} places or less",
+            )
+        dtype: torch.dtype = getattr(torch, context.dtype)
+        self._heads = heads.first(num_heads or heads.num_heads).to(context.device, dtype)
+        self._compute_logits = context.compute_logits
+        if heads.projections is None and self._compute_logits is None:
+            raise ConfigError(
+                f"the heads in {context.path!r} share the model's output projection, and there is no model",
+                fix="use them in an engine, or heads with projections of their own",
+            )
+
+    @property
+    def num_heads(self) -> int:
+        """How many there are."""
+        return self._heads.num_heads
+
+    def keep(self, num_heads: int) -> None:
+        """Run the first ones alone from now on."""
+        self._heads = self._heads.first(num_heads)
+
+    def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[num_heads, n, vocab_size] from hidden states [n, hidden_size]."""
+        states = self._heads.states(hidden_states)
+        if self._heads.projections is not None:
+            return torch.bmm(states, self._heads.projections.transpose(1, 2))
+        assert self._compute_logits is not None
+        shared: torch.Tensor = self._compute_logits(states.flatten(0, 1))
+        return shared.view(*states.shape[:2], -1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from attrs import evolve
+
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Case, Failed, Level, NotApplicable, Run, check
+from slotline.testing.check import Case, Failed, Level, Run, check
 from slotline.testing.environments.attention_choice import (
     build,
     chosen,
@@ -182,7 +184,35 @@ def cross(run: Run) -> None:
     examine(run, made)
 
 
+PARENTS = (-1, 0, 1, -1, 3, 0, 4, 3)
+NODES = (((9, 40), 8), ((1, 17), 0), ((5, 5), 4), ((12, 60), 8), ((20, 20), 0), ((1, 9), 0), ((7, 49), 6))
+"""Query tokens and length of each request, and its nodes: with and without known tokens among the queries."""
+
+
 @check(Kind.ATTENTION, "attention.tree_mask", Level.NUMERICS, needs={"tree_mask": True})
 def tree_mask(run: Run) -> None:
-    """Drafts in the form of a tree see their ancestors alone."""
-    raise NotApplicable("contract 1 has no field that carries a tree mask")
+    """Drafts in the form of a tree see the known tokens and their ancestors alone, other requests' tokens as ever."""
+    case = chosen(run, tuple(request for request, _ in NODES))
+    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+
+
+@check(
+    Kind.ATTENTION,
+    "attention.tree_mask.window",
+    Level.NUMERICS,
+    needs={"tree_mask": True, "sliding_window": True},
+    cases=lambda _: [{"window": window} for window in (2, 3, 9)],
+    profile="window",
+)
+def tree_mask_window(run: Run) -> None:
+    """Among a tree's nodes a window counts places in a text, not in the cache: one shorter than the tree, too."""
+    case = chosen(run, tuple(request for request, _ in NODES), window=run["window"])
+    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+
+
+@check(Kind.ATTENTION, "attention.tree_mask.places", Level.HOSTILE, needs={"tree_mask": True})
+def tree_mask_places(run: Run) -> None:
+    """The same in pages in any order, with NaN wherever no token is, and with requests in the opposite order."""
+    for order in (NODES, NODES[::-1]):
+        case = chosen(run, tuple(request for request, _ in order))
+        prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in order)))

@@ -10,6 +10,7 @@ from slotline.registry.contracts.attention import (
     CascadeBackend,
     KVCache,
     KVScales,
+    TreeMask,
 )
 from slotline.registry.contracts.drafter import (
     ComputedTokens,
@@ -123,4 +124,5 @@ __all__ = [
     "StructuredOutputCapabilities",
     "StructuredOutputContext",
     "StructuredOutputsParams",
+    "TreeMask",
 ]

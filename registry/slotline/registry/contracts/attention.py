@@ -36,6 +36,11 @@ An eight-bit cache (a cache dtype of one byte) holds ``x / scale``, computed in 
 range and rounded to nearest even; what is read counts ``scale`` times. The scales of a layer are 1 unless the context's
 `kv_scales` says otherwise; where they are not 1, a backend is needed that declares `kv_scales`.
 
+Where `tree_mask` is declared, a batch may have a `tree`: the last query tokens of some requests are drafts in the form
+of a tree. They take slots one behind the other like other tokens, but a node sees of the nodes only those on its own
+path, and `positions` gives it the place that it would have in a text. Windows and chunks count in these positions. What
+stands before the nodes is seen as ever. Such a batch is never captured.
+
 Where `cascade` is declared:
 
 * A batch whose requests all begin with the same kernel blocks may have a `common_prefix_len` above 0: a multiple of the
@@ -232,6 +237,20 @@ class AttentionContext:
     options: Any = None
 
 
+class TreeMask(NamedTuple):
+    """Drafts in the form of a tree.
+
+    Attributes:
+        sees: [k, k] bool on the device, whether node i has node j on its path; itself included, never one behind it.
+        depths: [k] int64 on the device, the nodes' places behind the known tokens, from 0.
+        num_nodes: [num_requests] int32 on the host, how many of the first nodes each request's last query tokens are.
+    """
+
+    sees: torch.Tensor
+    depths: torch.Tensor
+    num_nodes: npt.NDArray[np.int32]
+
+
 @define(kw_only=True, eq=False)
 class AttentionBatch:
     """One step's batch as a group sees it. Host copies are numpy; the core never rewrites what it handed out
@@ -250,6 +269,7 @@ class AttentionBatch:
         causal: False for encoders.
         common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be served
             once for all; 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
+        tree: where drafts stand as a tree, else None.
     """
 
     num_requests: int
@@ -267,6 +287,7 @@ class AttentionBatch:
     causal: bool = True
     common_prefix_len: int = 0
     common_prefix: torch.Tensor | None = None
+    tree: TreeMask | None = None
     extras: dict[str, Any] = field(factory=dict)
 
 

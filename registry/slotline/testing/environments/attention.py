@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from slotline.registry.contracts.attention import AttentionBatch, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, KVCache, TreeMask
 from slotline.testing.check import Failed, Run
 from slotline.testing.environments.attention_case import FIRST_BLOCK, NULL_BLOCK, PLACES, POISON_BLOCK, Case
 from slotline.testing.oracles import attention as oracle
@@ -184,7 +184,8 @@ class World:
         lens = np.array([length for _, length in requests], dtype=np.int32)
         new = [range(length - q, length) for q, length in requests]
         slots = torch.cat([torch.empty(0, dtype=torch.int64), *map(self.slots, range(len(new)), new)])
-        positions = torch.tensor([position for each in new for position in each], dtype=torch.int64)
+        places = [self.case.positions(i)[each.start : each.stop] for i, each in enumerate(new)]
+        positions = torch.tensor([position for each in places for position in each], dtype=torch.int64)
         pad = torch.full((self.case.padding,), -1)
         return AttentionBatch(
             num_requests=len(requests),
@@ -200,7 +201,17 @@ class World:
             seq_lens_cpu=lens,
             num_decodes=next((i for i, q in enumerate(query_lens) if q != 1), len(query_lens)),
             causal=self.case.causal,
+            tree=self._tree(),
         )
+
+    def _tree(self) -> TreeMask | None:
+        case = self.case
+        if not case.parents:
+            return None
+        paths = [case.path(node) for node in range(len(case.parents))]
+        sees = torch.tensor([[other in path for other in range(len(paths))] for path in paths])
+        depths = torch.tensor([len(path) - 1 for path in paths])
+        return TreeMask(sees.to(self.device), depths.to(self.device), np.array(case.num_nodes, np.int32))
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
@@ -345,8 +356,9 @@ class World:
                 sinks=sinks,
                 causal=case.causal,
                 dtype=dtype,
+                seen=case.seen(request),
             )
-            for query, (keys, values) in zip(self.queries, self.dense, strict=True)
+            for request, (query, (keys, values)) in enumerate(zip(self.queries, self.dense, strict=True))
         ]
 
     @threads(1)

@@ -30,6 +30,7 @@ class Case:
         scale: None for ``head_size ** -0.5``.
         mla: whether keys are latents that hold their values; there is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
+        parents, num_nodes: of a tree of drafts, and how many of its first nodes are each request's last query tokens.
         amplitude: factor on the queries.
         padding: rows after the last token.
         shuffled: whether block ids are permuted; else they ascend.
@@ -60,6 +61,8 @@ class Case:
     mla: bool = False
     causal: bool = True
     attention_type: str = "decoder"
+    parents: tuple[int, ...] = ()
+    num_nodes: tuple[int, ...] = ()
     amplitude: float = 1.0
     padding: int = 3
     shuffled: bool = True
@@ -71,6 +74,31 @@ class Case:
     max_query_len: int | None = None
     batch_invariant: bool = False
     seed: int = 0
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The nodes on the way to a node, itself last."""
+        return () if node < 0 else (*self.path(self.parents[node]), node)
+
+    def positions(self, request: int) -> list[int]:
+        """The place in a text of each token of a request: nodes of a tree share some."""
+        length, nodes = self.requests[request][1], self.num_nodes[request] if self.num_nodes else 0
+        return [*range(length - nodes), *(length - nodes + len(self.path(node)) - 1 for node in range(nodes))]
+
+    def seen(self, request: int) -> torch.Tensor | None:
+        """Which keys the query tokens of a request see, [q, L] bool, token by token; None without a tree."""
+        if not self.parents:
+            return None
+        query_len, length = self.requests[request]
+        position, known = self.positions(request), length - self.num_nodes[request]
+
+        def sees(own: int, key: int) -> bool:
+            if self.window is not None and position[own] - position[key] >= self.window:
+                return False
+            return key <= own if own < known or key < known else key - known in self.path(own - known)
+
+        return torch.tensor(
+            [[sees(own, key) for key in range(length)] for own in range(length - query_len, length)], dtype=torch.bool
+        ).view(query_len, length)
 
     def friendly(self) -> Case:
         """The same batch where nothing is poisoned, shuffled, strided or padded."""

@@ -70,6 +70,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     causal: bool = True,
     dtype: torch.dtype = torch.float64,
+    seen: torch.Tensor | None = None,
 ) -> Answer:
     """Attention of a request's last tokens over all of its tokens, all arithmetic in `dtype`.
 
@@ -83,6 +84,7 @@ def attention(
         sinks: [H], a logit that takes part in the softmax and has no value.
         causal: whether a query sees no key after its own.
         dtype: of the computation; inputs are converted, not rounded again.
+        seen: [q, L] bool, which keys each query sees, where that follows from more than `window` and `causal`.
     """
     group = query.shape[1] // keys.shape[1]
     q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -90,7 +92,8 @@ def attention(
     scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, q, L]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
-    seen = visible(len(q), len(k), window=window, causal=causal).to(scores.device)
+    seen = visible(len(q), len(k), window=window, causal=causal) if seen is None else seen
+    seen = seen.to(scores.device)
     largest = float(scores.masked_fill(~seen, 0.0).abs().max()) if scores.numel() else 0.0
     scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from attrs import evolve
 
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, TreeMask
 from slotline.testing.check import Level
 from slotline.testing.mutants.attention.making import mutant
 from slotline.testing.reference.attention.backend import EagerAttention, Plan
@@ -51,6 +51,16 @@ class CausalIgnoredInVerify(EagerAttention):
 class CausalInEncoders(EagerAttention):
     def plan(self, batch: AttentionBatch) -> Plan:
         return evolve(super().plan(batch), causal=True)
+
+
+class TreeSeesAllNodes(EagerAttention):
+    def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
+        return seen
+
+
+class TreeWindowBySlot(EagerAttention):
+    def node_positions(self, tree: TreeMask, nodes: int, known: int) -> torch.Tensor:
+        return torch.arange(known, known + nodes)
 
 
 class WindowOfOneLess(EagerAttention):
@@ -207,6 +217,8 @@ MUTANTS = (
     mutant("causal-ignored-in-prefill", L1, "no causal mask without a prefix", CausalIgnoredInPrefill),
     mutant("causal-ignored-in-verify", L1, "no causal mask for a few query tokens", CausalIgnoredInVerify),
     mutant("causal-in-encoders", L1, "encoders are masked like decoders", CausalInEncoders),
+    mutant("tree-sees-all-nodes", L1, "nodes of a tree see those before them", TreeSeesAllNodes),
+    mutant("tree-window-by-slot", L1, "windows count a tree's slots", TreeWindowBySlot),
     mutant("window-of-one-less", L1, "a window of W shows W - 1 keys", WindowOfOneLess),
     mutant("window-of-one-more", L1, "a window of W shows W + 1 keys", WindowOfOneMore),
     mutant("window-by-block", L1, "a window begins at the start of a block", WindowByBlock),

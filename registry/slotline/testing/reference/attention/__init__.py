@@ -31,6 +31,7 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True),
         mla=Flag(True),
+        tree_mask=Flag(True),
         kv_scales=Flag(True),
         lse=Flag(True),
         limits=(

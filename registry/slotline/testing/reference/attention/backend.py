@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from attrs import frozen
 
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, TreeMask
 
 
 @frozen(eq=False)
@@ -18,6 +18,7 @@ class Plan:
         block_table: [num_requests, max_blocks] int32.
         slot_mapping: [num_tokens or more] int64.
         causal: False for encoders.
+        tree: where drafts stand as a tree, else None.
     """
 
     starts: list[int]
@@ -25,6 +26,7 @@ class Plan:
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     causal: bool
+    tree: TreeMask | None = None
 
 
 class EagerAttention:
@@ -37,7 +39,7 @@ class EagerAttention:
     def plan(self, batch: AttentionBatch) -> Plan:
         """The batch as Python lists and the two tensors that kernels index."""
         starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
-        return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal)
+        return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal, batch.tree)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         """Store the step's tokens, but for those with slot -1."""
@@ -99,6 +101,8 @@ class EagerAttention:
                     keys, values = self.gather(cache, plan, request, first, length)
                     keys, values = self.scaled(layer, keys, values)
                 seen = self.visible(layer, plan, rows.stop - rows.start, first, length)
+                if plan.tree is not None and (nodes := int(plan.tree.num_nodes[request])):
+                    seen = self.among_nodes(layer, plan.tree, seen, nodes, first, length)
                 own, lse[:, rows] = self.attend(layer, query[rows], keys, values, seen.to(out.device), sinks)
                 out[rows] = own.to(out.dtype)
         return lse
@@ -118,6 +122,22 @@ class EagerAttention:
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
         """The first position that any query of a request sees; blocks before it may be gone."""
         return 0 if layer.window is None else max(0, length - num_queries - layer.window + 1)
+
+    def among_nodes(
+        self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, nodes: int, first: int, length: int
+    ) -> torch.Tensor:
+        """What [q, n] of the keys first .. length - 1 is seen where the last `nodes` queries are a tree's."""
+        known, position = length - nodes, torch.arange(first, length)
+        position[known - first :] = self.node_positions(tree, nodes, known)
+        seen[-nodes:] = True
+        seen[-nodes:, known - first :] = tree.sees[:nodes, :nodes].cpu()
+        if layer.window is not None:
+            seen[-nodes:] &= self.in_window(position[None, :], position[-nodes:, None], layer.window)
+        return seen
+
+    def node_positions(self, tree: TreeMask, nodes: int, known: int) -> torch.Tensor:
+        """The places in a text of a tree's first nodes behind `known` tokens, [nodes] int64."""
+        return known + tree.depths[:nodes].cpu()
 
     def gather(
         self, cache: KVCache, plan: Plan, request: int, first: int, length: int
