@@ -386,6 +386,7 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     drafts = torch.multinomial(drafter, n, replacement=True, generator=generator).numpy()
     rows = Rows(1, 8)
     rows.draft_entry[:] = 0
+    rows.num_guesses[:] = 1
     batch = SamplingBatch(
         rows=np.zeros(n, np.int64),
         positions=np.arange(n),

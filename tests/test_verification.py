@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_driver import add, random_prompts, run_all, tokens_of
+from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens_of
 from test_drafting import NGRAM, drafted_by, guided, pool_of
 
 from slotline.core import LLM, SamplingParams
@@ -51,7 +51,7 @@ class Bigram:
         token_ids, probabilities = torch.stack(ids, 1), torch.stack(given, 1)
         if self.how == "one-point":
             return Draft(token_ids=token_ids)
-        if self.how == "ends early":
+        if self.how in ("ends early", "filled up"):
             token_ids[::2, 1] = -1
         if self.how == "unnormalised":
             probabilities = probabilities * 3
@@ -86,7 +86,7 @@ SETTINGS = {
     "penalties": {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
 }
 CASES = [(how, name) for how in ("probabilities", "one-point") for name in SETTINGS]
-CASES += [("ends early", "plain"), ("unnormalised", "plain")]
+CASES += [("ends early", "plain"), ("unnormalised", "plain"), ("filled up", "plain")]
 
 
 @pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
@@ -109,6 +109,7 @@ def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: st
     options = {"drafter.name": "ngram", "drafter.tokens": K, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
     llm = engines(path, **options)
     before = llm.engine.drafting.counts.accepted
+    llm.engine.drafting._uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
         texts = llm.generate(
             [PROMPT] * TEXTS,
@@ -163,6 +164,21 @@ def test_hundreds_of_greedy_texts_are_the_same(tiny: Tiny, engines: Engines, tok
     assert llm.engine.drafting.counts.accepted > accepted
     assert sum(r.metrics.num_preemptions for r in requests) > 0
     assert sum(r.metrics.num_cached_tokens > 0 for r in requests) > 5
+
+
+def test_drafts_that_are_filled_up_make_uniform_batches_and_the_same_texts(tiny: Tiny, engines: Engines) -> None:
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM)
+    prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
+    drafting = llm.engine.drafting
+    for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
+        expected, before = tokens_of(plain, prompts, params), drafting.counts.proposed
+        drafting._uniform = True
+        with drafted_by(llm, guided(prompts, expected)), recorded(llm) as schedules:
+            assert tokens_of(llm, prompts, params) == expected
+        drafting._uniform = False
+        verifying = [s for s in schedules if s.num_tokens > len(s.rows) and not s.admitted]
+        assert sum(set(s.num_scheduled.tolist()) == {5} for s in verifying) >= len(verifying) / 3  # before any ends
+        assert drafting.counts.proposed - before < sum(s.num_tokens - len(s.rows) for s in verifying)
 
 
 class Failing:

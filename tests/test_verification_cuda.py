@@ -49,6 +49,18 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
     assert texts["cuda"] == texts["cpu"]
 
 
+def test_ragged_drafts_replay_the_graph_of_whole_ones(tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
+    options: dict[str, Any] = {"max_model_len": 64, "memory": "16MiB", "drafter.name": "ngram", "drafter.tokens": K}
+    llm = LLM(path, device="cuda", backend="triton", **options)
+    shapes, inner = [], llm.engine._graph_shape
+    llm.engine._graph_shape = lambda *given, **more: shapes.append(inner(*given, **more)) or shapes[-1]  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with drafted_by(llm, OnDevice("ends early")):
+        llm.generate(random_prompts((4, 9, 2, 7), seed=1, vocab_size=VOCAB), params)
+    assert sum(shape is not None and shape.query_len == 1 + K for shape in shapes) > len(shapes) / 2
+
+
 def _strict(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The call, with every wait for the device an error."""
 

@@ -122,8 +122,9 @@ class DraftControl:
         tokens = len(rows) + np.concatenate([[0.0], np.cumsum(flat[order])])
         seconds = self._cost.of(len(rows) + totals) + draft_seconds * (totals > 0)
         rates = tokens / np.maximum(seconds, 1e-9)
-        if self.uniform:
-            return lengths if rates[-1] > rates[0] else np.zeros_like(lengths)
+        if self.uniform:  # what is missing of a request's drafts is filled up
+            whole = self._cost.of(np.array([len(rows) * (1 + self.num_tokens)])) + draft_seconds
+            return lengths if tokens[-1] > rates[0] * whole[0] else np.zeros_like(lengths)
         taken = np.zeros(flat.size, bool)
         taken[order[: int(rates.argmax())]] = True
         kept: Int = taken.reshape(gains.shape).sum(1)

@@ -553,14 +553,20 @@ class EngineBuilder:
             device=self.planned.device,
             control=self._draft_control(rows),
             trees=self.planned.trees,
+            uniform=self._captures_verification,
         )
 
     def _draft_control(self, rows: Rows) -> DraftControl | None:
         """What chooses draft lengths, where the configuration wants that."""
-        drafter, phases = self.planned.loaded.config.drafter, dict(self.planned.plan.graphs.phases)
+        drafter = self.planned.loaded.config.drafter
         if not drafter.adaptive or self.planned.trees:
             return None
-        return DraftControl(rows.max_requests, drafter.tokens, uniform=phases.get("verify", "none") != "none")
+        return DraftControl(rows.max_requests, drafter.tokens, uniform=self._captures_verification)
+
+    @property
+    def _captures_verification(self) -> bool:
+        """Whether there are graphs of batches in which all requests have as many drafts."""
+        return dict(self.planned.plan.graphs.phases).get("verify", "none") != "none"
 
     def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
         """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""

@@ -110,10 +110,12 @@ class Drafting:
         device: str,
         control: DraftControl | None = None,
         trees: bool = False,
+        uniform: bool = False,
     ) -> None:
         self.drafter = drafter
         self.control = control
         self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
+        self._uniform = uniform
         self.paused = False
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
@@ -215,13 +217,15 @@ class Drafting:
             counts = self.control.lengths(rows, counts)
         self._rows.draft(rows, token_ids, counts)
         self._rows.tree = tree
+        if self._uniform and tree is None and counts.any():
+            self._fill(rows, known, room)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
 
     def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
         """Add a step to the counts: the logits rows' requests [n], the drafts that each assumes, and which stand."""
-        drafted = draft_positions > 0
+        drafted = (draft_positions > 0) & (draft_positions <= self._rows.num_guesses[rows])
         first = np.flatnonzero(draft_positions == 0)
         drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
         some = drafts > 0
@@ -236,6 +240,19 @@ class Drafting:
     def to_json(self) -> dict[str, Any]:
         """The counts, and what was decided about lengths where that is adaptive, as JSON types."""
         return {**self.counts.to_json(), "adaptive": None if self.control is None else self.control.to_json()}
+
+    def _fill(self, rows: Int, known: Int, room: Int) -> None:
+        """Make all requests' drafts equally many, so that a captured graph fits: with the newest token again and again.
+
+        Any token may stand behind the guesses, since none stands that the model would not have sampled.
+        """
+        guesses = self._rows.num_guesses[rows]
+        most = np.minimum(np.minimum(room, self.num_tokens), self._rows.max_model_len - known)
+        newest = self._rows.token_ids[rows, known - 1]
+        for index in range(self.num_tokens):
+            open_ = (guesses <= index) & (index < most)
+            self._rows.token_ids[rows[open_], known[open_] + index] = newest[open_]
+        self._rows.num_drafts[rows] = np.maximum(guesses, most)
 
     def _timed(self) -> None:
         """The decoding step under way, if one is, is over."""

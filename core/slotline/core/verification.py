@@ -83,7 +83,8 @@ class Rejections:
         Args:
             draft_positions, drafts: [n], as in `StepInputs`.
         """
-        places = np.flatnonzero((drafts >= 0) & (batch.temperature > 0) & (rows.draft_entry[batch.rows] >= 0))
+        guessed = (drafts >= 0) & (draft_positions < rows.num_guesses[batch.rows])
+        places = np.flatnonzero(guessed & (batch.temperature > 0) & (rows.draft_entry[batch.rows] >= 0))
         if len(places) == 0:
             return None
         seed, positions = batch.seed[places], batch.positions[places]

@@ -23,6 +23,8 @@ class NgramDrafter:
         options: NgramOptions = context.options or NgramOptions()
         self._shortest, self._longest = options.min_tokens, options.max_tokens
         self._num_tokens = context.num_tokens
+        none = np.zeros(0, np.int64)  # compiled now, so that no request waits for it
+        look_up(none, np.zeros((1, 1), np.int32), none.astype(np.int32), 1, 1, np.zeros((0, 1), np.int64))
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
         """Nothing to prepare."""

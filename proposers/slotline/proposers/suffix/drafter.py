@@ -36,6 +36,7 @@ class SuffixDrafter:
         self._past_gap = np.zeros(past, np.int32)  # tokens back to the place before with the same hash, 0 for none
         self._past_latest = np.full(_buckets(past), -1, np.int64)  # counted from the first token ever kept
         self._past_end = 0
+        self._compile()
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
         """An empty text; the prompt is read with the first proposal."""
@@ -67,6 +68,17 @@ class SuffixDrafter:
                 *(self._tokens[row, first:end], self._past, self._past_gap, self._past_latest, self._past_end),
                 self._options.min_tokens,
             )
+
+    def _compile(self) -> None:
+        """Compile before the first request: with no request, and with an empty text whose end nobody counts."""
+        none = torch.zeros(0, dtype=torch.int64)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        self.propose(
+            DraftBatch(rows=none, token_table=table, num_tokens=none.int(), last_token_ids=none, positions=none)
+        )
+        if len(self._past):
+            parts = (self._past, self._past_gap, self._past_latest, self._past_end)
+            remember(self._tokens[0, :0], *parts, self._options.min_tokens)
 
 
 def _buckets(num_tokens: int) -> int:
