@@ -5,8 +5,10 @@
 
 32 query and 8 KV heads of 128, bfloat16, pages of 16 tokens or the smallest that the backend takes; caches of four
 layers in turn, so that nothing is found in the L2 cache. Times are medians of replays of a captured graph of 20 calls;
-of 20 eager calls where the backend declares no capture for such a batch, which is marked. `plan` is the host's time for
-one step. Bytes are the keys and values that must be read, operations those of the two products under the mask.
+of 20 eager calls, which is marked, where the backend declares no capture for such a batch, and of prompts, whose
+attention runs between the graphs. `nano` is the batch of that workload at a step, the longest first, as the scheduler
+has it. `plan` is the host's time for one step. Bytes are the keys and values that must be read, operations those of the
+two products under the mask.
 `--cascade` compares requests that share a prefix with and without serving it apart.
 """
 
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from slotline.core.workloads import workload
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, KVScales
 from slotline.registry.descriptor import Kind
@@ -28,6 +31,7 @@ from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
 CALLS, ROUNDS = 20, 30
+LONGEST_CAPTURED = 16
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 LAYER = AttentionLayer(
     name="layer",
@@ -64,6 +68,13 @@ class Shape(NamedTuple):
         return sum(4 * HEADS * SIZE * (count * length - count * (count - 1) // 2) for count, length in self.requests)
 
 
+def nano(step: int) -> Shape:
+    """The requests of the workload that are still running at a step of decoding."""
+    work = workload("nano")
+    lens = [len(p) + step for p, out in zip(work.waves[-1], work.max_tokens[-1], strict=True) if out > step]
+    return Shape(f"nano {step}: {len(lens)} x {sum(lens) // len(lens):,}", tuple((1, n) for n in sorted(lens)[::-1]))
+
+
 SHAPES = (
     Shape("decode 64 x 2,048", ((1, 2048),) * 64),
     Shape("decode 256 x 512", ((1, 512),) * 256),
@@ -72,6 +83,8 @@ SHAPES = (
     Shape("verify 32 x 5 of 2,048", ((5, 2048),) * 32),
     Shape("prefill 1 x 8,192", ((8192, 8192),)),
     Shape("prefill 4 x 2,048", ((2048, 2048),) * 4),
+    Shape("prefill 2 x 4,096", ((4096, 4096),) * 2),
+    *(nano(step) for step in (60, 300, 500, 700, 800, 900, 960)),
     Shape("mixed 64 x 2,048, 1 x 2,048 new", (*((1, 2048),) * 64, (2048, 2048))),
 )
 
@@ -170,7 +183,7 @@ def measure(name: str, shape: Shape, kv_dtype: str = "bfloat16", *, apart: bool 
         for index in range(CALLS):
             backend.forward(LAYER, query, new, new, caches[index % 4], plan, out)
 
-    captured = offer.graphs.refusal(shape.level) is None
+    captured = offer.graphs.refusal(shape.level) is None and made.max_query_len <= LONGEST_CAPTURED
     work = graph_of(calls) if captured else calls
     work()
     rounds = ROUNDS if captured else ROUNDS // 3

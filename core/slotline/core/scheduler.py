@@ -315,7 +315,7 @@ class Scheduler:
         computed, longer = self.rows.num_computed_tokens[rows], counts > 1
         # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun
         # longest first leaves no multiprocessor with a long remainder at the end (Graham 1969).
-        order = np.lexsort((np.where(longer, 0, -computed), longer))
+        order = np.argsort(np.where(longer, 1, -computed), kind="stable")
         counts = counts[order]
         return Schedule(
             rows=rows[order],

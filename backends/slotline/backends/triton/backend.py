@@ -19,9 +19,13 @@ MAX_SPLIT_ROWS = 4096
 """Query tokens times splits beyond which joining would cost more than splitting gains."""
 ENOUGH, AIM = 2, 16
 """Programs for each multiprocessor from which on keys are not split, and how many to aim at where they are."""
+ENOUGH_DECODES, AIM_DECODES = 1.75, 4
+NARROW = ((3.2, 4.0), (6.0, float("inf")))
+"""The same for single query tokens. And for how many programs each multiprocessor has, four of which fit on it, narrow
+tiles take less time than wide ones: where all of them begin at once, or so many follow that the last do not matter."""
 LONG_QUERY, LONG_AIM = 64, 1
 """Query tokens from which on joining splits soon costs more than idle multiprocessors, and how many to aim at then."""
-EARLIEST, MANY = (9, 0), 4
+EARLIEST, MANY = (9, 0), 6
 """The compute capability from which a kernel may start before the one in front of it ends; and programs for each
 multiprocessor from which on attention does so: fewer would be placed unevenly, beside what is still running."""
 CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
@@ -41,6 +45,7 @@ class Shape(NamedTuple):
 
 
 DECODE = Shape(64, 2, 4, 64)
+WIDE = Shape(128, 4, 3, 64)
 SHORT = Shape(64, 4, 3, 64)
 PREFILL = Shape(64, 8, 3, 256)
 PREFIX = Shape(64, 8, 3, 128)
@@ -136,13 +141,14 @@ class TritonBackend:
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
     ) -> Launch:
-        shape = self._shape(query_len, tokens)
-        block_q = self._block_q(query_len, shape)
         single = query_len == 1 and tokens == end - first
+        shape = self._decode_shape(tokens) if single else self._shape(query_len, tokens)
+        block_q = self._block_q(query_len, shape)
         blocks = tokens if single else tokens // block_q + end - first
         programs, splits = blocks * self._kv_heads, 1
-        if programs < ENOUGH * self._cores:
-            aim = LONG_AIM if query_len >= LONG_QUERY else AIM
+        enough, aim = (ENOUGH_DECODES, AIM_DECODES) if single else (ENOUGH, AIM)
+        if programs < enough * self._cores:
+            aim = LONG_AIM if query_len >= LONG_QUERY else aim
             splits = self._splits(aim, programs, batch.max_seq_len, shape, tokens)
         return Launch(
             first=first,
@@ -215,6 +221,13 @@ class TritonBackend:
             return DECODE
         programs = tokens * self._group // PREFILL.rows * self._kv_heads
         return PREFILL if query_len * self._group > SHORT.rows and programs >= ENOUGH * self._cores else SHORT
+
+    def _decode_shape(self, tokens: int) -> Shape:
+        """The kernel for single query tokens, by how many programs each multiprocessor gets."""
+        if self._large:
+            return LARGE
+        load = tokens * self._kv_heads / self._cores
+        return DECODE if load < ENOUGH_DECODES or any(low <= load <= high for low, high in NARROW) else WIDE
 
     def _block_q(self, query_len: int, shape: Shape) -> int:
         """Query tokens of a block, a power of two."""

@@ -23,7 +23,7 @@ DOT_ROWS, LARGE_DOT_ROWS = 128, 32
 weight."""
 
 
-FEW_ROWS = 32
+FEW_ROWS = 16
 """Up to so many rows a product in parts takes smaller tiles."""
 
 
