@@ -23,7 +23,13 @@ from slotline.core.request import Request
 PAGE = Path(__file__).parent.parent / "docs" / "model-families.md"
 START, END = "<!-- families -->\n", "<!-- end -->"
 COLUMNS = ("family", "architecture", "layers", "tokens equal", "cached of the second run", "preemptions")
-FAMILIES = (*tiny_models.FAMILIES, "gemma3n", "llama4", *tiny_models.LATENT_FAMILIES, *tiny_models.STATE_FAMILIES)
+FAMILIES = (
+    *tiny_models.FAMILIES,
+    *tiny_models.SHARING_FAMILIES,
+    "llama4",
+    *tiny_models.LATENT_FAMILIES,
+    *tiny_models.STATE_FAMILIES,
+)
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -184,6 +184,22 @@ _FAMILIES: Mapping[str, TinyFamily] = {
         },
         windows=(WINDOW, None) * 3,
     ),
+    "gemma4": TinyFamily(
+        architecture="Gemma4ForCausalLM",
+        config="Gemma4TextConfig",
+        settings={
+            "sliding_window": WINDOW,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "global_head_dim": 24,
+            "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCAB_SIZE,
+            "final_logit_softcapping": 6.0,
+            "tie_word_embeddings": True,
+        },
+        windows=(WINDOW, None) * 3,
+    ),
     "phi3": TinyFamily(
         architecture="Phi3ForCausalLM",
         config="Phi3Config",
@@ -239,7 +255,10 @@ _FAMILIES: Mapping[str, TinyFamily] = {
 
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
 """The families with multi-head latent attention."""
-FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name not in ("llama4", "gemma3n", *LATENT_FAMILIES))
+SHARING_FAMILIES = ("gemma3n", "gemma4")
+"""The families some of whose layers read the caches of others."""
+_APART = ("llama4", *SHARING_FAMILIES, *LATENT_FAMILIES)
+FAMILIES: tuple[str, ...] = tuple(name for name in _FAMILIES if name not in _APART)
 """The names that `build` knows, but for those whose attention not every backend has."""
 
 _MAMBA2 = {

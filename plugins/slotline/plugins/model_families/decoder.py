@@ -42,7 +42,7 @@ STATE_ARCHITECTURES: tuple[str, ...] = (
 )
 """Those with layers that keep a state, alone or beside attention; compared as the others are."""
 
-SHARING: tuple[str, ...] = ("Gemma3nForCausalLM",)
+SHARING: tuple[str, ...] = ("Gemma3nForCausalLM", "Gemma4ForCausalLM")
 """Decoders some of whose layers read the keys and values of others; compared as the others are."""
 
 CHUNKED: tuple[str, ...] = ("Llama4ForCausalLM",)
