@@ -123,6 +123,7 @@ def test_padded_requests_have_no_slot(tiny: Tiny, engines: Engines, query_len: i
         assert batch.query_start_loc.tolist() == [query_len * index for index in range(5)]
         assert batch.query_start_loc_cpu.tolist() == [query_len * index for index in range(count + 1)]
         assert (batch.num_requests, batch.num_tokens) == (count, count * query_len)
+        assert batch.num_decodes == (count if query_len == 1 else 0)
         engine.runner.launch(inputs)  # the backend takes padding as it comes
 
 

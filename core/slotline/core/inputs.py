@@ -354,7 +354,7 @@ class InputGatherer:
                 has_initial_state=state_inputs[1],
                 num_accepted=state_inputs[2],
                 query_start_loc_cpu=starts32[: len(rows) + 1],
-                num_decodes=num_decodes,
+                num_decodes=min(num_decodes, len(rows)),
             )
         logits_indices_device = last.upload(logits_indices)
         lora_slots_device = None if lora_slots is None else first.upload(lora_slots)
