@@ -18,7 +18,7 @@ from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
 from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named
 from slotline.core.cache_manager import CacheGroup, CacheManager
-from slotline.core.cache_memory import allocate_caches
+from slotline.core.cache_memory import allocate_caches, no_cache
 from slotline.core.cache_specs import SpecBuilder
 from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.checkpoints import Checkpoints
@@ -248,6 +248,7 @@ class EngineBuilder:
     ) -> AttentionGroup:
         plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
         names = [cache_group.name for cache_group in plan.cache_groups]
+        batches = batches_of(plan, self.planned.stages)
         descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
         context = AttentionContext(
             contract=group.contract,
@@ -272,7 +273,7 @@ class EngineBuilder:
             name=group.name,
             backend=backend,
             writes_cache=descriptor.capabilities.writes_cache,
-            batch=batches_of(plan, self.planned.stages).index((stage, names.index(group.cache_group))),
+            batch=batches.index((stage, names.index(group.cache_group))) if group.cache_group else len(batches),
             layers=layers,
             device=context.device,
             cascade=group.cascade != "none",
@@ -286,6 +287,8 @@ class EngineBuilder:
         for layer in self.planned.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
+            elif layer.attention_type == "encoder_only":
+                caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
         return AttentionRouter(attention, caches)
 
     def _set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
@@ -382,6 +385,7 @@ class EngineBuilder:
             later,
             has_states=bool(plan.state_groups),
             lora_slots=config.lora.max_adapters if self._has_slots else 0,
+            has_uncached=any(not group.cache_group for group in plan.groups),
         )
         runner = Runner(
             model,
@@ -427,7 +431,7 @@ class EngineBuilder:
             config.multimodal,
             device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
             max_batched_tokens=config.scheduler.max_batched_tokens,
-            chunked_prefill=config.scheduler.chunked_prefill,
+            chunked_prefill=self.planned.chunked_prefill,
         )
 
     def _size(
@@ -477,7 +481,7 @@ class EngineBuilder:
             rows,
             cache,
             max_batched_tokens=config.scheduler.max_batched_tokens,
-            chunked_prefill=config.scheduler.chunked_prefill,
+            chunked_prefill=self.planned.chunked_prefill,
             default_seed=config.sampling.seed,
             encoder_cache=encoding.cache if encoding else None,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
@@ -611,7 +615,7 @@ class EngineBuilder:
             max_batched_tokens=config.scheduler.max_batched_tokens,
             max_logprobs=config.sampling.max_logprobs,
             vocab_size=self.planned.facts.vocab_size,
-            chunked_prefill=config.scheduler.chunked_prefill,
+            chunked_prefill=self.planned.chunked_prefill,
             priorities=config.scheduler.policy == "priority",
             tasks=self.planned.facts.tasks,
             no_structured_output=refusal,

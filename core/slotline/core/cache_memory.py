@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import lcm
 
+import torch
+
 from slotline.core.cache_specs import aligned
 from slotline.core.memory import zeroed_bytes
 from slotline.registry.contracts import AttentionLayer, KVCache, KVSpec
@@ -54,6 +56,16 @@ def allocate_caches(plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device
             caches[layer.index] = spec.bind(rows[:, offset : offset + size], layer, num_blocks)
             offsets[device] += aligned(size)
     return caches
+
+
+def no_cache(layer: AttentionLayer, dtype: str, device: str) -> KVCache:
+    """What stands for the cache of a layer that has none: no blocks of one token."""
+    return KVCache(
+        *(
+            torch.empty((0, 1, layer.num_kv_heads, size), dtype=getattr(torch, dtype), device=device)
+            for size in (layer.head_size, layer.head_size_v)
+        )
+    )
 
 
 def _page(plan: Plan, group: CacheGroupPlan, spec: KVSpec, layer: AttentionLayer) -> int:

@@ -17,7 +17,7 @@ from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
 from slotline.core.draft_tree import DraftTree
 from slotline.core.encoding import Embeds
-from slotline.core.feeds import Feed
+from slotline.core.feeds import Feed, Sent
 from slotline.core.last_tokens import LastTokens
 from slotline.core.logprobs import ScoredPlaces
 from slotline.core.rows import Rows
@@ -53,7 +53,8 @@ class StepInputs:
         rejections: which of them rejection sampling decides; None for none.
         query_start_loc: [num_requests + 1] int32 on the last stage's device, padded requests included;
             `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
-        batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads.
+        batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads; then
+            what layers without a cache see, where the model has such.
         states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
@@ -142,6 +143,7 @@ class InputGatherer:
         *,
         has_states: bool = False,
         lora_slots: int = 0,
+        has_uncached: bool = False,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -150,6 +152,7 @@ class InputGatherer:
         self.last_tokens = last_tokens
         self.has_states = has_states
         self.lora_slots = lora_slots
+        self.has_uncached = has_uncached
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
@@ -397,6 +400,8 @@ class InputGatherer:
                 feed.cache_groups, feed.tables.take(longest_sequence), there.slot_mappings, strict=True
             )
         )
+        if self.has_uncached:
+            batches += (self._uncached(sent[0], len(seq_lens), batch_tokens, starts32, seq_lens32),)
         return StepInputs(
             rows=rows,
             num_scheduled=counts,
@@ -422,4 +427,24 @@ class InputGatherer:
             sampling_params=params,
             scored=scored,
             lora_slots=lora_slots_device,
+        )
+
+    def _uncached(
+        self, sent: Sent, num_requests: int, num_tokens: int, starts: npt.NDArray[np.int32], lens: npt.NDArray[np.int32]
+    ) -> AttentionBatch:
+        """The batch of layers that keep nothing: a request's keys are its tokens of this step, and all see all."""
+        device = sent.positions.device
+        return AttentionBatch(
+            num_requests=num_requests,
+            num_tokens=num_tokens,
+            max_query_len=int(lens.max(initial=0)),
+            max_seq_len=int(lens.max(initial=0)),
+            query_start_loc=sent.query_start_loc,
+            seq_lens=sent.seq_lens,
+            block_table=torch.empty((num_requests, 0), dtype=torch.int32, device=device),
+            slot_mapping=torch.full((num_tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+            positions=sent.positions,
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+            causal=False,
         )

@@ -19,7 +19,8 @@ from slotline.registry.negotiation import Plan
 def batches_of(plan: Plan, stages: Stages) -> list[tuple[int, int]]:
     """The (stage, cache group) of each batch of a step, in the order of `StepInputs.batches`.
 
-    The first stage has all cache groups, a later one those that layers of it read.
+    The first stage has all cache groups, a later one those that layers of it read. The batch of layers without a cache
+    comes behind these.
     """
     first = [(0, index) for index in range(len(plan.cache_groups))]
     names = [group.name for group in plan.cache_groups]

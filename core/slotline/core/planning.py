@@ -25,6 +25,8 @@ from slotline.core.plan_parts import (
 )
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import refuse_unfit_states, with_state_memory
+from slotline.core.states import with_state_memory
+from slotline.core.whole_prompts import length_of_whole_prompts, refuse_sharing, whole_prompts
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -98,6 +100,11 @@ class Planned:
         """All attention layers that the plan serves, by index: the model's, then the drafter's."""
         return self.facts.layers + self.draft_layers
 
+    @property
+    def chunked_prefill(self) -> bool:
+        """Whether long prompts may be split over steps."""
+        return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
+
 
 def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
     """Discover, look at the model, negotiate.
@@ -123,6 +130,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     task = setting.resolved
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
+    if whole_prompts(facts):
+        max_model_len = length_of_whole_prompts(loaded, max_model_len)
     processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
     own_layers = draft_layers(
@@ -150,6 +159,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         settings=(setting, asynchronous, grammars.setting),
     )
     request = evolve(request, stages=stages.divided)
+    if whole_prompts(facts):
+        request = evolve(request, prefix_caching=refuse_sharing(loaded))
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     if use_measurements:
         dtype, kv_dtype = request.dtype.value, request.kv_dtype.value

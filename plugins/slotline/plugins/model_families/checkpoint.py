@@ -155,7 +155,7 @@ def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[st
     named = raw.get("architectures") or []
     if raw.get("is_encoder_decoder"):
         raise ModelError(
-            f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); this family runs decoders only",
+            f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); this family runs no such models",
             fix="use a decoder-only checkpoint",
         )
     for architecture in named:

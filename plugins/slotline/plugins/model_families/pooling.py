@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from slotline.plugins.model_families import sentence_transformers
 from slotline.plugins.model_families.decoder import DecoderOptions
@@ -92,7 +92,7 @@ class ClassPooler:
 
     def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
         """Class scores [n, num_labels] float32."""
-        logits: torch.Tensor = self.hf_model.score(states.to(self.hf_model.dtype)).float()  # [n, num_labels]
+        logits = self._logits(states.to(self.hf_model.dtype)).float()  # [n, num_labels]
         flags = [bool(one.use_activation) for one in params]
         if not any(flags):
             return logits
@@ -100,6 +100,25 @@ class ClassPooler:
             return self.activation(logits)
         chosen = _upload(flags, logits.device)  # [n] bool
         return torch.where(chosen[:, None], self.activation(logits), logits)
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.hf_model.score(states)
+        return scores
+
+
+@frozen(eq=False)
+class HeadPooler(ClassPooler):
+    """Class scores of an encoder: its own head over the first token's state, as transformers does.
+
+    Attributes:
+        head: from states [n, 1, hidden_size] to logits [n, num_labels].
+    """
+
+    head: Callable[[torch.Tensor], torch.Tensor] = field(kw_only=True)
+    method: PoolingMethod = "cls"
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        return self.head(states[:, None])
 
 
 def _upload(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -128,10 +147,39 @@ def make_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler | None, tu
     return None, ()
 
 
+def make_encoder_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler, tuple[str, ...]]:
+    """The pooler of a loaded encoder's task, and a note on it: embeddings of the first token unless the folder or the
+    options say otherwise.
+
+    Raises:
+        ModelError: if the checkpoint or the options ask for a pooling that the task has not.
+    """
+    options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
+    if context.task == "embed":
+        return _embedding_pooler(context, hf_model.config, options, default="cls")
+    if options.pooling not in ("auto", "cls"):
+        raise ModelError(
+            f"pooling = {options.pooling!r}: the head of {context.facts.architecture} reads the first token",
+            fix="remove pooling from [model_family.transformers_encoder]",
+        )
+    name, activation = _activation(hf_model.config)
+    note = f"classify: {hf_model.config.num_labels} classes from the first token, {name}"
+    return HeadPooler(hf_model, activation, head=_encoder_head(hf_model)), (note,)
+
+
+def _encoder_head(hf_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """From the first token's states [n, 1, hidden_size] to logits [n, num_labels]; looks modules up in each call."""
+    if hasattr(hf_model, "pre_classifier"):  # DistilBERT
+        return lambda states: hf_model.classifier(torch.relu(hf_model.pre_classifier(states[:, 0])))
+    if getattr(hf_model.base_model, "pooler", None) is not None:  # BERT
+        return lambda states: hf_model.classifier(hf_model.base_model.pooler(states))
+    return lambda states: hf_model.classifier(states)  # RoBERTa's head takes the first token itself
+
+
 def _embedding_pooler(
-    context: ModelContext, config: Any, options: DecoderOptions
+    context: ModelContext, config: Any, options: DecoderOptions, default: PoolingMethod = "last"
 ) -> tuple[EmbeddingPooler, tuple[str, ...]]:
-    recipe = _recipe(context, options)
+    recipe = _recipe(context, options, default)
     note = f"embed: {recipe.method} pooling{', normalized' if recipe.normalize else ''}, from {recipe.origin}"
     if recipe.method != "last":
         note += "; every prompt is computed as a whole, so no cached prefix is reused"
@@ -139,16 +187,16 @@ def _embedding_pooler(
     return EmbeddingPooler(recipe, hidden_size, _dimensions(config, hidden_size)), (note,)
 
 
-def _recipe(context: ModelContext, options: DecoderOptions) -> Recipe:
-    """The checkpoint's pooling, with the options' in its place if they name one; else the last token, normalised.
+def _recipe(context: ModelContext, options: DecoderOptions, default: PoolingMethod) -> Recipe:
+    """The checkpoint's pooling, with the options' in its place if they name one; else the default, normalised.
 
-    The default is vLLM's for a decoder that was not made for embeddings.
+    The defaults are vLLM's for models that were not made for embeddings.
     """
     named: PoolingMethod | None = None if options.pooling == "auto" else options.pooling
     if sentence_transformers.present(context.facts.path):
         return sentence_transformers.read(context.facts.path, context.facts.hidden_size, named)
     origin = "the default" if named is None else "the option `pooling`"
-    return Recipe(method=named or "last", normalize=True, origin=origin)
+    return Recipe(method=named or default, normalize=True, origin=origin)
 
 
 def _dimensions(config: Any, hidden_size: int) -> Sequence[int] | None:

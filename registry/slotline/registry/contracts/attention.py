@@ -18,6 +18,9 @@ What the payload means:
   the latent into queries and outputs ("absorbed", DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so attention has one
   KV head. The cache holds keys alone, and `KVCache.value` is a view of them: `write` stores the key, `value` is not
   stored. In an eight-bit cache the key's scale counts, and the value's has no meaning.
+* Layers of type ``encoder_only`` keep nothing: a request's keys are its tokens of this step and all see all of them
+  (`causal` is False). Their batch has a block table without columns and slots -1, and their cache no blocks; `write` is
+  called and must store nothing.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
 * An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.

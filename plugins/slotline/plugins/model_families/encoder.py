@@ -1,0 +1,32 @@
+"""Encoders of transformers, whose tokens see each other in both directions. This module does not import torch."""
+
+from __future__ import annotations
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts.model_family import ModelFamilyCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+EMBEDDERS: tuple[str, ...] = ("BertModel", "CamembertModel", "DistilBertModel", "RobertaModel", "XLMRobertaModel")
+"""Every one is compared with transformers' own hidden states by the tests."""
+
+CLASSIFIERS: tuple[str, ...] = (
+    "BertForSequenceClassification",
+    "CamembertForSequenceClassification",
+    "DistilBertForSequenceClassification",
+    "RobertaForSequenceClassification",
+    "XLMRobertaForSequenceClassification",
+)
+"""The same encoders with a head over the first token."""
+
+ARCHITECTURES = (*EMBEDDERS, *CLASSIFIERS)
+
+descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
+    kind=Kind.MODEL_FAMILY,
+    name="transformers_encoder",
+    capabilities=ModelFamilyCapabilities(
+        architectures=Set(ARCHITECTURES), devices=Set(("cpu", "cuda")), tasks=Set(("embed", "classify"))
+    ),
+    factory="slotline.plugins.model_families.encoder_model:TransformersEncoder",
+    options="slotline.plugins.model_families.decoder:DecoderOptions",
+    summary="bidirectional encoders in Hugging Face format, for embeddings and class scores",
+)

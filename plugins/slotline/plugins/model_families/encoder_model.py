@@ -1,0 +1,151 @@
+"""The model family for encoders: prompts go through transformers' modules whole and side by side, attention to slots.
+
+An encoder keeps no keys: all tokens of a prompt are in the step that computes it. Token types are those of a first
+segment throughout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload
+from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS
+from slotline.plugins.model_families.logits import NoHead
+from slotline.plugins.model_families.pooling import make_encoder_pooler
+from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.model_family import ModelContext, ModelFacts
+from slotline.registry.errors import ModelError
+
+if TYPE_CHECKING:
+    from slotline.registry.contracts.model_family import Attend
+
+PROBE_TOKENS = 2
+
+
+class TransformersEncoder:
+    """Serves every model of `encoder.ARCHITECTURES`; it keeps no state, so one may load many models."""
+
+    def __init__(self, context: object = None) -> None:
+        """The family needs nothing at build time; `load` gets its context later."""
+
+    def inspect(self, path: Path) -> ModelFacts:
+        """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
+        found = checkpoint.read(Path(path), ARCHITECTURES)
+        checkpoint.require_weights(found.path)
+        binding.register(inspection.INSPECT_NAME, inspection.recording_attention)
+        found.config._attn_implementation = inspection.INSPECT_NAME
+        with torch.device("meta"):
+            model = found.model_class(found.config).eval()
+        length = found.max_model_len - _first_position(found)
+        return ModelFacts(
+            architecture=found.architecture,
+            path=found.path,
+            vocab_size=int(found.config.vocab_size),
+            hidden_size=int(found.config.hidden_size),
+            max_model_len=length,
+            dtype=found.dtype,
+            layers=_watch(model, length),
+            num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+            tasks=("classify",) if found.architecture in CLASSIFIERS else ("embed",),
+        )
+
+    def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
+        """None: its modules synchronise with nothing."""
+        return None
+
+    def load(self, context: ModelContext) -> EncoderModel:
+        """See `slotline.registry.contracts.model_family.ModelFamily.load`."""
+        return EncoderModel(context)
+
+
+class EncoderModel:
+    """A loaded encoder.
+
+    Attributes:
+        facts: what `inspect` found.
+        hf_model: the transformers model itself.
+        pooler: what makes answers of hidden states.
+        notes: what was done while loading, in words.
+    """
+
+    def __init__(self, context: ModelContext) -> None:
+        self.facts, self._context = context.facts, context
+        found = checkpoint.read(context.facts.path, ARCHITECTURES)
+        self._first_position = _first_position(found)
+        self.hf_model = self._read(context)
+        self._holder = binding.bind(self.hf_model, context.facts.layers)
+        self.notes: tuple[str, ...] = offload.place(self.hf_model, torch.device(context.device), 0)
+        self.pooler, notes = make_encoder_pooler(context, self.hf_model)
+        self._head = NoHead(self.hf_model)
+        self.notes += notes
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `slotline.registry.contracts.model_family.Model.forward`."""
+        kwargs = (
+            {}
+            if self.hf_model.config.model_type == "distilbert"
+            else {"token_type_ids": torch.zeros_like(input_ids)[None]}
+        )
+        with self._holder.serving(attend):
+            hidden: torch.Tensor = self.hf_model.base_model(
+                input_ids=input_ids[None], position_ids=(positions + self._first_position)[None], **kwargs
+            ).last_hidden_state[0]
+        return hidden if wanted is None else hidden[wanted]
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The hidden states [n, hidden_size] float32: an encoder has no logits."""
+        return self._head(hidden_states)
+
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Read the weights again, in place.
+
+        Args:
+            path: another checkpoint's folder, for weights of the same names and shapes; None for the same one.
+
+        Raises:
+            ModelError: if the weights are missing or do not fit the loaded model.
+        """
+        facts = self.facts if path is None else evolve(self.facts, path=path)
+        new = self._read(evolve(self._context, facts=facts)).state_dict()
+        own = self.hf_model.state_dict()
+        changed = sorted(name for name in own.keys() | new.keys() if _shape(own, name) != _shape(new, name))
+        if changed:
+            raise ModelError(
+                f"weights of {facts.path} do not fit the loaded model: {', '.join(changed[:4])}",
+                fix="name a checkpoint of the same shapes, or build the engine again",
+            )
+        self.hf_model.load_state_dict(new)
+        self.facts = facts
+
+    @staticmethod
+    def _read(context: ModelContext) -> Any:
+        found = checkpoint.read(context.facts.path, ARCHITECTURES)
+        return loading.load_transformers_model(context, found)
+
+
+def _first_position(found: Checkpoint) -> int:
+    """The position of a prompt's first token: RoBERTa and its kin count from behind the padding token's id."""
+    counts_from_padding = found.config.model_type in ("roberta", "xlm-roberta", "camembert")
+    return int(found.config.pad_token_id) + 1 if counts_from_padding else 0
+
+
+def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
+    """The attention layers in call order: all see the whole prompt, and none keeps anything."""
+    recorder = inspection.Recorder({module: name for name, module in model.named_modules()}, max_model_len)
+    for module in model.modules():
+        setattr(module, binding.SLOT_ATTRIBUTE, recorder)
+    tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")
+    with torch.no_grad():
+        model.base_model(input_ids=tokens, position_ids=tokens)
+    return tuple(evolve(layer, attention_type="encoder_only", kv_kind="encoder_only") for layer in recorder.layers)
+
+
+def _shape(tensors: dict[str, torch.Tensor], name: str) -> torch.Size | None:
+    return tensors[name].shape if name in tensors else None

@@ -1,0 +1,132 @@
+"""Encoder-only models: embeddings and class scores equal transformers', in any batch; nothing is cached or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from engine_driver import random_prompts, recorded
+from tiny_models import VOCAB_SIZE
+
+from slotline.core import LLM, PoolingParams, SamplingParams
+from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
+from slotline.registry.errors import ConfigError, ModelError, NegotiationError, RequestError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[[str], Path]
+LENGTH = 64
+PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "max_position_embeddings": LENGTH,
+    "initializer_range": 0.3,
+    "num_labels": 3,
+    "pad_token_id": 0,
+}
+DISTIL = {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    """Builds the tiny random checkpoint of an architecture, once each."""
+    root, made = tmp_path_factory.mktemp("encoders"), dict[str, Path]()
+
+    def get(architecture: str) -> Path:
+        if architecture not in made:
+            torch.manual_seed(0)
+            cls = getattr(transformers, architecture)
+            settings = {k: v for k, v in COMMON.items() if k in ("vocab_size", "max_position_embeddings", "num_labels")}
+            settings = settings | DISTIL | {"initializer_range": 0.3} if "Distil" in architecture else dict(COMMON)
+            made[architecture] = root / architecture
+            cls(cls.config_class(**settings)).eval().save_pretrained(made[architecture])
+        return made[architecture]
+
+    return get
+
+
+def expected(path: Path, architecture: str) -> list[torch.Tensor]:
+    """transformers' answer for each prompt alone: the first token's state, or logits."""
+    model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        answers = [model(torch.tensor([prompt])) for prompt in PROMPTS]
+    return [a.logits[0] if hasattr(a, "logits") else a.last_hidden_state[0, 0] for a in answers]
+
+
+@pytest.mark.parametrize("architecture", EMBEDDERS)
+@pytest.mark.behaviour(13, 35)
+def test_embeddings_equal_transformers_in_one_batch(architecture: str, encoder: Tiny) -> None:
+    path = encoder(architecture)
+    llm = LLM(path, device="cpu", max_num_batched_tokens=64)
+    (group,) = llm.plan.groups
+    assert (group.backend, group.layers[0].attention_type, group.kv_spec) == ("torch", "encoder_only", "")
+    assert llm.plan.cache_groups == ()
+    with recorded(llm) as steps:
+        found = llm.embed(PROMPTS, PoolingParams(task="embed", normalize=False))
+    assert max(len(step.rows) for step in steps) > 1
+    assert all((step.num_computed == 0).all() for step in steps)  # no prompt came in parts
+    for ours, theirs in zip(found, expected(path, architecture), strict=True):
+        assert torch.allclose(torch.tensor(ours.outputs.embedding), theirs, atol=2e-5)
+
+
+@pytest.mark.parametrize("architecture", CLASSIFIERS)
+@pytest.mark.behaviour(35)
+def test_class_scores_equal_transformers(architecture: str, encoder: Tiny) -> None:
+    path = encoder(architecture)
+    found = LLM(path, device="cpu").classify(PROMPTS)
+    for ours, theirs in zip(found, expected(path, architecture), strict=True):
+        assert torch.allclose(torch.tensor(ours.outputs.probs), theirs.softmax(-1), atol=2e-5)
+
+
+def test_mean_pooling_by_option(encoder: Tiny) -> None:
+    path = encoder("BertModel")
+    llm = LLM(path, device="cpu", overrides=['model_family.transformers_encoder.pooling="mean"'])
+    model = transformers.BertModel.from_pretrained(path, attn_implementation="eager").eval()
+    with torch.no_grad():
+        theirs = [model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in PROMPTS]
+    for ours, mean in zip(llm.embed(PROMPTS), theirs, strict=True):
+        assert torch.allclose(torch.tensor(ours.outputs.embedding), mean / mean.norm(), atol=2e-5)
+
+
+def test_weights_are_read_again_in_place(encoder: Tiny) -> None:
+    path = encoder("BertModel")
+    llm = LLM(path, device="cpu")
+    before = llm.embed(PROMPTS)
+    weight = llm.engine.runner.model.hf_model.encoder.layer[0].output.dense.weight
+    weight.zero_()
+    assert llm.embed(PROMPTS)[1].outputs.embedding != before[1].outputs.embedding
+    llm.engine.reload_weights()
+    assert [o.outputs.embedding for o in llm.embed(PROMPTS)] == [o.outputs.embedding for o in before]
+    with pytest.raises(ModelError, match="do not fit the loaded model"):
+        llm.engine.reload_weights(encoder("DistilBertModel"))
+
+
+def test_what_a_model_of_whole_prompts_cannot_do_is_refused(encoder: Tiny) -> None:
+    path = encoder("BertModel")
+    with pytest.raises(NegotiationError, match=r"max_model_len = 64 .* more than scheduler.max_batched_tokens = 32"):
+        LLM(path, device="cpu", max_num_batched_tokens=32, max_model_len=64)
+    with pytest.raises(NegotiationError, match=r"prefix_caching = true .* keep nothing between steps"):
+        LLM(path, device="cpu", enable_prefix_caching=True)
+    with pytest.raises(NegotiationError, match="attention type: needs encoder_only, offers decoder"):
+        LLM(path, device="cpu", backend="cpu")
+    llm = LLM(path, device="cpu", max_num_batched_tokens=32)
+    assert llm.engine.limits.max_model_len == 32
+    with pytest.raises(RequestError, match="33"):
+        llm.embed(random_prompts([33]))
+    with pytest.raises((ConfigError, RequestError)):
+        llm.generate([[1, 2]], SamplingParams(max_tokens=1))
+
+
+def test_explain_shows_layers_without_a_cache(encoder: Tiny) -> None:
+    text = LLM(encoder("BertModel"), device="cpu").plan.explain()
+    assert "encoder_only" in text
+    assert "keep nothing between steps" in text
+    assert set(ARCHITECTURES) == {*EMBEDDERS, *CLASSIFIERS}
