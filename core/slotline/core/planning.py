@@ -25,7 +25,6 @@ from slotline.core.plan_parts import (
 )
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import refuse_unfit_states, with_state_memory
-from slotline.core.states import with_state_memory
 from slotline.core.whole_prompts import length_of_whole_prompts, refuse_sharing, whole_prompts
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
