@@ -58,8 +58,6 @@ def test_a_few_steps_give_a_head_that_serves(
     assert found["steps"] == 3
     assert 1 <= found["accepted_length"] <= 5
     assert json.loads((out / "metrics.json").read_text()) == found
-    if kind == "medusa":
-        return
     more: dict[str, Any] = {"drafter.name": kind, "drafter.path": str(out), "drafter.tokens": 4}
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **more)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
@@ -73,3 +71,18 @@ def test_acceptance_is_counted_as_a_chain_would_find_it(heads: Any) -> None:
     # from entry 1 (the newest token is 3): 4 stands, 9 does not; then entry 3: 6 and 7 stand
     stood, steps, tokens = heads.accepted_lengths(drafts, windows, 1)
     assert (stood.tolist(), steps, tokens) == ([2, 1], 2, 5)
+
+
+def test_medusa_heads_may_have_projections_of_their_own(
+    heads: Any, corpus: Path, tmp_path: Path, plain: list[list[int]]
+) -> None:
+    small = ["--steps", "3", "--batch", "2", "--context", "96", "--tokens", "400", "--prompts", "2", "--held-out", "2"]
+    model = ROOT / "core" / "slotline" / "core" / "small_model"
+    more = ["--device", "cpu", "--model", str(model), "--text", str(corpus), "--out", str(tmp_path / "medusa")]
+    heads.main(["medusa", *more, *small, "--draft-vocab-size", "300", "--layers", "3"])
+    settings: dict[str, Any] = {"drafter.name": "medusa", "drafter.path": str(tmp_path / "medusa")}
+    llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **settings)
+    assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.failures == 0
+    assert llm.engine.drafting.counts.proposed > 0

@@ -235,7 +235,11 @@ class EagleTrainer(nn.Module):
 
 
 class MedusaTrainer(nn.Module):
-    """Medusa heads in training: residual blocks, each in front of the target's own output projection."""
+    """Medusa heads in training: residual blocks, in front of the target's own output projection or one for each head.
+
+    Args:
+        kept: the target's tokens that projections of the heads' own know, in rising order; none to share the target's.
+    """
 
     def __init__(self, kind: str, target: Target, options: argparse.Namespace, kept: Tensor) -> None:
         super().__init__()
@@ -245,6 +249,9 @@ class MedusaTrainer(nn.Module):
             nn.ModuleList(nn.Linear(self.size, self.size) for _ in range(self.num_layers))
             for _ in range(options.drafts)
         )
+        self.register_buffer("kept", kept)
+        rows = target.model.get_output_embeddings().weight[kept.cpu().tolist()].float()  # [kept, size]
+        self.projections = nn.ParameterList(rows.clone() for _ in range(options.drafts if len(kept) else 0))
         for block in self.blocks.modules():
             if isinstance(block, nn.Linear):
                 nn.init.normal_(block.weight, std=0.02)
@@ -266,18 +273,25 @@ class MedusaTrainer(nn.Module):
         total = torch.zeros((), device=windows.device)
         for head, x in enumerate(self.states(last[:, :length])):
             with torch.no_grad():
-                soft = target.logits(last[:, 1 + head : 1 + head + length]).float().softmax(-1)
-            total = total - DECAY**head * (soft * target.logits(x).float().log_softmax(-1)).sum(-1).mean()
+                wanted = target.logits(last[:, 1 + head : 1 + head + length]).float()
+                soft = (wanted[..., self.kept] if self.projections else wanted).softmax(-1)  # type: ignore[index]
+            found = self.logits(target, head, x).float().log_softmax(-1)
+            total = total - DECAY**head * (soft * found).sum(-1).mean()
         return total / self.num_drafts
+
+    def logits(self, target: Target, head: int, x: Tensor) -> Tensor:
+        """Logits of one head over the tokens that it knows."""
+        return F.linear(x, self.projections[head]) if self.projections else target.logits(x)
 
     @torch.no_grad()
     def drafts(self, target: Target, windows: Tensor, last: Tensor, layers: Tensor) -> Tensor:
         """As `EagleTrainer.drafts`."""
-        found: Tensor = torch.stack([target.logits(x).argmax(-1) for x in self.states(last[:, :-1])], -1)
-        return found
+        states = enumerate(self.states(last[:, :-1]))
+        found = torch.stack([self.logits(target, head, x).argmax(-1) for head, x in states], -1)
+        return self.kept[found] if self.projections else found  # type: ignore[index]
 
     def save(self, folder: Path) -> None:
-        """Write the folder, in bfloat16; the heads' output projections are the target's."""
+        """Write the folder, in bfloat16; output projections of the heads' own know `truncated_vocab_size` tokens."""
         weights = {
             f"{head}.{layer}.linear.{name}": value.detach().to(torch.bfloat16).contiguous()
             for head, block in enumerate(self.blocks)
@@ -291,8 +305,13 @@ class MedusaTrainer(nn.Module):
             "medusa_num_layers": self.num_layers,
             "hidden_size": self.size,
             "vocab_size": self.vocab_size,
-            "original_lm_head": True,
+            "original_lm_head": not self.projections,
         }
+        if self.projections:
+            config["truncated_vocab_size"] = len(self.kept)  # type: ignore[arg-type]
+            weights["token_map"] = self.kept  # type: ignore[assignment]
+            for head, rows in enumerate(self.projections):
+                weights[f"{head}.{self.num_layers}.weight"] = rows.detach().to(torch.bfloat16).contiguous()
         write(folder, config, weights)
 
 
@@ -411,12 +430,15 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--weight-decay", type=float, default=0.05)
     add("--intermediate-size", type=int, default=0, help="of an EAGLE head's MLP; the model's by default")
     add("--layer-ids", type=int, nargs="+", help="the model's layers, from 0, whose inputs EAGLE-3 reads")
-    add("--draft-vocab-size", type=int, default=2048, help="tokens that an EAGLE-3 head knows")
+    text = "tokens that an EAGLE-3 head knows (2048), or Medusa's own projections (none: it shares the model's)"
+    add("--draft-vocab-size", type=int, help=text)
     add("--layers", type=int, default=2, help="residual blocks of a Medusa head")
     add("--held-out", type=int, default=256, help="prompts of held-out files to measure with")
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")
     options = parser.parse_args(arguments)
+    if options.draft_vocab_size is None:
+        options.draft_vocab_size = 0 if options.kind == "medusa" else 2048
     options.out = options.out or options.model / options.kind
     return options
 

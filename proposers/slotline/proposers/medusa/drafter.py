@@ -30,7 +30,8 @@ class MedusaDrafter:
     def propose(self, batch: DraftBatch) -> Draft:
         """Head i predicts the token i + 1 places behind the newest one, from the state that gave the newest one."""
         assert batch.hidden_states is not None  # declared as a need
-        return Draft(token_ids=self._heads.logits(batch.hidden_states).argmax(-1).T.contiguous())
+        best = self._heads.logits(batch.hidden_states).argmax(-1)
+        return Draft(token_ids=self._heads.tokens(best).T.contiguous())
 
     def release(self, row: int) -> None:
         """Nothing to forget."""
@@ -68,7 +69,7 @@ class MedusaTreeDrafter:
         assert batch.hidden_states is not None  # declared as a need
         logits = self._heads.logits(batch.hidden_states)  # [heads, n, vocab_size]
         most = min(int(self._ranks.max()) + 1, logits.shape[-1])
-        tokens = logits.topk(most, dim=-1).indices  # [heads, n, most]
+        tokens = self._heads.tokens(logits.topk(most, dim=-1).indices)  # [heads, n, most]
         ids = tokens[self._depths, :, self._ranks.clamp(max=most - 1)].T
         return Draft(
             token_ids=torch.where((self._ranks < most).to(ids.device), ids, -1).contiguous(), parents=self._parents
@@ -114,10 +115,14 @@ class ProjectedHeads:
         self._heads = self._heads.first(num_heads)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_heads, n, vocab_size] from hidden states [n, hidden_size]."""
+        """[num_heads, n, vocab_size], or as many tokens as the heads know, from hidden states [n, hidden_size]."""
         states = self._heads.states(hidden_states)
         if self._heads.projections is not None:
             return torch.bmm(states, self._heads.projections.transpose(1, 2))
         assert self._compute_logits is not None
         shared: torch.Tensor = self._compute_logits(states.flatten(0, 1))
         return shared.view(*states.shape[:2], -1)
+
+    def tokens(self, index: torch.Tensor) -> torch.Tensor:
+        """The model's tokens of places [..] int64 among the logits."""
+        return index if self._heads.token_map is None else self._heads.token_map[index]

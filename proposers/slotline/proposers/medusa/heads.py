@@ -7,7 +7,8 @@ of weights under the authors' names or vLLM's:
     h.l.linear.weight [hidden, hidden], h.l.linear.bias [hidden]    blocks.h.layers.l.weight, .bias
     h.L.weight [vocab, hidden], L being the number of blocks         lm_heads.h.weight
 
-A bias may be missing. Where `original_lm_head` is true, or no head has a projection, all share the model's own.
+A bias may be missing. Projections onto `truncated_vocab_size` tokens come with `token_map`, the model's token of each
+(vLLM). Where `original_lm_head` is true, or no head has a projection, all share the model's own.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ class MedusaHeads:
     Attributes:
         weights: [num_layers, num_heads, hidden_size, hidden_size]; biases: [num_layers, num_heads, hidden_size].
         projections: [num_heads, vocab_size, hidden_size], or None where the model's own is shared.
+        token_map: [vocab_size] int64, the model's token of each that the projections know; None where both count alike.
     """
 
     weights: torch.Tensor
     biases: torch.Tensor
     projections: torch.Tensor | None
+    token_map: torch.Tensor | None = None
 
     @property
     def num_heads(self) -> int:
@@ -50,11 +53,13 @@ class MedusaHeads:
     def first(self, count: int) -> MedusaHeads:
         """The first heads alone."""
         projections = None if self.projections is None else self.projections[:count]
-        return MedusaHeads(weights=self.weights[:, :count], biases=self.biases[:, :count], projections=projections)
+        return evolve(self, weights=self.weights[:, :count], biases=self.biases[:, :count], projections=projections)
 
     def to(self, device: str, dtype: torch.dtype) -> MedusaHeads:
         """The same on a device, in the model's dtype."""
         moved = evolve(self, weights=self.weights.to(device, dtype), biases=self.biases.to(device, dtype))
+        if self.token_map is not None:
+            moved = evolve(moved, token_map=self.token_map.to(device))
         return moved if self.projections is None else evolve(moved, projections=self.projections.to(device, dtype))
 
     def states(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -87,20 +92,37 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
         for i in range(num_layers)
     ]
     names = [(f"{h}.{num_layers}.weight", f"lm_heads.{h}.weight") for h in range(num_heads)]
-    projections = None
+    projections = token_map = None
     if not shared and any(name in found for pair in names for name in pair):
-        projections = torch.stack([_find(found, pair, (vocab_size, hidden_size), path) for pair in names])
+        token_map = _token_map(found, vocab_size, path)
+        size = vocab_size if token_map is None else len(token_map)
+        projections = torch.stack([_find(found, pair, (size, hidden_size), path) for pair in names])
     if not blocks:
         return MedusaHeads(
             weights=torch.zeros(0, num_heads, *shape),
             biases=torch.zeros(0, num_heads, hidden_size),
             projections=projections,
+            token_map=token_map,
         )
     return MedusaHeads(
         weights=torch.stack([torch.stack(layer) for layer in blocks]),
         biases=torch.stack([torch.stack(layer) for layer in biases]),
         projections=projections,
+        token_map=token_map,
     )
+
+
+def _token_map(found: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -> torch.Tensor | None:
+    tokens = found.get("token_map")
+    if tokens is None:
+        return None
+    if tokens.ndim != 1 or len(tokens) == 0 or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ModelError(
+            f"token_map of the heads in {str(path)!r} has shape {list(tokens.shape)} and names tokens outside the "
+            f"vocabulary of {vocab_size}, or none",
+            fix=_FIX,
+        )
+    return tokens.long()
 
 
 def _read_config(path: Path) -> tuple[int, int, bool]:
