@@ -15,6 +15,8 @@ $(VENV)/ready: pyproject.toml
 
 demo: $(VENV)/ready  ## continue Python code with the small model that ships, then say what ran and why
 	$(BIN)/slotline generate "def main("
+	$(BIN)/slotline generate --lora typed --temperature 0 --max-tokens 40 "def read_file(path"
+	$(BIN)/slotline generate --lora docstrings --temperature 0 --max-tokens 40 "def read_file(path"
 	$(BIN)/slotline explain
 
 test: $(VENV)/ready  ## all tests

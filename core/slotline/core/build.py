@@ -16,7 +16,7 @@ from slotline.core.admission import EngineLimits
 from slotline.core.attention import AttentionGroup, AttentionRouter
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
-from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named
+from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named, shared_head
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.cache_memory import allocate_caches, no_cache
 from slotline.core.cache_specs import SpecBuilder
@@ -542,7 +542,7 @@ class EngineBuilder:
             dtype=self.planned.plan.dtype,
             path=draft_path(loaded, facts),
             facts=facts,
-            compute_logits=model.compute_logits,
+            compute_logits=shared_head(self.planned, model),
             embed=getattr(model, "embed", None),
             layers=self.planned.draft_layers,
             load_model=self._load_draft_model,

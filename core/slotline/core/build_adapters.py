@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -88,6 +88,19 @@ def captured_for(descriptor: Descriptor[Any], query_len: int, *, specialize: boo
     if descriptor.capabilities.graphs.refusal(needed) is not None:
         return (False,)
     return (False, True) if specialize and descriptor.capabilities.graph_key else (True,)
+
+
+def shared_head(planned: Planned, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The output projection for a drafter, which guesses without adapters and for rows that none is planned for."""
+    if planned.lora is None or OUTPUT_PROJECTION not in planned.loaded.config.lora.target_modules:
+        return model.compute_logits
+    adaptable: AdaptableModel = model  # type: ignore[assignment]
+
+    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        adaptable.adapt(None)
+        return adaptable.compute_logits(hidden_states)
+
+    return compute_logits
 
 
 def load_named(planned: Planned, adapters: AdapterSource | None) -> None:

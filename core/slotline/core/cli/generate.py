@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from slotline.core.cli.command import Command, add_config_options, add_json_option, overrides, print_json
 from slotline.core.cli.table import plain_table
+from slotline.registry.config import load_config
 
 if TYPE_CHECKING:
     from slotline.core.llm import LLM
+    from slotline.core.lora_request import AdapterChoice
     from slotline.core.outputs import RequestOutput
     from slotline.core.prompts import Prompt
     from slotline.core.sampling_params import SamplingParams
@@ -40,6 +43,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="send the prompt as a user's message through the chat template"
     )
     parser.add_argument(
+        "--lora",
+        metavar="ADAPTER",
+        help="use a LoRA adapter: a folder that PEFT saved, one of [lora.adapters], or one beside the model",
+    )
+    parser.add_argument(
         "--stats", action="store_true", help="time the parts of the steps and show memory, on standard error"
     )
     add_json_option(parser)
@@ -53,9 +61,12 @@ def _run(arguments: argparse.Namespace) -> int:
     values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
     if arguments.stats:
         values["observability.profile"] = True
+    if arguments.lora and not load_config(arguments.config, overrides=overrides(arguments)).config.lora.name:
+        values["lora.name"] = "torch"
     llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+    adapter = _adapter(llm, arguments.lora) if arguments.lora else None
     start = perf_counter()
-    output = _stream(llm, _prompt(llm, text, chat=arguments.chat), params, show=not arguments.json)
+    output = _stream(llm, _prompt(llm, text, chat=arguments.chat), params, adapter, show=not arguments.json)
     seconds = perf_counter() - start
     if arguments.json:
         print_json(_as_json(llm, output, seconds))
@@ -83,12 +94,23 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
     return llm.tokenizer.chat_prompt([{"role": "user", "content": text}]) if chat else text
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show: bool) -> RequestOutput:
+def _adapter(llm: LLM, name: str) -> AdapterChoice:
+    """The adapter of a folder, or of a name: one that is loaded, or one beside the model."""
+    from slotline.core.lora_request import LoRARequest
+
+    own = llm.engine.runner.model.facts.path / "adapters" / name
+    for folder in (Path(name), own):
+        if (folder / "adapter_config.json").is_file():
+            return LoRARequest(folder.resolve().name, max(llm.list_loras(), default=0) + 1, folder)
+    return name
+
+
+def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, adapter: AdapterChoice, *, show: bool) -> RequestOutput:
     """Generate; print what is settled of the text after each step. Returns the last output."""
     printed = ""
     if show and sys.stdout.isatty() and isinstance(prompt, str):
         print(prompt, end="", flush=True)  # a person reads the whole; a program that captures gets the continuation
-    for output in llm.stream(prompt, params):
+    for output in llm.stream(prompt, params, lora_request=adapter):
         text = output.outputs[0].text
         if show and len(text) > len(printed):
             print(text[len(printed) :], end="", flush=True)
@@ -152,6 +174,7 @@ COMMAND = Command(
     examples=(
         'slotline generate "def main("',
         'slotline generate --model checkpoints/my-model --max-tokens 64 --temperature 0.7 --seed 1 "Once"',
+        'slotline generate --lora typed "def read_file("',
         'slotline generate --chat --config run.toml "Why is the sky blue?"',
         "slotline generate --stop 'class ' --stop 'def ' --json - < prompt.txt",
     ),
