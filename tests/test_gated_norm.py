@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 pytest.importorskip("triton")
 
-from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNormGated
 
 from slotline.plugins.model_families.passes import gated_norm, rms_norm
@@ -22,14 +22,32 @@ from slotline.plugins.model_families.passes.target import Target, target_of
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if DEVICE == "cuda" else ()))  # not interpreted
 KERNELS = TritonKernels(early=DEVICE == "cuda" and torch.cuda.get_device_capability() >= EARLIEST)
+
+
+class Grouped(nn.Module):
+    """The norm of Mamba-2: the gate first, then each group of a row for itself."""
+
+    def __init__(self, size: int, group_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.variance_epsilon, self.group_size = 1e-5, group_size
+
+    def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
+        x = hidden_states.float()
+        if gate is not None:
+            x = x * functional.silu(gate.float())
+        x = functional.rms_norm(x.unflatten(-1, (-1, self.group_size)), (self.group_size,), None, self.variance_epsilon)
+        return self.weight * x.flatten(-2).to(hidden_states.dtype)
+
+
 NORMS: dict[str, Callable[[], nn.Module]] = {
-    "one group": lambda: MambaRMSNormGated(96, 96, eps=1e-5),
-    "three groups": lambda: MambaRMSNormGated(96, 32, eps=1e-5),
+    "one group": lambda: Grouped(96, 96),
+    "three groups": lambda: Grouped(96, 32),
     "norm first": lambda: Qwen3NextRMSNormGated(96, eps=1e-5),
 }
 
 
-class UpsideDown(MambaRMSNormGated):
+class UpsideDown(Grouped):
     """The weight of a gated norm, and another formula."""
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

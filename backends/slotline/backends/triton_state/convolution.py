@@ -11,9 +11,9 @@ from torch import Tensor
 from slotline.backends.triton_state.kernels import convolution as kernels
 from slotline.backends.triton_state.rows import Rows, Tensors, given, padded
 
-BLOCK = 512
+BLOCK = 128
 """Channels of a program where each request has one token."""
-CHUNK, CHUNK_BLOCK = 16, 128
+CHUNK, CHUNK_BLOCK = 16, 256
 """Tokens and channels of a program for longer ones."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from slotline.backends.triton_state.kernels import gated_delta as kernels
 from slotline.backends.triton_state.rows import Rows, Tensors, padded, precision
 
-TILE, WARPS = 4096, 4
+TILE, WARPS = 8192, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
 CHUNK, EXACT_CHUNK = 64, 32
 """Tokens of a chunk; products that round nothing take more registers."""

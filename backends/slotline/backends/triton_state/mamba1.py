@@ -13,8 +13,8 @@ from slotline.backends.triton_state.rows import Rows, Tensors, given, limits, pa
 
 TILE, WARPS = 2048, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
-CHUNK, SCAN_TILE, SCAN_WARPS = 16, 256, 4
-"""Tokens of a chunk, numbers of state that a program of `prefill` holds, and its warps."""
+SCAN_TILE, GROUP = 128, 8
+"""Numbers of state that a program of `prefill`, one warp, holds, and tokens whose inputs it fetches together."""
 
 
 class Mamba1:
@@ -55,9 +55,9 @@ class Mamba1:
             *strides,
             state["ssm"].stride(0),
             channels,
-            chunk=CHUNK,
             block=block,
-            num_warps=SCAN_WARPS,
+            group=GROUP,
+            num_warps=1,
             **_options(facts, inputs),
         )
 

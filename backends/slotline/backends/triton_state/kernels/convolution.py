@@ -1,6 +1,7 @@
 """Causal convolution over a request's tokens, with the last of those before in its slot."""
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005 - the compiler knows tuples that are joined, not such that are unpacked
 
 from __future__ import annotations
 
@@ -44,17 +45,18 @@ def update(
     acc = tl.zeros([block], tl.float32)
     if has_bias:
         acc = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    window = ()
     for tap in tl.static_range(width - 1):
-        value = tl.load(state + tap * s_tap, mask=known, other=0.0)
-        if tap > 0:
-            tl.store(state + (tap - 1) * s_tap, value, mask=inside)
-        acc += value.to(tl.float32) * tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)
-    value = tl.load(x + row * x_token + channel, mask=inside, other=0.0)
-    tl.store(state + (width - 2) * s_tap, value, mask=inside)
-    acc += value.to(tl.float32) * tl.load(weight + width - 1, mask=inside, other=0.0).to(tl.float32)
+        window = window + (tl.load(state + tap * s_tap, mask=known, other=0.0),)
+    window = window + (tl.load(x + row * x_token + channel, mask=inside, other=0.0),)
+    for tap in tl.static_range(width):
+        acc += window[tap].to(tl.float32) * tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)
     if has_silu:
         acc = silu(acc)
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # whichever thread loaded a number, it has it by now
+    for tap in tl.static_range(width - 1):
+        tl.store(state + tap * s_tap, window[tap + 1], mask=inside)
 
 
 @triton.jit
@@ -92,35 +94,42 @@ def convolve(
         return
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels
-    known = channel < limit(has_state + row, channels)
     state += slot * s_slot + channel * s_channel
     weight += channel * width
     x += begin * x_token + channel
     out += begin * channels + channel
-    token = number * chunk + tl.arange(0, chunk)
-    acc = tl.zeros([chunk, block], tl.float32)
+    kept = limit(has_state + row, channels)
+    first_token = number * chunk
+    values = ()  # of the chunk's tokens and those before it that it needs
+    for place in tl.static_range(chunk + width - 1):
+        source = first_token + place + 1 - width
+        fresh = channel < tl.where((source >= 0) & (source < length), channels, 0)
+        value = tl.load(x + tl.cast(source, tl.int64) * x_token, mask=fresh, other=0.0)
+        if place < width - 1:
+            early = channel < tl.where(source < 0, kept, 0)
+            value = tl.where(source < 0, tl.load(state + place * s_tap, mask=early, other=0.0), value)
+        values = values + (value,)
+    offset = tl.zeros([block], tl.float32)
     if has_bias:
-        acc += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)[None, :]
+        offset += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
+    factors = ()
     for tap in tl.static_range(width):
-        source = token + (tap + 1 - width)
-        at = x[None, :] + source[:, None].to(tl.int64) * x_token
-        value = tl.load(at, mask=((source >= 0) & (source < length))[:, None] & inside[None, :], other=0.0)
-        acc += value.to(tl.float32) * tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if number == 0:
-        for tap in tl.static_range(width - 1):
-            column = token + tap  # of the state, where it is less than width - 1
-            early = (column < width - 1)[:, None] & known[None, :]
-            value = tl.load(state[None, :] + column[:, None] * s_tap, mask=early, other=0.0)
-            acc += value.to(tl.float32) * tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if has_silu:
-        acc = silu(acc)
-    target = out[None, :] + token[:, None].to(tl.int64) * channels
-    tl.store(target, acc.to(out.dtype.element_ty), mask=(token < length)[:, None] & inside[None, :])
+        factors = factors + (tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32),)
+    for place in tl.static_range(chunk):
+        acc = offset
+        for tap in tl.static_range(width):
+            acc += values[place + tap].to(tl.float32) * factors[tap]
+        if has_silu:
+            acc = silu(acc)
+        here = channel < tl.where(first_token + place < length, channels, 0)
+        target = out + tl.cast(first_token + place, tl.int64) * channels
+        tl.store(target, acc.to(out.dtype.element_ty), mask=here)
     if number == 0:
         tl.debug_barrier()  # other threads of this program have read the old state by now
-        for kept in tl.static_range(width - 1):
-            place = length - (width - 1) + kept
-            fresh = channel < tl.where(place >= 0, channels, 0)
-            new = tl.load(x + place.to(tl.int64) * x_token, mask=fresh, other=0.0)
-            old = tl.load(state + (length + kept) * s_tap, mask=known & (fresh == 0), other=0.0)
-            tl.store(state + kept * s_tap, tl.where(fresh, new, old), mask=inside)
+        for tap in tl.static_range(width - 1):
+            newest = length - (width - 1) + tap
+            fresh = channel < tl.where(newest >= 0, channels, 0)
+            new = tl.load(x + tl.cast(newest, tl.int64) * x_token, mask=fresh, other=0.0)
+            old = tl.load(state + (length + tap) * s_tap, mask=(channel < kept) & (fresh == 0), other=0.0)
+            tl.debug_barrier()  # and this one
+            tl.store(state + tap * s_tap, tl.where(fresh, new, old), mask=inside)

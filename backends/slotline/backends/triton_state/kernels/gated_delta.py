@@ -172,13 +172,14 @@ def prepare(
             left = tl.dot(inverse, between_halves, input_precision=precision)
             inverse -= tl.dot(left, inverse, input_precision=precision)
 
-    values = tl.load(v + at[:, None] * v_token + head * v_head + dim_v[None, :], mask=wide_v, other=0.0)
-    weights = (inverse * strength[None, :]).to(values.dtype)
-    wanted = tl.dot(weights, values, input_precision=precision)
     here = at[:, None] * num_heads + head
+    low = inverse.to(keys.dtype)
+    values = tl.load(v + at[:, None] * v_token + head * v_head + dim_v[None, :], mask=wide_v, other=0.0)
+    values = (values.to(tl.float32) * strength[:, None]).to(values.dtype)
+    wanted = tl.dot(low, values, input_precision=precision)
     tl.store(own + here * size_v + dim_v[None, :], wanted.to(own.dtype.element_ty), mask=wide_v)
-    weights = (inverse * (strength * key_factor * tl.exp2(decay))[None, :]).to(keys.dtype)
-    read = tl.dot(weights, keys, input_precision=precision)
+    keys = (keys.to(tl.float32) * (strength * key_factor * tl.exp2(decay))[:, None]).to(keys.dtype)
+    read = tl.dot(low, keys, input_precision=precision)
     tl.store(reads + here * size_k + dim_k[None, :], read.to(reads.dtype.element_ty), mask=wide_k)
 
 
@@ -265,12 +266,12 @@ def scan(
         change = wanted.to(tl.float32) - tl.dot(read, low, input_precision=precision)
         change = change.to(keys.dtype)
         y = tl.dot(queries, low, input_precision=precision) * (query_factor * tl.exp2(decay))[:, None]
-        y += tl.dot(seen, change, input_precision=precision)
+        y = tl.dot(seen, change, y, input_precision=precision)
         tl.store(
             out + before * (num_heads * size_v) + (place[:, None] * (num_heads * size_v) + dim[None, :]),
             y.to(out.dtype.element_ty),
             mask=wide_v,
         )
         written = (keys.to(tl.float32) * (key_factor * tl.exp2(total - decay))[:, None]).to(keys.dtype)
-        s = s * tl.exp2(total) + tl.dot(tl.trans(written), change, input_precision=precision)
+        s = tl.dot(tl.trans(written), change, s * tl.exp2(total), input_precision=precision)
     tl.store(of_slot, s.to(state.dtype.element_ty), mask=here)

@@ -1,6 +1,7 @@
 """The selective scan of Mamba (Gu and Dao, arXiv 2312.00752, section 3): a decay for each channel and state."""
 
 # mypy: ignore-errors
+# ruff: noqa: RUF005 - the compiler knows tuples that are joined, not such that are unpacked
 
 from __future__ import annotations
 
@@ -76,12 +77,6 @@ def update(
 
 
 @triton.jit
-def _then(decay, added, next_decay, next_added):
-    """One step of h -> decay * h + added after another."""
-    return decay * next_decay, next_decay * added + next_added
-
-
-@triton.jit
 def scan(
     x,
     dt,
@@ -108,15 +103,16 @@ def scan(
     channels,
     size: tl.constexpr,
     padded: tl.constexpr,
-    chunk: tl.constexpr,
     block: tl.constexpr,
     has_skip: tl.constexpr,
     has_bias: tl.constexpr,
     has_gate: tl.constexpr,
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
+    group: tl.constexpr,
 ):
-    """All tokens of a request, chunk after chunk; in a chunk the states of all tokens by an associative scan.
+    """All tokens of a request, one after the other, with the state in registers: each thread has a channel's states, or
+    some of them, so that nothing but the sum over them crosses threads.
 
     Grid: (blocks of channels, requests from `first` on).
     """
@@ -127,51 +123,51 @@ def scan(
     if (slot < 0) | (length <= 0):
         return
     channel = tl.program_id(0) * block + tl.arange(0, block)
-    column, token = tl.arange(0, padded), tl.arange(0, chunk)
+    column = tl.arange(0, padded)
     inside, real = channel < channels, column < size
-    here = inside[:, None] & real[None, :]
-    place = channel[:, None] * size + column[None, :]
+    here = real[:, None] & inside[None, :]
+    place_of = channel[None, :] * size + column[:, None]  # [padded, block]
     state += slot * s_slot
-    known = here & (column < limit(has_state + row, size))[None, :]
-    h = tl.load(state + place, mask=known, other=0.0).to(tl.float32)
-    rates = tl.load(rate + place, mask=here, other=0.0)
+    known = here & (column < limit(has_state + row, size))[:, None]
+    h = tl.load(state + place_of, mask=known, other=0.0).to(tl.float32)
+    rates = tl.load(rate + place_of, mask=here, other=0.0) * 1.4426950408889634
     if has_bias:
         bias = tl.load(dt_bias + channel, mask=inside, other=0.0)
     if has_skip:
         through = tl.load(skip + channel, mask=inside, other=0.0)
-    for done in range(0, length, chunk):
-        live = done + token < length
-        at = begin + done
-        both = live[:, None] & inside[None, :]
-        d = tl.load(dt + at * dt_token + (token[:, None] * dt_token + channel[None, :]), mask=both, other=0.0).to(
-            tl.float32
-        )
-        if has_bias:
-            d += bias[None, :]
-        d = tl.where(both, time_step(d, low, high, has_softplus, has_limit), 0.0)  # what is not there changes nothing
-        value = tl.load(x + at * x_token + (token[:, None] * x_token + channel[None, :]), mask=both, other=0.0).to(
-            tl.float32
-        )
-        wanted = live[:, None] & real[None, :]
-        added = tl.load(b + at * b_token + (token[:, None] * b_token + column[None, :]), mask=wanted, other=0.0).to(
-            tl.float32
-        )
-        read = tl.load(c + at * c_token + (token[:, None] * c_token + column[None, :]), mask=wanted, other=0.0).to(
-            tl.float32
-        )
-        decay = tl.exp(d[:, :, None] * rates[None, :, :])
-        decay, states = tl.associative_scan((decay, (d * value)[:, :, None] * added[:, None, :]), 0, _then)
-        states += decay * h[None, :, :]
-        y = tl.sum(states * read[:, None, :], 2)
-        h = tl.sum(tl.where((token == chunk - 1)[:, None, None], states, 0.0), 0)
-        if has_skip:
-            y += through[None, :] * value
-        if has_gate:
-            y *= silu(
-                tl.load(z + at * z_token + (token[:, None] * z_token + channel[None, :]), mask=both, other=0.0).to(
-                    tl.float32
-                )
-            )
-        target = out + at * channels + (token[:, None] * channels + channel[None, :])
-        tl.store(target, y.to(out.dtype.element_ty), mask=both)
-    tl.store(state + place, h.to(state.dtype.element_ty), mask=here)
+    x += begin * x_token + channel
+    dt += begin * dt_token + channel
+    b += begin * b_token + column
+    c += begin * c_token + column
+    z += begin * z_token + channel
+    out += begin * channels + channel
+    for done in range(0, length, group):
+        # All of a group's inputs are asked for before the first is used: a token takes less time than its inputs do.
+        steps, values, added, read, gates = (), (), (), (), ()
+        for place in tl.static_range(group):
+            at = tl.cast(done + place, tl.int64)
+            inside = channel < tl.where(done + place < length, channels, 0)
+            real = column < tl.where(done + place < length, size, 0)
+            steps = steps + (tl.load(dt + at * dt_token, mask=inside, other=0.0),)
+            values = values + (tl.load(x + at * x_token, mask=inside, other=0.0),)
+            added = added + (tl.load(b + at * b_token, mask=real, other=0.0),)
+            read = read + (tl.load(c + at * c_token, mask=real, other=0.0),)
+            if has_gate:
+                gates = gates + (tl.load(z + at * z_token, mask=inside, other=0.0),)
+        for place in tl.static_range(group):
+            inside = channel < tl.where(done + place < length, channels, 0)
+            value = values[place].to(tl.float32)
+            d = steps[place].to(tl.float32)
+            if has_bias:
+                d += bias
+            d = tl.where(
+                inside, time_step(d, low, high, has_softplus, has_limit), 0.0
+            )  # what is not there adds nothing
+            h = tl.exp2(d[None, :] * rates) * h + (d * value)[None, :] * added[place].to(tl.float32)[:, None]
+            y = tl.sum(h * read[place].to(tl.float32)[:, None], 0)
+            if has_skip:
+                y += through * value
+            if has_gate:
+                y *= silu(gates[place].to(tl.float32))
+            tl.store(out + tl.cast(done + place, tl.int64) * channels, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(state + place_of, h.to(state.dtype.element_ty), mask=here)

@@ -134,6 +134,94 @@ def times(
 
 
 @triton.jit
+def _load(pointers, rows, columns, masked: tl.constexpr, wide: tl.constexpr):
+    """A tile, zeros where a row or a column is not there; `masked` rows and columns that are not `wide` are tested."""
+    if masked:
+        return tl.load(pointers, mask=rows[:, None] & columns[None, :], other=0.0)
+    if wide:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=columns[None, :], other=0.0)
+
+
+@triton.jit
+def _chunk(
+    h,
+    done,
+    stop,
+    x,
+    b,
+    c,
+    z,
+    out,
+    steps,
+    decays,
+    through,
+    dim,
+    x_token,
+    b_token,
+    c_token,
+    z_token,
+    num_heads,
+    head_size: tl.constexpr,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    chunk: tl.constexpr,
+    block: tl.constexpr,
+    outputs: tl.constexpr,
+    has_skip: tl.constexpr,
+    has_gate: tl.constexpr,
+    precision: tl.constexpr,
+    masked: tl.constexpr,
+):
+    """The chunk of tokens from `done` on: the state after it, and log2 of its decay. Only `masked` may it have an end.
+
+    The pointers are at the request's first token and at the head.
+    """
+    column, token = tl.arange(0, padded), tl.arange(0, chunk)
+    inside, real = dim < head_size, column < size
+    all_inside: tl.constexpr = head_size % block == 0
+    at = done + token
+    live = at < stop
+    before = tl.cast(done, tl.int64)
+    x_at = x + before * x_token + (token[:, None] * x_token + dim[None, :])
+    b_at = b + before * b_token + (token[:, None] * b_token + column[None, :])
+    xs = _load(x_at, live, inside, masked, all_inside)
+    bs = _load(b_at, live, real, masked, size == padded)
+    if masked:
+        total = tl.load(decays + stop - 1)
+        step = tl.load(steps + at, mask=live, other=0.0)
+        decay = tl.where(live, tl.load(decays + at, mask=live, other=0.0), total)
+    else:
+        total = tl.load(decays + done + chunk - 1)
+        step = tl.load(steps + at)
+        decay = tl.load(decays + at)
+    if outputs:
+        c_at = c + before * c_token + (token[:, None] * c_token + column[None, :])
+        cs = _load(c_at, live, real, masked, size == padded)
+        seen = token[:, None] >= token[None, :]
+        weights = tl.where(seen, tl.exp2(decay[:, None] - decay[None, :]), 0.0) * step[None, :]
+        weights *= tl.dot(cs, tl.trans(bs), input_precision=precision)
+        y = tl.dot(cs, h.to(cs.dtype), input_precision=precision) * tl.exp2(decay)[:, None]
+        y = tl.dot(weights.to(xs.dtype), xs, y, input_precision=precision)
+        if has_skip:
+            y += through * xs.to(tl.float32)
+        if has_gate:
+            z_at = z + before * z_token + (token[:, None] * z_token + dim[None, :])
+            y *= silu(_load(z_at, live, inside, masked, all_inside).to(tl.float32))
+        width = num_heads * head_size
+        target = out + before * width + (token[:, None] * width + dim[None, :])
+        if masked:
+            tl.store(target, y.to(out.dtype.element_ty), mask=live[:, None] & inside[None, :])
+        elif all_inside:
+            tl.store(target, y.to(out.dtype.element_ty))
+        else:
+            tl.store(target, y.to(out.dtype.element_ty), mask=inside[None, :])
+    kept = (xs.to(tl.float32) * (step * tl.exp2(total - decay))[:, None]).to(xs.dtype)
+    h = tl.dot(tl.trans(bs), kept, h * tl.exp2(total), input_precision=precision)
+    return h, total
+
+
+@triton.jit
 def scan(
     x,
     b,
@@ -198,7 +286,7 @@ def scan(
     if not outputs and stop == length:
         return  # nothing follows that would need it
     dim = tl.program_id(0) * block + tl.arange(0, block)
-    column, token = tl.arange(0, padded), tl.arange(0, chunk)
+    column = tl.arange(0, padded)
     inside, real = dim < head_size, column < size
     here = real[:, None] & inside[None, :]
     within = head * head_size * size + dim[None, :] * size + column[:, None]  # [padded, block]
@@ -224,38 +312,40 @@ def scan(
     steps += head.to(tl.int64) * num_tokens + begin
     decays += head.to(tl.int64) * num_tokens + begin
     all_decay = 0.0
-    for done in tl.range(begun, stop, chunk, num_stages=stages):
-        at = done + token
-        live = at < stop
-        before = tl.cast(done, tl.int64)
-        x_at = x + before * x_token + (token[:, None] * x_token + dim[None, :])
-        b_at = b + before * b_token + (token[:, None] * b_token + column[None, :])
-        xs = tl.load(x_at, mask=live[:, None] & inside[None, :], other=0.0)
-        bs = tl.load(b_at, mask=live[:, None] & real[None, :], other=0.0)
-        step = tl.load(steps + at, mask=live, other=0.0)
-        total = tl.load(decays + tl.minimum(done + chunk, stop) - 1)
-        decay = tl.where(live, tl.load(decays + at, mask=live, other=0.0), total)
-        if outputs:
-            c_at = c + before * c_token + (token[:, None] * c_token + column[None, :])
-            cs = tl.load(c_at, mask=live[:, None] & real[None, :], other=0.0)
-            seen = token[:, None] >= token[None, :]
-            weights = tl.where(seen, tl.exp2(decay[:, None] - decay[None, :]), 0.0) * step[None, :]
-            weights *= tl.dot(cs, tl.trans(bs), input_precision=precision)
-            y = tl.dot(cs, h.to(cs.dtype), input_precision=precision) * tl.exp2(decay)[:, None]
-            y += tl.dot(weights.to(xs.dtype), xs, input_precision=precision)
-            if has_skip:
-                y += through * xs.to(tl.float32)
-            both = live[:, None] & inside[None, :]
-            if has_gate:
-                z_at = z + before * z_token + (token[:, None] * z_token + dim[None, :])
-                gate = tl.load(z_at, mask=both, other=0.0)
-                y *= silu(gate.to(tl.float32))
-            width = num_heads * head_size
-            target = out + before * width + (token[:, None] * width + dim[None, :])
-            tl.store(target, y.to(out.dtype.element_ty), mask=both)
-        kept = (xs.to(tl.float32) * (step * tl.exp2(total - decay))[:, None]).to(xs.dtype)
-        h = h * tl.exp2(total) + tl.dot(tl.trans(bs), kept, input_precision=precision)
-        all_decay += total
+    whole = begun + (stop - begun) // chunk * chunk
+    for part in tl.static_range(2):  # whole chunks, which need no mask over tokens, and what is left
+        start_at, stop_at = (begun, whole) if part == 0 else (whole, stop)
+        for done in tl.range(start_at, stop_at, chunk, num_stages=stages if part == 0 else 1):
+            h, total = _chunk(
+                h,
+                done,
+                stop,
+                x,
+                b,
+                c,
+                z,
+                out,
+                steps,
+                decays,
+                through,
+                dim,
+                x_token,
+                b_token,
+                c_token,
+                z_token,
+                num_heads,
+                head_size,
+                size,
+                padded,
+                chunk,
+                block,
+                outputs,
+                has_skip,
+                has_gate,
+                precision,
+                masked=part == 1,
+            )
+            all_decay += total
     if outputs:
         last = column < tl.where(stop == length, size, 0)
         tl.store(of_slot, h.to(state.dtype.element_ty), mask=last[:, None] & inside[None, :])
