@@ -124,3 +124,20 @@ def test_one_step_of_training_writes_an_adapter_that_loads(
     assert str(ROOT) not in config
     llm = LLM(**SMALL, **{"lora.name": "torch"})
     assert llm.add_lora(LoRARequest("typed", 1, tmp_path / "out" / "typed"))
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_a_drafter_that_shares_the_output_projection_leaves_an_adapter_s_text_as_it_is(name: str) -> None:
+    targets = ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    settings = {"lora.name": "torch", "lora.target_modules": targets}
+    drafting = {"drafter.name": name, "drafter.tokens": 3}
+    texts = []
+    for more in ({}, drafting):
+        llm = LLM(dtype="float32", **SMALL, **settings, **more)
+        adapters = [None, request("typed", 1), request("docstrings", 2)]
+        params = SamplingParams(temperature=0, max_tokens=24)
+        outputs = llm.generate([PROMPT, "class Stack", "def main("], params, lora_request=adapters)
+        texts.append([output.outputs[0].token_ids for output in outputs])
+    assert texts[0] == texts[1]
+    assert llm.engine.drafting.counts.accepted > 0
+    assert llm.engine.drafting.counts.failures == 0
