@@ -14,7 +14,10 @@ import torch
 from engine_driver import random_prompts
 from lora_cases import PeftOracle
 
-from slotline.core import LLM, LoRARequest, SamplingParams
+from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from slotline.core.graphs import GraphShapes
+from slotline.core.inputs import GraphShape
+from slotline.core.scheduler import Schedule
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -238,6 +241,56 @@ def test_adapters_named_in_the_file_are_loaded_at_the_start(llama, oracle, tmp_p
     text = llm.plan.explain()
     assert "lora" in text
     assert "run.toml" in text
+
+
+def test_beams_of_a_prompt_use_its_adapter(engine, oracle):
+    llm = engine()
+    prompts = prompts_of(2)
+    params = BeamSearchParams(beam_width=1, max_tokens=4)
+    outputs = llm.beam_search(prompts, params, lora_request=[oracle.request("plain"), None])
+    for prompt, name, output in zip(prompts, ("plain", None), outputs, strict=True):
+        tokens = prompt["prompt_token_ids"]
+        assert output.sequences[0].tokens == tokens + oracle.greedy(name, tokens, 4)
+
+
+def test_a_stream_uses_its_adapter(tiny, tmp_path):
+    path = tiny("llama")
+    oracle = PeftOracle(path, tmp_path, {"first": {}})
+    llm = LLM(path, dtype="float32", max_model_len=64, memory="4MiB", **LORA)
+    streamed = list(llm.stream({"prompt_token_ids": [5, 6, 7]}, greedy(4), lora_request=oracle.request("first")))
+    assert list(streamed[-1].outputs[0].token_ids) == oracle.greedy("first", [5, 6, 7], 4)
+
+
+@pytest.mark.behaviour(137)
+def test_made_up_steps_use_every_slot_or_none_and_leave_the_slots_as_they_were(engine, oracle):
+    llm = engine()
+    gatherer, runner = llm.engine.gatherer, llm.engine.runner
+    check(llm, oracle, ["plain"], length=2)
+    inputs = gatherer.dummy([3, 2], adapters=True)
+    assert inputs.lora_slots.tolist() == [0, 1, 0, 1, 0]
+    assert gatherer.dummy([3, 2]).lora_slots is None
+    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=True), adapters=True)
+    assert padded.lora_slots.tolist() == [0, 1, 0, -1]
+    runner.run(inputs)
+    runner.run(gatherer.dummy([3, 2]))
+    assert llm.list_loras() == {1}
+    check(llm, oracle, ["plain", None], length=4)
+
+
+@pytest.mark.behaviour(146)
+@pytest.mark.parametrize(
+    ("captured", "without", "adapted"), [((False, True), False, True), ((True,), True, True), ((False,), False, None)]
+)
+def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, without, adapted):
+    shapes = GraphShapes(
+        {"decode": "full"}, (1, 2, 4), query_len=1, max_requests=4, max_tokens=16, adapters=lambda _: captured
+    )
+    assert {shape.adapters for shape in shapes.largest_first} == set(captured)
+    assert len(shapes.largest_first) == 3 * len(captured)
+    one = np.ones(3, np.int64)
+    schedule = Schedule(rows=np.arange(3), num_scheduled=one, num_computed=one, num_tokens=3, num_decodes=3)
+    assert shapes.shape_for(schedule) == GraphShape(4, 1, adapters=without)
+    assert shapes.shape_for(schedule, adapters=True) == (None if adapted is None else GraphShape(4, 1, adapters=True))
 
 
 # --- one adapter in the weights

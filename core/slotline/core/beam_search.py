@@ -158,7 +158,7 @@ class BeamSearch:
                 f"beam search under sampling.logprobs_mode={mode!r}", fix='set sampling.logprobs_mode = "raw_logprobs"'
             )
         for prompt in prompts:
-            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}
+            unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "lora_request"}
             if unknown:
                 raise RequestError(f"beam search with {sorted(unknown)} in a prompt", fix="leave them out")
             length = len(prompt["prompt_token_ids"]) + params.max_tokens
@@ -171,6 +171,7 @@ class BeamSearch:
         eos = frozenset(engine.eos_token_ids)
         self._llm = llm
         self._salts = [{"cache_salt": p["cache_salt"]} if "cache_salt" in p else {} for p in prompts]
+        self._adapters = [p.get("lora_request") for p in prompts]
         self._searches = [Beams(as_token_ids(p["prompt_token_ids"]), params, eos) for p in prompts]
         wanted = min(self._searches[0].num_candidates, engine.limits.vocab_size)
         if wanted > engine.limits.max_logprobs:
@@ -195,7 +196,8 @@ class BeamSearch:
         prompts = [
             {"prompt_token_ids": beam.tokens, **self._salts[i]} for i in which for beam in self._searches[i].running
         ]
-        answers = iter(self._llm.generate(prompts, self._sampling, progress=False))
+        adapters = [self._adapters[i] for i in which for _ in self._searches[i].running]
+        answers = iter(self._llm.generate(prompts, self._sampling, lora_request=adapters, progress=False))
         for i in which:
             entries = []
             for _ in self._searches[i].running:

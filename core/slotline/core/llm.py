@@ -178,7 +178,12 @@ class LLM:
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
 
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, progress: bool | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that a beam search finds, best first.
 
@@ -188,12 +193,16 @@ class LLM:
         Args:
             prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
             params: the same for all.
+            lora_request: as for `generate`.
             progress: show a progress bar, one round a step; by default as `observability.progress` says.
 
         Raises:
             RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
         """
         fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
+        for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
+            if adapter is not None:
+                one["lora_request"] = self._adapter(adapter)
         return BeamSearch(self, params, fields).run(progress)
 
     def encode(
