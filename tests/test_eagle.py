@@ -138,6 +138,20 @@ def test_a_request_that_ends_with_its_prompt_leaves_its_entries(
     assert agree(seen, Expected(head, path, kind)) == 1
 
 
+def test_requests_get_blocks_for_the_guesses_where_there_are_any(tiny: Tiny, engines: Engines, folder: Any) -> None:
+    path, prompts = tiny("llama"), random_prompts((14, 15), seed=2)
+    wide = engines(path, **settings_of(folder("llama", "eagle"), "eagle"))
+    tight = engines(path, **{**settings_of(folder("llama", "eagle"), "eagle"), "memory": "60KiB", "max_model_len": 32})
+    plain, held = engines(path), {}
+    for llm in (wide, tight, plain):
+        requests = [add(llm, str(i), prompt) for i, prompt in enumerate(prompts)]
+        llm.engine.step()
+        (group,) = llm.engine.scheduler.cache.groups
+        held[id(llm)] = [len(group.blocks[request.row]) for request in requests]
+        run_all(llm)
+    assert list(held.values()) == [[2, 2], [2, 1], [1, 1]]  # of three blocks, nobody waits for a guess
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [1, 2, 7])
 def test_texts_up_to_the_longest_are_the_same_for_any_number_of_drafts(

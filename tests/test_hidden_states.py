@@ -97,6 +97,24 @@ def test_preemption_and_prefix_hits_show_what_is_computed(tiny: Tiny, engines: E
     assert seen == sum(len(t) - 1 - r.metrics.num_cached_tokens for t, r in zip(texts, again, strict=True))
 
 
+def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
+    tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = tiny("llama"), random_prompts(LENGTHS, seed=3)
+    llm = engines(path, **WATCHER)
+    drafting = llm.engine.drafting
+    assert drafting is not None
+
+    def observe(computed: Any) -> None:
+        raise RuntimeError("blind")
+
+    monkeypatch.setattr(drafting.drafter, "observe", observe)
+    monkeypatch.setattr(drafting.counts, "failures", 0)
+    assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
+    assert drafting.counts.failures > 0
+    assert "observe raised RuntimeError: blind" in drafting.counts.last_failure or drafting.counts.failures > 1
+
+
 def test_nothing_is_collected_where_no_drafter_asks(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 4})
     assert llm.engine.runner.taps is None
