@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +56,12 @@ class Wayward(reference.ChoiceBackend):
             super().write(state, words)
 
 
-def plugin(*names: str) -> dict[str, Any]:
-    """Settings of an engine with a structured-output plugin."""
-    return {"structured_output.backend": names[0]}
+class Unbuildable(Wayward):
+    """Cannot be built."""
+
+    descriptor = evolve(
+        Wayward.descriptor, name="unbuildable", capabilities=evolve(Wayward.descriptor.capabilities, priority=99)
+    )
+
+    def __init__(self, context: StructuredOutputContext) -> None:
+        raise ValueError("no such vocabulary")

@@ -20,6 +20,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"scheduler.async": False},
     "asynchronous": {"scheduler.async": True},
     "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
+    "forced": {"drafter.name": "grammar", "drafter.tokens": 6},
 }
 PROMPTS = ["def f(", "class Person:\n    name", "import", "return {'name': 1, 'age'", "x = [1, 2, "]
 PERSON: dict[str, Any] = {
@@ -111,7 +112,7 @@ def test_every_text_is_what_its_constraint_says(plugin: str, plain: Callable[[st
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-@pytest.mark.parametrize("mode", ["asynchronous", "drafted"])
+@pytest.mark.parametrize("mode", ["asynchronous", "drafted", "forced"])
 @pytest.mark.behaviour(113, 116)
 def test_drafts_and_overlapping_steps_change_no_text(
     mode: str, plugin: str, plain: Callable[[str], list[Any]], engines: Engines
@@ -127,6 +128,21 @@ def test_drafts_that_repeat_the_prompt_are_taken_where_the_grammar_allows_them(p
     (output,) = llm.generate([text * 3], params("json", temperature=0))
     is_person(output.outputs[0].text)
     assert llm.engine.drafting.counts.accepted > before
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_what_the_grammar_forces_is_computed_in_one_step(plugin: str, engines: Engines) -> None:
+    llm = engine(engines, plugin, "forced")
+    word = "antidisestablishmentarianism"
+    wanted = SamplingParams(max_tokens=40, structured_outputs=StructuredOutputsParams(regex=f"[ab]{word}"))
+    request = llm.engine.add("forced", llm.tokenizer.encode("x"), wanted)
+    steps = 0
+    while llm.engine.has_work:
+        llm.engine.step()
+        steps += 1
+    assert request.text[1:] == word
+    assert steps < len(request.output_token_ids)
+    assert llm.engine.drafting.counts.accepted > 0
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.registry.errors import NegotiationError, PluginNotFoundError, RequestError
+from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
 
@@ -156,6 +156,18 @@ def test_a_plugin_whose_package_is_missing_is_passed_over_with_the_remedy(
 def test_a_plugin_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PluginNotFoundError, match="xgrammer"):
         LLM(**{"structured_output.backend": "xgrammer"})
+
+
+def test_a_plugin_that_cannot_be_built_is_an_error_with_its_cause(engines: Engines) -> None:
+    inline = {"plugins.inline": (WAYWARD.replace(":Wayward", ":Unbuildable"),)}
+    message = "structured_output:unbuildable cannot be built for this model: ValueError: no such vocabulary"
+    with pytest.raises(PluginError, match=message):
+        LLM(**inline, **{"structured_output.backend": "unbuildable"})
+    llm = engines(None, **inline)
+    assert llm.engine.grammars.name == "unbuildable"
+    with pytest.raises(PluginError, match=message):
+        llm.generate("x", choice("a"))
+    assert not llm.engine.has_work
 
 
 def test_none_is_honoured(engines: Engines) -> None:

@@ -28,7 +28,6 @@ from slotline.core.draft_planning import draft_path, numbered
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine
-from slotline.core.grammars import GrammarCompiler
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
 from slotline.core.kv_scales import KVScaleTable
@@ -45,7 +44,7 @@ from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
 from slotline.core.staging import Staging, staging_for
 from slotline.core.states import StateGroup, StateRouter, allocate
-from slotline.core.structured_output import StructuredOutputs
+from slotline.core.structured_output import StructuredOutputs, build_structured_output
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
@@ -575,33 +574,18 @@ class EngineBuilder:
     def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
         """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
         descriptor, facts = self.planned.structured_output.descriptor, self.planned.facts
-        if descriptor is None or tokenizer is None or not facts.eos_token_ids:
+        eos_token_ids = tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)
+        if descriptor is None or tokenizer is None or not eos_token_ids:
             return None
-        loaded = self.planned.loaded
         context = StructuredOutputContext(
             contract=bind_contract(descriptor),
             tokenizer=tokenizer.transformers,
             vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
+            eos_token_ids=eos_token_ids,
             max_requests=rows.max_requests,
             options=self._options(descriptor),
         )
-        config = loaded.config.structured_output
-        compiler = GrammarCompiler(
-            lambda: resolve_factory(descriptor)(context),
-            threads=config.compile_threads,
-            capacity=config.cached_grammars,
-        )
-        if config.backend != "auto":
-            compiler.build()  # whoever names it wants to know at once if it does not work
-        return StructuredOutputs(
-            descriptor.name,
-            descriptor.capabilities,
-            compiler,
-            rows,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=facts.eos_token_ids,
-        )
+        return build_structured_output(descriptor, context, rows, self.planned.loaded.config.structured_output)
 
     def _limits(self, tokenizer: Tokenizer | None) -> EngineLimits:
         config = self.planned.loaded.config

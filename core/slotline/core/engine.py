@@ -472,7 +472,7 @@ class Engine:
             drafting.observe(output.computed)
         drafting.propose(rows[going], hidden)
         if self.grammars is not None:
-            self.grammars.trim_drafts(rows[going])
+            self.grammars.draft(rows[going], drafting.num_tokens)
 
     def _keep_logprobs(self, output: StepOutput) -> None:
         """Keep the log-probabilities of the tokens that were handed out."""

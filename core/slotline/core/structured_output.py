@@ -19,8 +19,16 @@ from slotline.core.processors import Processed
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.core.sampling.bitmask import TokenBitmask
-from slotline.registry.contracts import GrammarState, StructuredOutputCapabilities
-from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.config import StructuredOutputConfig
+from slotline.registry.contracts import (
+    GrammarState,
+    StructuredOutput,
+    StructuredOutputCapabilities,
+    StructuredOutputContext,
+)
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import ContractError, PluginError, RequestError, SlotlineError
+from slotline.registry.loading import label_of, one_line, resolve_factory
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -127,17 +135,28 @@ class StructuredOutputs:
                 over[row] = f"{type(error).__name__}: {error}"
         return over
 
-    def trim_drafts(self, rows: Int) -> None:
-        """Drop the drafts of rows [n] from the first one on that the grammar bans: it cannot stand.
+    def draft(self, rows: Int, most: int) -> None:
+        """Draft what the grammars of rows [n] force, up to `most` tokens each; where they force nothing, cut the drafts
+        that are there from the first one on that is banned, which cannot stand.
 
         Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
         """
-        for row in rows[self.active[rows] & (self._rows.num_drafts[rows] > 0)].tolist():
-            if (tree := self._rows.tree) is not None:
-                self._rows.num_drafts[row] = min(int(self._rows.num_drafts[row]), tree.num_chained)
+        most = most if (tree := self._rows.tree) is None else min(most, tree.num_chained)
+        room = np.minimum(self._rows.length_limit[rows] - self._rows.num_tokens[rows] - 1, most)
+        for row, longest in zip(rows.tolist(), room.tolist(), strict=True):
+            if not self.active[row] or longest <= 0:
+                continue
+            state = self._state(row)
+            self._rows.num_drafts[row] = min(int(self._rows.num_drafts[row]), longest)
             try:
-                self._rows.num_drafts[row] = self._state(row).count_legal(self._drafts(row))
-            except Exception:  # a plugin's code may raise anything; masks say so too, and end the request
+                forced = list(state.forced())[:longest]
+                if forced:
+                    count = state.count_legal(forced)
+                    self._rows.draft(np.array([row]), np.array([forced]), np.array([count]))
+                    self._rows.draft_entry[row] = -1  # the drafter's distribution is not what they were drawn from
+                elif self._rows.num_drafts[row]:
+                    self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
+            except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
                 logger.exception("structured-output plugin %r failed on drafts", self.name)
                 self._rows.num_drafts[row] = 0
 
@@ -170,3 +189,39 @@ class StructuredOutputs:
         if state is None:
             raise ContractError(f"row {row} has no grammar", fix="report it: this is a bug in slotline")
         return state
+
+
+def build_structured_output(
+    descriptor: Descriptor[StructuredOutputCapabilities],
+    context: StructuredOutputContext,
+    rows: Rows,
+    config: StructuredOutputConfig,
+) -> StructuredOutputs:
+    """Structured output with a plugin, which is built now if the configuration names it, else when it is needed.
+
+    Raises:
+        PluginError: if a named plugin cannot be built.
+    """
+
+    def build() -> StructuredOutput:
+        try:
+            return resolve_factory(descriptor)(context)  # type: ignore[no-any-return]
+        except SlotlineError:
+            raise
+        except Exception as error:  # a plugin's code may raise anything
+            raise PluginError(
+                f"{label_of(descriptor)} cannot be built for this model: {one_line(error)}",
+                fix="name another plugin with structured_output.backend",
+            ) from error
+
+    compiler = GrammarCompiler(build, threads=config.compile_threads, capacity=config.cached_grammars)
+    if config.backend != "auto":
+        compiler.build()
+    return StructuredOutputs(
+        descriptor.name,
+        descriptor.capabilities,
+        compiler,
+        rows,
+        vocab_size=context.vocab_size,
+        eos_token_ids=context.eos_token_ids,
+    )

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 Int32 = npt.NDArray[np.int32]
-_BITS = 32
+_BITS = 32  # of a word
 
 
 class TokenBitmask:
@@ -39,19 +39,19 @@ class TokenBitmask:
         """The logits [n, vocab_size] with minus infinity for every token that is banned; the input is not changed."""
         if logits.device.type == "cpu":
             bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-            places, allowed = torch.from_numpy(self.places), torch.from_numpy(bits.view(bool))
+            places, banned = torch.from_numpy(self.places), torch.from_numpy(bits == 0)
         else:
-            places, allowed = self._on_device(logits.device, logits.shape[1])
+            places, banned = self._on_device(logits.device, logits.shape[1])
         if len(places) == len(logits):
-            return logits.masked_fill(~allowed, -torch.inf)
+            return logits.masked_fill(banned, -torch.inf)
         result = logits.clone()
-        result[places] = logits[places].masked_fill_(~allowed, -torch.inf)
+        result[places] = logits[places].masked_fill_(banned, -torch.inf)
         return result
 
     def _on_device(self, device: torch.device, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places [num_rows] and what they allow [num_rows, vocab_size] bool."""
+        """The places [num_rows] and what is banned there [num_rows, vocab_size] bool."""
         flat = self._flat.to(device, non_blocking=True)
         num_rows, width = self.words.shape
-        words = flat[: num_rows * width].view(num_rows, width, 1)
-        bits = torch.bitwise_right_shift(words, torch.arange(_BITS, dtype=torch.int32, device=device)) & 1
-        return flat[num_rows * width :], bits.view(num_rows, -1)[:, :vocab_size].bool()
+        eights = flat[: num_rows * width].view(torch.uint8).view(num_rows, -1, 1)
+        bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=device))
+        return flat[num_rows * width :], ((eights & bit) == 0).view(num_rows, -1)[:, :vocab_size]

@@ -1,0 +1,157 @@
+"""What structured output costs on the host: masks, compiling, and its share of a decode step.
+
+    OMP_NUM_THREADS=1 python benchmarks/structured_cpu.py [--requests 64] [--tokens 48] [--tokenizer FOLDER]
+
+Masks: as many requests as asked for, each somewhere in a JSON document of its own; microseconds of one call that fills
+all of them, by request, median of all steps. Compiling: a schema of about 1,000 lines, until its first mask.
+The step: an engine on the small model that ships, every request with the same schema; the time in the step's part
+`grammar` by the time of its other parts. A tokenizer of another model changes the first two figures alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from importlib.metadata import version
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.core.planning import SMALL_MODEL
+from slotline.core.tokenizer import Tokenizer
+from slotline.registry.contracts import Constraint, StructuredOutputContext
+from slotline.testing.subject import subject_of
+
+PLUGINS = ("xgrammar", "llguidance")
+ORDER: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "quantity": {"type": "integer"},
+        "price": {"type": "number"},
+        "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        "state": {"enum": ["new", "paid", "sent", "returned"]},
+    },
+    "required": ["name", "quantity", "price", "tags", "state"],
+    "additionalProperties": False,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokenizer", type=Path, default=SMALL_MODEL)
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer(arguments.tokenizer).transformers
+    print(f"{arguments.requests} requests, {len(tokenizer)} tokens, {torch.get_num_threads()} torch threads")
+    for name in PLUGINS:
+        start = time.perf_counter()
+        backend = subject_of(f"structured_output:{name}").build(
+            StructuredOutputContext(
+                contract=1,
+                tokenizer=tokenizer,
+                vocab_size=len(tokenizer),
+                eos_token_ids=(tokenizer.eos_token_id,),
+                max_requests=arguments.requests,
+            )
+        )
+        print(f"{name} {version(name)}: built in {time.perf_counter() - start:.2f} s")
+        masks(backend, tokenizer, arguments.requests)
+        compiling(backend, tokenizer)
+        step(name, arguments.requests, arguments.tokens)
+
+
+def masks(backend: Any, tokenizer: Any, requests: int) -> None:
+    """Fill the masks of all requests, token by token."""
+    grammar = backend.compile(Constraint("json", json.dumps(ORDER)))
+    states = [backend.start(grammar) for _ in range(requests)]
+    texts = [tokenizer.encode(document(Random(i)), add_special_tokens=False) for i in range(requests)]
+    bitmask = np.empty((requests, -(-len(tokenizer) // 32)), np.int32)
+    filling, accepting = [], []
+    for place in range(min(map(len, texts)) - 1):
+        bitmask.fill(-1)
+        start = time.perf_counter()
+        backend.fill(states, [[]] * requests, list(range(requests)), bitmask)
+        filling.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for state, text in zip(states, texts, strict=True):
+            assert state.accept(text[place : place + 1]) == 1
+            assert not state.finished
+        accepting.append(time.perf_counter() - start)
+    for what, seconds in (("a mask", filling), ("a token accepted", accepting)):
+        each = [1e6 * second / requests for second in seconds]
+        print(f"  {what:17} {statistics.median(each):7.1f} us, worst step {max(each):7.1f} us")
+
+
+def document(rng: Random) -> str:
+    """A document of the schema."""
+    word = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(20, 40)))
+    values = {
+        "name": word,
+        "quantity": rng.randint(1, 999),
+        "price": rng.random(),
+        "tags": [word, "b"],
+        "state": "paid",
+    }
+    return json.dumps(values)
+
+
+def schema(rng: Random, depth: int = 1) -> dict[str, Any]:
+    """A schema with nested objects; of about 1,000 lines at depth 1."""
+    leaves: list[dict[str, Any]] = [
+        {"type": "string", "maxLength": 40},
+        {"type": "integer", "minimum": 0, "maximum": 99_999},
+        {"enum": [f"value {i}" for i in range(8)]},
+        {"type": "array", "items": {"type": "number"}, "maxItems": 20},
+        {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+        {"type": "boolean"},
+    ]
+    properties = {f"field_{depth}_{i}": rng.choice(leaves) for i in range(9)}
+    if depth < 3:
+        properties |= {f"part_{depth}_{i}": schema(rng, depth + 1) for i in range(3)}
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def compiling(backend: Any, tokenizer: Any) -> None:
+    """Check, compile and ask for the first mask."""
+    text = json.dumps(schema(Random(0)), indent=1)
+    times = [time.perf_counter()]
+    backend.check(Constraint("json", text))
+    times.append(time.perf_counter())
+    state = backend.start(backend.compile(Constraint("json", text)))
+    times.append(time.perf_counter())
+    backend.fill([state], [[]], [0], np.full((1, -(-len(tokenizer) // 32)), -1, np.int32))
+    times.append(time.perf_counter())
+    checked, compiled, filled = (1e3 * second for second in np.diff(times))
+    lines = len(text.splitlines())
+    print(f"  {lines} lines: checked {checked:.1f} ms, compiled {compiled:.1f} ms, first mask {filled:.2f} ms")
+
+
+def step(name: str, requests: int, tokens: int) -> None:
+    """The part `grammar` of an engine's steps, and the rest."""
+    settings = {"observability.profile": True, "observability.progress": False, "max_num_seqs": requests}
+    llm = LLM(**{"structured_output.backend": name, "max_model_len": 256, **settings})
+    wanted = StructuredOutputsParams(json=ORDER)
+    params = [
+        SamplingParams(temperature=1, seed=i, max_tokens=tokens, min_tokens=tokens, structured_outputs=wanted)
+        for i in range(requests)
+    ]
+    llm.generate(["order = "] * requests, params)
+    llm.engine.profiler.reset()
+    llm.generate(["order = "] * requests, params)
+    seconds = dict(llm.engine.profiler.seconds)
+    grammar = seconds.pop("grammar")
+    rest = sum(seconds.values())
+    shares = ", ".join(f"{part} {100 * value / rest:.0f} %" for part, value in seconds.items() if value > 0.02 * rest)
+    print(f"  the step: grammar {100 * grammar / rest:.1f} % of the rest ({shares})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Bitmasks: what is banned on the host is banned in the logits, by the way of either device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slotline.core.sampling.bitmask import TokenBitmask
+
+pytestmark = [pytest.mark.behaviour(102)]
+
+
+def filled(allowed: np.ndarray, places: list[int], vocab_size: int) -> TokenBitmask:
+    """A bitmask of these rows."""
+    bitmask = TokenBitmask(len(places), vocab_size, torch.device("cpu"))
+    bitmask.places[:] = places
+    padded = np.zeros((len(places), bitmask.words.shape[1] * 32), bool)
+    padded[:, :vocab_size] = allowed
+    bitmask.words[:] = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    return bitmask
+
+
+@settings(max_examples=60, deadline=None)
+@given(vocab_size=st.integers(1, 100), num_rows=st.integers(1, 5), seed=st.integers(0, 999), share=st.floats(0.1, 1))
+def test_what_is_not_allowed_is_minus_infinity_and_nothing_else_changes(
+    vocab_size: int, num_rows: int, seed: int, share: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    places = np.flatnonzero(rng.random(num_rows) < share).tolist() or [0]
+    allowed = rng.random((len(places), vocab_size)) < 0.5
+    logits = torch.from_numpy(rng.standard_normal((num_rows, vocab_size)).astype(np.float32))
+    before, want = logits.clone(), logits.clone()
+    want[places] = want[places].masked_fill(torch.from_numpy(~allowed), -torch.inf)
+    bitmask = filled(allowed, places, vocab_size)
+    assert torch.equal(bitmask.apply(logits), want)
+    assert torch.equal(logits, before)
+    found_places, found = bitmask._on_device(torch.device("cpu"), vocab_size)  # as it is done on a GPU
+    assert found_places.tolist() == places
+    assert found.tolist() == (~allowed).tolist()
+
+
+def test_tokens_are_banned_in_the_rows_asked_for() -> None:
+    bitmask = filled(np.ones((3, 70), bool), [0, 1, 2], 70)
+    bitmask.ban(np.array([True, False, True]), (0, 31, 32, 69))
+    kept = bitmask.apply(torch.zeros(3, 70)).isfinite()
+    assert kept[1].all()
+    assert [(~kept[row]).nonzero().flatten().tolist() for row in (0, 2)] == [[0, 31, 32, 69]] * 2
+
+
+def test_a_new_bitmask_allows_everything() -> None:
+    logits = torch.randn(2, 33)
+    bitmask = TokenBitmask(2, 33, torch.device("cpu"))
+    bitmask.places[:] = [0, 1]
+    assert torch.equal(bitmask.apply(logits), logits)
