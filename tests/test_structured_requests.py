@@ -210,10 +210,10 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engines: Engine
 
 def test_equal_constraints_are_compiled_once_and_the_least_recent_is_forgotten(engines: Engines) -> None:
     llm = wayward(engines, **{"structured_output.cached_grammars": 2})
-    compiled = llm.engine.grammars.compiler.backend.compiled
+    backend = llm.engine.grammars.compiler.backend
     for texts in (("a",), ("a",), ("b",), ("a",), ("c",), ("a",), ("b",)):
         llm.generate([[1, 2, 3]] * 2, choice(*texts))
-    assert compiled == ['["a"]', '["b"]', '["c"]', '["b"]']
+    assert backend.compiled == backend.checked == ['["a"]', '["b"]', '["c"]', '["b"]']
 
 
 # --- what fails alone

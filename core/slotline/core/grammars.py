@@ -43,6 +43,10 @@ class GrammarCompiler:
         """Requests whose grammar is not compiled yet."""
         return len(self._waiting)
 
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether a constraint is compiled, or is being compiled."""
+        return constraint in self._compiled
+
     def submit(self, request: Request, constraint: Constraint) -> None:
         """Compile a request's constraint, unless that is done or under way."""
         future = self._compiled.pop(constraint, None)
@@ -71,6 +75,7 @@ class GrammarCompiler:
                 ready.append(request)
             else:
                 failed.append((request, error))
+                self._compiled = OrderedDict((c, f) for c, f in self._compiled.items() if f is not future)
         return ready, failed
 
     def take(self, request: Request) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
@@ -135,33 +135,39 @@ def choose_structured_output(
         NegotiationError: if the named one cannot be used, or nothing is sampled.
     """
     key, asked = "structured_output.backend", loaded.config.structured_output.backend
-    origin = loaded.origins[key].where
-    if asked == "none" or (asked == "auto" and task != "generate"):
-        because = f'{key} = "none" ({origin})' if asked == "none" else f"task {task!r} samples no tokens"
-        setting = Setting(key=key, asked=asked, resolved="none", origin=because, explicit=asked == "none")
-        return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, f'set {key} = "auto"'))
-    if asked != "auto":
-        if task != "generate":
-            raise NegotiationError(f"{key} = {asked!r} ({origin}): task {task!r} samples no tokens", fix="remove it")
+    named, origin = asked not in ("auto", "none"), loaded.origins[key].where
+    if asked == "none":
+        return _no_structured_output(asked, f'{key} = "none" ({origin})', f'set {key} = "auto"')
+    if task != "generate":
+        why = f"task {task!r} samples no tokens"
+        if named:
+            raise NegotiationError(f"{key} = {asked!r} ({origin}): {why}", fix="remove it")
+        return _no_structured_output(asked, why, 'set task = "generate"')
+    if named:
         registry.load(Kind.STRUCTURED_OUTPUT, asked, required=True)
     found = {c.name: (c, _against(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
-    if asked != "auto":
-        candidate, reason = found[asked]
-        if reason is not None:
-            raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {reason}", fix="remove it")
-        setting = Setting(key=key, asked=asked, resolved=asked, origin=origin, explicit=True)
-        return StructuredOutputChoice(descriptor=candidate.descriptor, setting=setting)
-    against = "; ".join(f"{name}: {reason}" for name, (_, reason) in found.items() if reason is not None)
-    usable = [candidate for candidate, reason in found.values() if reason is None]
+    against = "; ".join(f"{name}: {why}" for name, (_, why) in found.items() if why is not None)
+    if named and (refusal := found[asked][1]) is not None:
+        raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {refusal}", fix="remove it")
+    usable = [found[asked][0]] if named else [candidate for candidate, why in found.values() if why is None]
     if not usable:
         because = f"auto: {against or 'no plugin for it is installed'}"
-        setting = Setting(key=key, asked=asked, resolved="none", origin=because)
-        fix = "pip install 'slotline[structured]'"
-        return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
+        return _no_structured_output(asked, because, "pip install 'slotline[structured]'")
     best = max(usable, key=lambda c: (c.capabilities.priority, c.name))
-    because = "; ".join(filter(None, (f"auto: {best.capabilities.priority_reason or 'the first'}", against)))
-    setting = Setting(key=key, asked=asked, resolved=best.name, origin=because)
-    return StructuredOutputChoice(descriptor=best.descriptor, setting=setting)
+    assert best.descriptor is not None  # or there would be a reason against it
+    if not named:
+        origin = "; ".join(filter(None, (f"auto: {best.capabilities.priority_reason or 'the first'}", against)))
+    return StructuredOutputChoice(
+        descriptor=evolve(best.descriptor, capabilities=best.capabilities),  # what the probe left of them
+        setting=Setting(key=key, asked=asked, resolved=best.name, origin=origin, explicit=named),
+    )
+
+
+def _no_structured_output(asked: str, because: str, fix: str) -> StructuredOutputChoice:
+    setting = Setting(
+        key="structured_output.backend", asked=asked, resolved="none", origin=because, explicit=asked == "none"
+    )
+    return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
 
 
 def _against(candidate: Candidate, info: DeviceInfo) -> str | None:

@@ -77,7 +77,8 @@ class StructuredOutputs:
                 f"structured_outputs.{kind}: the plugin {self.name!r} does not take it ({refusal})",
                 fix="name another plugin with structured_output.backend",
             )
-        self.compiler.backend.check(wanted.constraint)
+        if not self.compiler.knows(wanted.constraint):
+            self.compiler.backend.check(wanted.constraint)
 
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""

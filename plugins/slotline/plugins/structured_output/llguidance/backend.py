@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -129,28 +128,29 @@ class LLGuidanceState:
         return list(token_ids[:count])
 
 
-def _grammar(constraint: Constraint) -> Any:
+def _grammar(constraint: Constraint) -> str:
     """A constraint in llguidance's own form.
 
     Raises:
-        RequestError: if a grammar cannot be read, with the place.
+        RequestError: if it cannot be read, with the place.
     """
     kind, text = constraint.kind, constraint.text
-    if kind in ("json", "json_object"):
-        options = {"whitespace_flexible": constraint.any_whitespace, "lenient": False}
-        try:
-            return LLMatcher.grammar_from_json_schema(
-                text if kind == "json" else '{"type": "object"}', overrides=options
-            )
-        except ValueError as error:
-            raise RequestError(f"structured_outputs.json at #: {error}", fix="give a JSON schema") from error
-    if kind == "structural_tag":
-        tags = [StructTag(trigger=s.trigger, begin=s.begin, grammar=s.schema, end=s.end) for s in structures(text)]
-        return StructTag.to_grammar(tags, assume_special=False)
+    grammar: str
     try:
-        return grammar_from("choice" if kind == "choice" else "regex" if kind == "regex" else "gbnf", text)
+        if kind in ("json", "json_object"):
+            options = {"whitespace_flexible": constraint.any_whitespace, "lenient": False}
+            schema = text if kind == "json" else '{"type": "object"}'
+            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        elif kind == "structural_tag":
+            tags = [StructTag(trigger=s.trigger, begin=s.begin, grammar=s.schema, end=s.end) for s in structures(text)]
+            grammar = StructTag.to_grammar(tags, assume_special=False)
+        else:
+            grammar = grammar_from("gbnf" if kind == "grammar" else kind, text)
+    except RequestError:
+        raise
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
+    return grammar
 
 
 def _first_line(text: str) -> str:
