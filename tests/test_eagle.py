@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from slotline.core import LLM, SamplingParams
 from slotline.proposers.eagle.heads import EagleHead, read_config
-from slotline.registry.errors import ModelError
+from slotline.registry.errors import ContractError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +90,22 @@ def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
     assert len(seen) > 50
     assert agree(seen, Expected(head, path, kind)) == 1
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral", "deepseek_v3", "gpt_oss", "llama4", "bamba"])
+def test_its_layers_go_beside_any_models(tiny: Tiny, engines: Engines, folder: Any, family: str) -> None:
+    """Windows, chunks, latent attention and states have cache groups of their own; the head's layer is a plain one."""
+    path, head = tiny(family), folder(family, "eagle")
+    llm = engines(path, **settings_of(head, "eagle"), max_num_batched_tokens=24)
+    prompts, seen = random_prompts(LENGTHS, seed=3), watch(llm)
+    assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
+    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
+    assert agree(seen[::2], Expected(head, path, "eagle")) == 1
+
+
+def test_a_model_whose_layers_have_several_inputs_is_refused(tiny: Tiny, folder: Any) -> None:
+    with pytest.raises(ContractError, match="reads inputs of layers, and layer 1 of this model has one of shape"):
+        LLM(tiny("gemma3n"), device="cpu", **settings_of(folder("gemma3n", "eagle3"), "eagle3"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -72,8 +72,18 @@ class LayerTaps:
         self._found: dict[int, torch.Tensor] = {}
 
     def __call__(self, index: int, hidden_states: torch.Tensor) -> None:
-        """Copy the input [num_tokens, hidden_size] of layer `index` if it is wanted: the layer may write into it."""
+        """Copy the input [num_tokens, hidden_size] of layer `index` if it is wanted: the layer may write into it.
+
+        Raises:
+            ContractError: if the model's layers have inputs of another shape, as Gemma 3n's several streams.
+        """
         if index in self.layer_ids:
+            if hidden_states.ndim != 2:
+                raise ContractError(
+                    f"a drafter reads inputs of layers, and layer {index} of this model has one of shape "
+                    f"{list(hidden_states.shape)}, not [num_tokens, hidden_size]",
+                    fix="name a drafter that reads no hidden states of layers",
+                )
             self._found[index] = hidden_states.to(self._device, copy=True)
 
     def take(self) -> torch.Tensor:
