@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.core.planning import SMALL_MODEL
 from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
@@ -168,6 +170,26 @@ def test_a_plugin_that_cannot_be_built_is_an_error_with_its_cause(engines: Engin
     with pytest.raises(PluginError, match=message):
         llm.generate("x", choice("a"))
     assert not llm.engine.has_work
+
+
+def test_a_model_without_a_tokenizer_has_no_structured_output(tmp_path: Path) -> None:
+    shutil.copytree(SMALL_MODEL, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tokenizer*"))
+    llm = LLM(tmp_path, max_model_len=64, memory="4MiB")
+    with pytest.raises(RequestError, match="structured_outputs cannot be had: the model has no tokenizer"):
+        llm.generate([[5, 6, 7]], choice("a"))
+
+
+@pytest.mark.parametrize("eos_token_id", [None, 5000])
+def test_a_model_without_an_end_of_sequence_token_has_no_structured_output(
+    eos_token_id: int | None, tmp_path: Path
+) -> None:
+    shutil.copytree(SMALL_MODEL, tmp_path, dirs_exist_ok=True)
+    for name in ("config.json", "generation_config.json"):
+        settings = json.loads((tmp_path / name).read_text())
+        (tmp_path / name).write_text(json.dumps({**settings, "eos_token_id": eos_token_id}))
+    llm = LLM(tmp_path, max_model_len=64, memory="4MiB")
+    with pytest.raises(RequestError, match="the model names no end-of-sequence token"):
+        llm.generate([[5, 6, 7]], choice("a"))
 
 
 def test_none_is_honoured(engines: Engines) -> None:

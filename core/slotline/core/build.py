@@ -574,25 +574,29 @@ class EngineBuilder:
     def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
         """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
         descriptor, facts = self.planned.structured_output.descriptor, self.planned.facts
-        eos_token_ids = tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)
-        if descriptor is None or tokenizer is None or not eos_token_ids:
+        if descriptor is None or tokenizer is None or not self._eos_token_ids():
             return None
         context = StructuredOutputContext(
             contract=bind_contract(descriptor),
             tokenizer=tokenizer.transformers,
             vocab_size=facts.vocab_size,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=self._eos_token_ids(),
             max_requests=rows.max_requests,
             options=self._options(descriptor),
         )
         return build_structured_output(descriptor, context, rows, self.planned.loaded.config.structured_output)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence tokens that there is a logit for."""
+        facts = self.planned.facts
+        return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)
 
     def _limits(self, tokenizer: Tokenizer | None) -> EngineLimits:
         config = self.planned.loaded.config
         refusal = self.planned.structured_output.refusal
         if refusal is None and tokenizer is None:
             refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
-        if refusal is None and not self.planned.facts.eos_token_ids:
+        if refusal is None and not self._eos_token_ids():
             refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
         return EngineLimits(
             max_model_len=self.planned.max_model_len,
