@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.block_tables import HostTables
+from slotline.core.block_tables import DeviceTables, HostTables
 from slotline.core.graphs import GraphShapes
 from slotline.core.inputs import PAD_SLOT, GraphShape, InputGatherer, StepInputs, even_split
 from slotline.core.padding import padded_size
@@ -353,3 +353,53 @@ def test_batch_order_and_row_order_may_differ_in_a_real_engine(
     assert steps[0].rows.tolist() == [2, 1, 0]  # the longest first
     for name in ("b", "c", "late"):
         llm.engine.abort(name)
+
+
+class Arena(CpuStaging):
+    """Staging whose arrays lie one behind the other in one buffer, as on a GPU."""
+
+    def __init__(self) -> None:
+        self._buffer, self._used = torch.empty(1 << 16, dtype=torch.uint8), 0
+
+    def begin(self) -> None:
+        """From the front again."""
+        self._used = 0
+
+    def upload(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
+        """Behind what is there."""
+        start, size = self._used, array.nbytes
+        self._used += -(-size // 16) * 16
+        view = self._buffer[start : start + size].view(torch.from_numpy(array).dtype).view(array.shape)
+        view.copy_(torch.from_numpy(array))
+        return view
+
+
+@pytest.mark.behaviour(30)
+def test_what_graphs_read_has_one_address_in_all_steps_of_a_shape() -> None:
+    """Tokens of any mixed batch; states and what attention reads where whole requests are padded too."""
+    bench = Bench(max_batched_tokens=64, max_requests=8)
+    requests = [bench.add(name, 3 + index, max_tokens=9) for index, name in enumerate("abcdef")]
+    bench.step()
+    groups, sizes, staging = (
+        bench.cache.groups,
+        [group.block_size // group.ratio for group in bench.cache.groups],
+        Arena(),
+    )
+    tables = DeviceTables(groups, sizes, staging, "cpu")
+    gatherer = InputGatherer(bench.rows, groups, sizes, staging, tables, 64, has_states=True)
+    rows = [request.row for request in requests]
+
+    def addresses(entries: list[tuple[int, int]], shape: GraphShape) -> list[int]:
+        groups[0].versions[rows[: len(entries)]] += 1  # so that other tables have changed in each step
+        inputs = gatherer.gather(schedule_of(bench.rows, entries), shape)
+        batch, states = batch_of(inputs), inputs.states
+        assert states is not None
+        read = [inputs.input_ids, inputs.positions, batch.slot_mapping]
+        if shape.padded_requests:
+            read += [batch.query_start_loc, batch.seq_lens, batch.block_table]
+            read += [states.slots, states.has_initial_state, states.num_accepted]
+        return [tensor.data_ptr() for tensor in read]
+
+    mixed, decode = GraphShape(8, 0), GraphShape(8, 1)
+    assert addresses([(rows[0], 1)], mixed) == addresses([(row, 1) for row in rows], mixed)
+    assert addresses([(rows[0], 1)], decode) == addresses([(row, 1) for row in rows], decode)

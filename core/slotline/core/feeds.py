@@ -50,17 +50,18 @@ class Feed:
         slots: list[Int],
         starts: Int32,
         seq_lens: Int32,
-        rows: Int,
         prefixes: Sequence[int],
     ) -> Sent:
-        """Upload what attention reads; `slots` and `prefixes` are by cache group, `rows` those of the block tables."""
+        """Upload what attention reads beside block tables; `slots` and `prefixes` are by cache group.
+
+        What has a size for each token comes before what has one for each request, since graphs of mixed batches read
+        the former alone and take any number of requests.
+        """
         upload = self.staging.upload
-        sent = Sent(
+        return Sent(
             upload(positions),
             [upload(slots[i]) for i in self.cache_groups],
             upload(starts),
             upload(seq_lens),
             upload(np.asarray(prefixes if any(prefixes) else (), np.int32)),
         )
-        self.tables.stage(rows)
-        return sent

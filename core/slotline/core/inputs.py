@@ -336,29 +336,24 @@ class InputGatherer:
         for feed in self.feeds:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
-        state_inputs = None
-        if self.has_states:  # before the block tables, whose upload is as long as what changed in them
+        sent = [feed.send(positions, slots, starts32, seq_lens32, prefixes) for feed in self.feeds]
+        states = None
+        if self.has_states:
             pad = (0, missing)  # padded requests have no slot
             accepted = self.rows.num_accepted[rows].astype(np.int32)
-            state_inputs = (
-                first.upload(np.pad(state_slots.astype(np.int32), pad, constant_values=PAD_SLOT)),
-                first.upload(np.pad(seq_lens[: len(rows)] > counts, pad)),
-                first.upload(np.pad(accepted, pad, constant_values=1)),
-            )
-        sent = [feed.send(positions, slots, starts32, seq_lens32, table_rows, prefixes) for feed in self.feeds]
-        states = None
-        if state_inputs is not None:
             states = StateBatch(
                 num_requests=len(rows),
                 num_tokens=num_tokens,
                 max_query_len=longest,
                 query_start_loc=sent[0].query_start_loc,
-                slots=state_inputs[0],
-                has_initial_state=state_inputs[1],
-                num_accepted=state_inputs[2],
+                slots=first.upload(np.pad(state_slots.astype(np.int32), pad, constant_values=PAD_SLOT)),
+                has_initial_state=first.upload(np.pad(seq_lens[: len(rows)] > counts, pad)),
+                num_accepted=first.upload(np.pad(accepted, pad, constant_values=1)),
                 query_start_loc_cpu=starts32[: len(rows) + 1],
                 num_decodes=min(num_decodes, len(rows)),
             )
+        for feed in self.feeds:  # last of what graphs read: as long as what changed in the tables
+            feed.tables.stage(table_rows)
         logits_indices_device = last.upload(logits_indices)
         lora_slots_device = None if lora_slots is None else first.upload(lora_slots)
         stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
