@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -16,11 +16,18 @@ TILE, WARPS = 8192, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
 CHUNK, EXACT_CHUNK = 64, 32
 """Tokens of a chunk; products that round nothing take more registers."""
-SCAN_TILE, EXACT_SCAN_TILE = 4096, 2048
-"""Numbers of state that a program of `prefill` holds."""
-SCAN_WARPS, STAGES = 4, 2
-"""Its warps, and how many chunks are on their way at a time."""
-PREPARE_WARPS = 4
+
+
+class Scan(NamedTuple):
+    """How `prefill` walks over chunks: numbers of state that a program holds, and chunks on their way at a time."""
+
+    tile: int
+    stages: int
+
+
+MANY, FEW, EXACT = Scan(8192, 1), Scan(4096, 3), Scan(2048, 2)
+"""Where wide programs fill the device, where they do not, and for products that round nothing."""
+PREPARE_WARPS = 8
 """Warps of the program that inverts a chunk's system."""
 
 
@@ -65,7 +72,8 @@ class GatedDelta:
         factors = q.new_empty((3, heads, rows.num_tokens), dtype=torch.float32)
         made = (reads, own, scores, factors)
         _prepare(facts, inputs, made, rows, chunk)
-        block = _block(facts, EXACT_SCAN_TILE if exact else SCAN_TILE, 16)
+        shape = EXACT if exact else _shape(facts, rows)
+        block = _block(facts, shape.tile, 16)
         kernels.scan[(triton.cdiv(facts["head_size_v"], block), heads, rows.count)](
             q,
             k,
@@ -87,10 +95,15 @@ class GatedDelta:
             chunk=chunk,
             block=block,
             precision=precision(q.dtype),
-            stages=STAGES,
-            num_warps=SCAN_WARPS,
+            stages=shape.stages,
             **_sizes(facts),
         )
+
+
+def _shape(facts: Mapping[str, Any], rows: Rows) -> Scan:
+    """How prompts of so many rows are walked over."""
+    programs = triton.cdiv(facts["head_size_v"], _block(facts, MANY.tile, 16)) * facts["num_v_heads"] * rows.count
+    return MANY if programs >= rows.cores else FEW
 
 
 def _prepare(

@@ -13,7 +13,7 @@ from slotline.backends.triton_state.rows import Rows, Tensors, given, limits, pa
 
 TILE, WARPS = 2048, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
-SCAN_TILE, GROUP = 128, 8
+SCAN_TILE, GROUP = 512, 4
 """Numbers of state that a program of `prefill`, one warp, holds, and tokens whose inputs it fetches together."""
 
 

@@ -12,18 +12,20 @@ from torch import Tensor
 from slotline.backends.triton_state.kernels import mamba2 as kernels
 from slotline.backends.triton_state.rows import Rows, Tensors, given, limits, padded, precision
 
-TILE, WARPS = 4096, 4
+TILE, WARPS = 2048, 2
 """Numbers of state that a program of `decode` holds, and its warps."""
 CHUNK, EXACT_CHUNK = 64, 32
 """Tokens of a chunk; products that round nothing take more registers."""
-SCAN_TILE, EXACT_SCAN_TILE = 8192, 2048
-"""Numbers of state that a program of `prefill` holds."""
-SCAN_WARPS, STAGES = 4, 2
-"""Its warps, and how many chunks are on their way at a time."""
+ROWS, EXACT_SCAN_TILE = 64, 2048
+"""Rows of a head's state that a program of `prefill` holds; numbers of state, where products round nothing."""
+FOUR_WARPS = 8192
+"""Numbers of state that four warps hold; more take eight."""
+MANY_STAGES, STAGES = 1, 2
+"""How many chunks are on their way at a time, where programs fill the device and where they do not."""
 SEGMENT = 1024
 """Tokens of a segment."""
 ENOUGH = 2
-"""Programs for each multiprocessor from which on requests are not cut into segments."""
+"""Programs for each multiprocessor that fill the device."""
 PASSED = 1024
 """Numbers of state that a program passes on from segment to segment."""
 
@@ -69,12 +71,14 @@ class Mamba2:
         chunk = EXACT_CHUNK if exact else CHUNK
         heads = facts["num_heads"]
         times = inputs["dt"].new_empty((2, heads, rows.num_tokens), dtype=torch.float32)
-        block = _block(facts, EXACT_SCAN_TILE if exact else SCAN_TILE, 16)
+        block = _block(facts, EXACT_SCAN_TILE, 16) if exact else max(16, min(ROWS, padded(facts["head_size"])))
         _make_times(facts, inputs, times, rows, chunk)
         programs = heads * triton.cdiv(facts["head_size"], block)
-        split = programs * rows.count < ENOUGH * rows.cores and rows.num_tokens > SEGMENT
-        if not split:
-            _scan(facts, inputs, state["ssm"], times, (times, times), out, rows, chunk, block, split=False)
+        many = programs * rows.count >= ENOUGH * rows.cores
+        if many or rows.num_tokens <= SEGMENT:
+            stages = MANY_STAGES if many else STAGES
+            between = (times, times)  # nothing goes there
+            _scan(facts, inputs, state["ssm"], times, between, out, rows, chunk, block, split=False, stages=stages)
             return
         count = rows.chunks(SEGMENT)
         segments = times.new_empty((count, *state["ssm"].shape[1:]))
@@ -133,8 +137,10 @@ def _scan(
     *,
     split: bool,
     outputs: bool = True,
+    stages: int = STAGES,
 ) -> None:
     x, z = inputs["x"], given(inputs, "z", inputs["x"])
+    large = block * padded(facts["state_size"]) > FOUR_WARPS
     blocks = triton.cdiv(facts["head_size"], block)
     kernels.scan[(blocks, facts["num_heads"], rows.chunks(SEGMENT) if split else rows.count)](
         x,
@@ -167,8 +173,8 @@ def _scan(
         split=split,
         outputs=outputs,
         precision=precision(x.dtype),
-        stages=STAGES,
-        num_warps=SCAN_WARPS,
+        stages=1 if large else stages,  # shared memory holds no second chunk then
+        num_warps=8 if large else 4,
         **_sizes(facts, inputs),
     )
 
