@@ -24,7 +24,7 @@ weight."""
 
 
 FEW_ROWS = 16
-"""Up to so many rows a product in parts takes smaller tiles."""
+"""Up to so many rows a product takes the smallest tile of rows, and in parts a smaller one of outputs, too."""
 
 
 class DotShape(NamedTuple):
@@ -126,7 +126,8 @@ class Products:
         rows, gated = x.numel() // k, activation != "none"
         n = n // 2 if gated else n
         shape = _dot_shape(n, rows, in_parts=in_parts)
-        block_m = min(64, max(16, triton.next_power_of_2(rows)))
+        # One size fewer to compile where it gains nothing.
+        block_m = 16 if rows <= FEW_ROWS else 32 if gated and rows <= 32 else 64
         out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else None)
         product_kernels.dot_linear[(triton.cdiv(n, shape.outputs), triton.cdiv(rows, block_m), shape.parts)](
             x,
