@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -62,6 +63,18 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]
 
 
+@lru_cache(maxsize=4096)
+def splits_of(blocks: int, tiles: int, places: int) -> int:
+    """Into how many splits to cut so many tiles of keys: those that end soonest, if blocks of rows run in waves of as
+    many as the device has places."""
+
+    def time(splits: int) -> int:
+        waves: int = triton.cdiv(blocks * splits, places)
+        return waves * (int(triton.cdiv(tiles, splits)) + (SPLIT_COST if splits > 1 else 0))
+
+    return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=time)
+
+
 class TritonLatents:
     """Attention over latents on a GPU, "absorbed" in decode and prefill alike. Implements `AttentionBackend`.
 
@@ -108,21 +121,20 @@ class TritonLatents:
             first_token=first_token,
             tokens=tokens,
             blocks=blocks,
-            splits=self._splits(blocks, batch.max_seq_len, shape),
+            splits=splits_of(
+                self._busy(end - first, tokens, query_len, shape),
+                triton.cdiv(batch.max_seq_len, shape.tile),
+                self._cores * shape.resident,
+            ),
             single=single,
             shape=shape,
         )
 
-    def _splits(self, blocks: int, keys: int, shape: Shape) -> int:
-        """As many as end soonest, if programs run in waves of as many as the device holds."""
-        tiles: int = triton.cdiv(keys, shape.tile)
-        places = self._cores * shape.resident
-
-        def time(splits: int) -> int:
-            waves: int = triton.cdiv(blocks * splits, places)
-            return waves * (int(triton.cdiv(tiles, splits)) + (SPLIT_COST if splits > 1 else 0))
-
-        return min(range(1, max(1, min(tiles, MAX_SPLITS)) + 1), key=time)
+    def _busy(self, requests: int, tokens: int, query_len: int, shape: Shape) -> int:
+        """How many of the blocks of rows have rows, or about."""
+        if tokens == requests * query_len:
+            return requests * int(triton.cdiv(query_len * self._heads, shape.rows))
+        return int(triton.cdiv(tokens * self._heads, shape.rows))
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         tokens = plan.batch.num_tokens
@@ -173,13 +185,47 @@ class TritonLatents:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        shape, splits, rank = launch.shape, launch.splits, layer.head_size_v
+        splits, rank = launch.splits, layer.head_size_v
         padded: int = max(16, triton.next_power_of_2(rank))
         parts, norms = lse, lse  # not read unless split
         if splits > 1:
             rows = (batch.num_tokens, layer.num_heads, splits)
             parts = torch.empty((*rows, padded), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
+        self._attend_rows(layer, query, cache, batch, launch, out, lse, parts, norms)
+        if splits > 1:
+            kernels.join[(launch.tokens, layer.num_heads)](
+                out,
+                lse,
+                parts,
+                norms,
+                lse,
+                launch.first_token,
+                out.stride(0),
+                out.stride(1),
+                lse.stride(0),
+                layer.num_heads,
+                splits,
+                size_v=rank,
+                padded_v=padded,
+                padded_splits=triton.next_power_of_2(splits),
+                has_sinks=False,
+                early=False,
+            )
+
+    def _attend_rows(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        launch: Launch,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        parts: torch.Tensor,
+        norms: torch.Tensor,
+    ) -> None:
+        shape, splits, rank = launch.shape, launch.splits, layer.head_size_v
         latent_kernels.attend_latents[(launch.blocks, splits)](
             query,
             cache.key,
@@ -204,7 +250,7 @@ class TritonLatents:
             heads=layer.num_heads,
             rank=rank,
             rope=layer.head_size - rank,
-            padded=padded,
+            padded=max(16, triton.next_power_of_2(rank)),
             padded_rope=max(16, triton.next_power_of_2(layer.head_size - rank)),
             page=self._page,
             tile=shape.tile,
@@ -215,22 +261,3 @@ class TritonLatents:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
-        if splits > 1:
-            kernels.join[(launch.tokens, layer.num_heads)](
-                out,
-                lse,
-                parts,
-                norms,
-                lse,
-                launch.first_token,
-                out.stride(0),
-                out.stride(1),
-                lse.stride(0),
-                layer.num_heads,
-                splits,
-                size_v=rank,
-                padded_v=padded,
-                padded_splits=triton.next_power_of_2(splits),
-                has_sinks=False,
-                early=False,
-            )

@@ -114,11 +114,10 @@ class ModelCost:
         return sum(2 * x.num_heads * (x.head_size + x.head_size_v) * _keys(first, end, x.window) for x in self.layers)
 
     def _cache_bytes(self, first: int, end: int) -> float:
-        """Bytes of keys and values that the same queries read."""
-        each = self.kv_itemsize
-        return sum(
-            each * x.num_kv_heads * (x.head_size + x.head_size_v) * _keys(first, end, x.window) for x in self.layers
-        )
+        """Bytes of keys and values that the same queries read; latents hold their values."""
+        sizes = [x.num_kv_heads * (x.head_size + (0 if x.mla else x.head_size_v)) for x in self.layers]
+        keys = [_keys(first, end, x.window) for x in self.layers]
+        return self.kv_itemsize * sum(size * count for size, count in zip(sizes, keys, strict=True))
 
 
 def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
