@@ -21,6 +21,7 @@ OURS = [
         "dry",
         "logit_bias",
         "min_tokens",
+        "mirostat",
         "no_repeat_ngram",
         "penalties",
         "thinking_budget",

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -148,17 +149,37 @@ def test_the_table_of_parameters_names_all_of_them_and_tests_that_exist() -> Non
         assert (ROOT / "tests" / name).exists(), name
 
 
-def test_the_order_of_processors_on_the_page_is_theirs() -> None:
+def shipped_processors() -> list[Any]:
+    """The descriptors of the logits processors that ship."""
     from importlib.metadata import entry_points
 
+    points = entry_points(group="slotline.logits_processor")
+    return [point.load() for point in points if point.value.startswith("slotline.plugins.")]
+
+
+def test_the_table_of_parameters_names_those_of_each_processor_that_ships_with_its_name() -> None:
+    import attrs
+
+    text = (DOCS / "sampling.md").read_text()
+    table = text[text.index("## Parameters") : text.index("## When something")]
+    first_cells = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
+    own = {f.name for f in attrs.fields(SamplingParams)}
+    for descriptor in shipped_processors():
+        for name in set(descriptor.capabilities.parameters) - own:
+            assert any(f"`{name}`" in cell and f"(`{descriptor.name}`)" in cell for cell in first_cells), name
+    known = own | {name for d in shipped_processors() for name in (d.name, *d.capabilities.parameters)}
+    named = {name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)}
+    assert named - known == {"BeamSearchParams"}
+
+
+def test_the_order_of_processors_on_the_page_is_theirs() -> None:
     rows = re.findall(r"^   \| (\d+) \| `(\w+)`.* \| (yes|no) \|$", (DOCS / "sampling.md").read_text(), re.MULTILINE)
-    shipped = [
-        point.load()
-        for point in entry_points(group="slotline.logits_processor")
-        if point.value.startswith("slotline.plugins.")
-    ]
-    want = {(str(d.capabilities.order), d.name, "yes" if d.capabilities.default else "no") for d in shipped}
+    want = {
+        (str(d.capabilities.order), d.name, "yes" if d.capabilities.default else "no") for d in shipped_processors()
+    }
     assert set(rows) == want
+    numbers = [int(order) for order, _, _ in rows]
+    assert numbers == sorted(numbers)
 
 
 def test_importing_the_core_takes_less_than_300_ms_and_no_torch() -> None:

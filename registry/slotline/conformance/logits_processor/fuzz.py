@@ -32,7 +32,10 @@ STEPS = 40
     profile="mixed",
 )
 def fuzz_traffic(run: Run) -> None:
-    """After any traffic each row's logits are those of a new processor that sees this request alone."""
+    """After any traffic each row's logits are those of a new processor that sees this request alone.
+
+    A sequential one is shown every place, some twice, and the new one the same places once.
+    """
     rng = run.rng
     world = World(run.subject, garbage=rng.choice(("garbage", "tempting")), seed=run.seed)
     speculative = bool(run.subject.capabilities.speculation.support) and rng.random() < 0.8
@@ -43,6 +46,8 @@ def fuzz_traffic(run: Run) -> None:
         rng.shuffle(rows)
         drafts = {row: random_drafts(rng, world.requests[row]) if speculative else () for row in rows}
         _step(world, rng, drafts, story, speculative)
+        if world.subject.capabilities.sequential:
+            rows = [row for row in rows if rng.random() < 0.8]  # the tokens of the others are thrown away
         for row in rows:
             _accept(world, rng, row, drafts[row], story)
         _leave(world, rng, story)
@@ -74,7 +79,8 @@ def _accept(world: World, rng: Random, row: int, drafts: tuple[int, ...], story:
     """Some of the drafts are accepted and one token follows; now and then more come, as after a pause."""
     kept = drafts[: rng.randint(0, len(drafts))]
     few = world.requests[row].tokens
-    extra = [rng.choice((rng.randrange(32), rng.choice(few))) for _ in range(rng.choice((1, 1, 1, 3)))]
+    most = 1 if world.subject.capabilities.sequential else 3
+    extra = [rng.choice((rng.randrange(32), rng.choice(few))) for _ in range(rng.choice((1, 1, 1, most)))]
     world.grow(row, (*kept, *extra))
     story.append(f"row {row}: {len(kept)} of {len(drafts)} drafts and {len(extra)} more accepted")
 
@@ -88,7 +94,7 @@ def _leave(world: World, rng: Random, story: list[str]) -> None:
         world.release(row)
         story.append(f"release row {row}")
         free = [other for other in range(world.max_requests) if other not in world.requests]
-        if not full and rng.random() < 0.5:
+        if not full and not world.subject.capabilities.sequential and rng.random() < 0.5:
             other = rng.choice(free)
             world.admit(other, request)
             story.append(f"its request comes back on row {other} with {len(request.tokens)} tokens")

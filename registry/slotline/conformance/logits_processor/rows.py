@@ -32,7 +32,8 @@ def compare(world: World, entries: Sequence[Entry], logits: torch.Tensor, found:
     """
     for index, entry in enumerate(entries):
         request = world.requests[entry.row]
-        text = difference(alone(world.subject, request, logits[index], entry.drafts), found[index])
+        earlier = world.earlier.get(entry.row)
+        text = difference(alone(world.subject, request, logits[index], entry.drafts, earlier), found[index])
         if text is not None:
             drafts = f", draft position {len(entry.drafts)} behind {list(entry.drafts)}" if entry.drafts else ""
             raise Failed(f"row {entry.row}, place {index} of {len(entries)}{drafts}: {text}; {what}; {request}")

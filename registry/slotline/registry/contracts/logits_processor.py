@@ -28,6 +28,10 @@ class LogitsProcessorCapabilities:
         parameters: names in `SamplingParams` (or keys of its `extra_args`) that it consumes.
         argmax_invariant: never changes which token is the greedy one, so greedy requests may skip it.
         needs_history: reads the output tokens so far.
+        sequential: what it does at a place follows also from the logits that it was shown at the row's places before.
+            It is shown each place of a row where a token is sampled, one after another, the last one again where a step
+            is repeated, with other logits maybe; `admit` begins anew. Not with `speculation`: nothing promises that the
+            logits before a draft are shown in the same call as those behind it, or in an earlier one.
         speculation: right at each draft position.
         default: part of every run unless the configuration says otherwise.
         order: processors apply in rising order; ties by name.
@@ -41,6 +45,7 @@ class LogitsProcessorCapabilities:
     parameters: tuple[str, ...] = ()
     argmax_invariant: bool = False
     needs_history: bool = False
+    sequential: bool = False
     speculation: Flag = Flag(False)
     default: bool = False
     order: int = 100

@@ -74,12 +74,14 @@ class World:
         max_requests: rows.
         garbage: what stands behind the histories, see the module.
         seed: of the garbage.
+        earlier: for a sequential processor, by row: the logits [vocab_size] last shown at each place, oldest first.
     """
 
     subject: Subject
     max_requests: int = MAX_REQUESTS
     garbage: str = "zeros"
     seed: int = 0
+    earlier: dict[int, dict[Request, torch.Tensor]] = field(init=False, factory=dict)
     processor: Any = field(init=False)
     requests: dict[int, Request] = field(init=False, factory=dict)
     active: dict[int, bool] = field(init=False, factory=dict)
@@ -108,7 +110,7 @@ class World:
         answer = self.processor.admit(row, params, list(request.prompt))
         if not isinstance(answer, bool):
             raise Failed(f"admit returned {answer!r}, wanted True or False")
-        self.requests[row], self.active[row] = request, answer
+        self.requests[row], self.active[row], self.earlier[row] = request, answer, {}
 
     def grow(self, row: int, tokens: Iterable[int]) -> None:
         """Some tokens of the request were accepted."""
@@ -154,6 +156,10 @@ class World:
             if fault is not None:
                 raise Failed(f"{fault}; entries {[entries[index] for index in shown]}")
             after[shown] = found
+        if self.subject.capabilities.sequential:
+            for index in shown:
+                row = entries[index].row
+                self.earlier.setdefault(row, {})[self.requests[row]] = logits[index].clone()
         return after
 
     def _table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -254,7 +260,22 @@ def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) 
     return world
 
 
-def alone(subject: Subject, request: Request, logits: torch.Tensor, drafts: tuple[int, ...] = ()) -> torch.Tensor:
-    """[vocab_size]: what a new processor makes of one row of logits for this request alone, the drafts accepted."""
+def alone(
+    subject: Subject,
+    request: Request,
+    logits: torch.Tensor,
+    drafts: tuple[int, ...] = (),
+    earlier: Mapping[Request, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """[vocab_size]: what a new processor makes of one row of logits for this request alone, the drafts accepted.
+
+    It is shown the logits of `earlier` places first, once each.
+    """
     accepted = request.then(drafts)
-    return world_of(subject, {0: accepted}).apply([Entry(0)], logits[None])[0]
+    world = world_of(subject, {0: accepted})
+    for before, shown in (earlier or {}).items():
+        if len(before.tokens) < len(accepted.tokens):
+            world.requests[0] = before
+            world.apply([Entry(0)], shown[None])
+    world.requests[0] = accepted
+    return world.apply([Entry(0)], logits[None])[0]

@@ -1,4 +1,4 @@
-"""Small processors: a repetition penalty over recent tokens, a limit on repeats with counts by row, and a floor."""
+"""Small processors: a penalty over recent tokens, a limit on repeats with counts by row, one that moves."""
 
 from __future__ import annotations
 
@@ -132,6 +132,37 @@ class Floor:
     def release(self, row: int) -> None: ...
 
 
+class MovingFloor(Floor):
+    """A floor that rises by 1 with each token that was the best when it was drawn, and falls by 1 with each other."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        super().__init__(context)
+        self.shown: dict[int, tuple[int, int]] = {}  # row -> tokens before the place shown last, and its best token
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        self.floors[row] = params.get("moving_floor", 0)
+        self.shown.pop(row, None)
+        return bool(self.floors[row])
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        floor = params.get("moving_floor", 0)
+        if not isinstance(floor, int | float) or not floor >= 0:
+            raise RequestError(f"moving_floor={floor!r} is not allowed", fix="give a number >= 0; 0 keeps all tokens")
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        for entry, row in enumerate(batch.rows.tolist()):
+            length, best = int(batch.num_tokens[entry]), int(logits[entry].argmax())
+            if row in self.shown and self.moves(self.shown[row][0], length):
+                was_best = batch.token_table[row, length - 1] == self.shown[row][1]
+                self.floors[row] = max(0, self.floors[row] + (1 if was_best else -1))
+            self.shown[row] = length, best
+        return super().apply(logits, batch)
+
+    def moves(self, before: int, length: int) -> bool:
+        """Whether a place is the next, not the same shown again."""
+        return length == before + 1
+
+
 descriptor = Descriptor(
     kind=Kind.LOGITS_PROCESSOR,
     name="reference_recent_penalty",
@@ -176,4 +207,19 @@ invariant = Descriptor(
         bad_examples=({"floor": -1.0}, {"floor": "high"}),
     ),
     factory=Floor,
+)
+
+sequential = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_moving_floor",
+    summary="bans tokens far below the best, the more the less surprising the tokens so far",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("moving_floor",),
+        argmax_invariant=True,
+        needs_history=True,
+        sequential=True,
+        examples=({"moving_floor": 3.0}, {"moving_floor": 6.0}),
+        bad_examples=({"moving_floor": -1.0}, {"moving_floor": "high"}),
+    ),
+    factory=MovingFloor,
 )

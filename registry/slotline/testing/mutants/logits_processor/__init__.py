@@ -14,7 +14,7 @@ from slotline.testing.mutants import Correct, Mutant
 from slotline.testing.mutants.logits_processor import answers, right, state
 from slotline.testing.reference import logits_processor as reference
 
-_BASES = (reference.descriptor, reference.counting, reference.invariant)
+_BASES = (reference.descriptor, reference.counting, reference.sequential, reference.invariant)
 
 
 def _mutant(name: str, summary: str, level: Level, factory: Any, **declared: Any) -> Mutant:
@@ -100,6 +100,16 @@ MUTANTS: tuple[Mutant, ...] = (
         "padding-for-tokens", "takes -1 before a short history for a token", Level.NUMERICS, state.PaddingForTokens
     ),
     _mutant("trusts-drafts", "takes the last step's drafts for accepted", Level.STATEFUL, state.TrustsItsDrafts),
+    _mutant("moves-each-call", "takes a repeated step for the next", Level.NUMERICS, state.MovesAtEachCall),
+    _mutant("goes-on", "a new request goes on where the row's last one was", Level.HOSTILE, state.GoesOn),
+    _mutant("shown-by-place", "keeps what it was shown by place", Level.STATEFUL, state.RemembersByPlace),
+    _mutant(
+        "undeclared-sequence",
+        "remembers logits without declaring it",
+        Level.STATEFUL,
+        reference.MovingFloor,
+        sequential=False,
+    ),
 )
 
 CORRECT: tuple[Correct, ...] = (
@@ -110,6 +120,7 @@ CORRECT: tuple[Correct, ...] = (
     ),
     Correct("counts by row, brought up to date at each step", reference.counting),
     Correct("argmax-invariant, needs no history", reference.invariant),
+    Correct("sequential: remembers what it was shown", reference.sequential),
     Correct(
         "no parameters, no state, no speculation declared",
         Descriptor(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
-from slotline.testing.reference.logits_processor import RecentPenalty, RepeatLimit
+from slotline.testing.reference.logits_processor import MovingFloor, RecentPenalty, RepeatLimit
 
 Params = Mapping[str, Any]
 
@@ -218,3 +218,31 @@ class PaddingForTokens(RecentPenalty):
 
     def penalise(self, logits: torch.Tensor, recent: list[int], penalty: float) -> None:
         super().penalise(logits, [token % len(logits) for token in recent], penalty)
+
+
+# --- sequences
+
+
+class MovesAtEachCall(MovingFloor):
+    def moves(self, before: int, length: int) -> bool:
+        return length in (before, before + 1)
+
+
+class GoesOn(MovingFloor):
+    """Writes a request's floor only into a row that had none."""
+
+    def admit(self, row: int, params: Params, prompt_token_ids: list[int]) -> bool:
+        before = self.floors[row]
+        answer = super().admit(row, params, prompt_token_ids)
+        self.floors[row] = before or self.floors[row]
+        return answer
+
+
+class RemembersByPlace(MovingFloor):
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        by_place = {entry: self.shown.get(entry) for entry in range(len(batch.rows))}
+        shown = {row: by_place[entry] for entry, row in enumerate(batch.rows.tolist())}
+        self.shown = {row: known for row, known in shown.items() if known is not None}
+        found = super().apply(logits, batch)
+        self.shown = {entry: self.shown[row] for entry, row in enumerate(batch.rows.tolist())}
+        return found
