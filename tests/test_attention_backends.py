@@ -40,6 +40,13 @@ def test_an_encoder_sees_all_of_its_own_tokens() -> None:
     assert {record.outcome for record in records} == {Outcome.PASSED}
 
 
+@pytest.mark.behaviour(69)
+def test_cross_attention_stores_and_reads_all_of_an_encoders_keys() -> None:
+    records = check_plugin("attention:torch", device="cpu", only=lambda item: item.id.startswith("attention.cross"))
+    assert {record.outcome for record in records} == {Outcome.PASSED}
+    assert len(records) == 2
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("size", [24, 256])
 @pytest.mark.parametrize("name", MODULES)

@@ -47,7 +47,9 @@ class HostTables:
 
     def take(self, longest: int) -> list[torch.Tensor]:
         """As wide as the longest sequence needs."""
-        return [torch.from_numpy(group.table[:, : -(-longest // size)][self._rows]) for group, size in self._groups]
+        return [
+            torch.from_numpy(group.table[:, : group.columns(longest, size)][self._rows]) for group, size in self._groups
+        ]
 
 
 class DeviceTables:
@@ -82,11 +84,12 @@ class DeviceTables:
         """Write the changes down, then gather."""
         count = len(self._rows)
         tables = []
-        for table, taken, changes, size in zip(self._tables, self._taken, self._changes, self._sizes, strict=True):
+        parts = zip(self._groups, self._tables, self._taken, self._changes, self._sizes, strict=True)
+        for group, table, taken, changes, size in parts:
             if changes is not None:
                 table.index_copy_(0, *changes)
             torch.index_select(table, 0, self._rows, out=taken[:count])
-            tables.append(taken[:count, : -(-longest // size)])
+            tables.append(taken[:count, : group.columns(longest, size)])
         self._changes = []
         return tables
 

@@ -19,7 +19,7 @@ from slotline.core.block_tables import tables_for
 from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named, shared_head
 from slotline.core.cache_manager import CacheGroup, CacheManager
 from slotline.core.cache_memory import allocate_caches, no_cache
-from slotline.core.cache_specs import SpecBuilder
+from slotline.core.cache_specs import SpecBuilder, of_encoder
 from slotline.core.cascade import Cascade, CascadeGroup
 from slotline.core.checkpoints import Checkpoints
 from slotline.core.device import device_scope
@@ -121,7 +121,7 @@ class EngineBuilder:
         model = model or self.load_model()
         specs = self._specs()
         rows = Rows(config.scheduler.max_requests, planned.max_model_len)
-        groups = self._cache_groups(specs)
+        groups = self._cache_groups(specs, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         pipeline = self._pipeline(rows)
         scales = self._kv_scales()
@@ -195,7 +195,13 @@ class EngineBuilder:
 
     def _specs(self) -> list[KVSpec]:
         planned = self.planned
-        builder = SpecBuilder(planned.loaded, planned.registry, planned.plan.kv_dtype, planned.max_model_len)
+        builder = SpecBuilder(
+            planned.loaded,
+            planned.registry,
+            planned.plan.kv_dtype,
+            planned.max_model_len,
+            planned.facts.max_encoder_len,
+        )
         # Blocks are given back when a step's results are handed out; another may have been prepared by then.
         ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
         return [
@@ -203,10 +209,20 @@ class EngineBuilder:
             for group in planned.plan.cache_groups
         ]
 
-    def _cache_groups(self, specs: list[KVSpec]) -> list[CacheGroup]:
-        rows, length = self.planned.loaded.config.scheduler.max_requests, self.planned.max_model_len
+    def _cache_groups(self, specs: list[KVSpec], rows: Rows) -> list[CacheGroup]:
         return [
-            CacheGroup(index, spec, group.block_size, group.kernel_block_size, rows, length)
+            CacheGroup(
+                index,
+                spec,
+                group.block_size,
+                group.kernel_block_size,
+                rows.max_requests,
+                *(
+                    (self.planned.facts.max_encoder_len, rows.encoder_len)
+                    if of_encoder(group.layers)
+                    else (rows.max_model_len, None)
+                ),
+            )
             for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
         ]
 
@@ -261,7 +277,7 @@ class EngineBuilder:
             max_query_len=group.max_query_len,
             max_requests=scheduler.max_requests,
             max_tokens=scheduler.max_batched_tokens,
-            max_model_len=self.planned.max_model_len,
+            max_model_len=self.planned.facts.max_encoder_len if of_encoder(layers) else self.planned.max_model_len,
             kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
             batch_invariant=self.planned.loaded.config.batch_invariant,
             options=self._options(descriptor),
@@ -385,6 +401,7 @@ class EngineBuilder:
             has_states=bool(plan.state_groups),
             lora_slots=config.lora.max_adapters if self._has_slots else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
+            max_encoder_len=self.planned.facts.max_encoder_len,
         )
         runner = Runner(
             model,

@@ -36,14 +36,24 @@ class CacheGroup:
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
+        encoder_len: [max_requests] int64, an encoder's tokens that each row has blocks for, all from its first step on;
+            None where the blocks are for the sequence's own.
         freeable: [max_model_len + 1] int64, what the spec says of each number of computed tokens; asked once, so that
             a step does not ask.
     """
 
     def __init__(
-        self, index: int, spec: KVSpec, block_size: int, kernel_block_size: int, max_requests: int, max_model_len: int
+        self,
+        index: int,
+        spec: KVSpec,
+        block_size: int,
+        kernel_block_size: int,
+        max_requests: int,
+        max_model_len: int,
+        encoder_len: Int | None = None,
     ):
         self.index = index
+        self.encoder_len = encoder_len
         self.spec = spec
         self.block_size = block_size
         self.ratio = block_size // kernel_block_size
@@ -60,7 +70,15 @@ class CacheGroup:
 
     def missing(self, row: int, num_tokens: int) -> int:
         """Blocks to add before the row can hold `num_tokens`."""
-        return max(0, self.spec.blocks_needed(num_tokens) - len(self.blocks[row]))
+        return max(0, self.blocks_needed(row, num_tokens) - len(self.blocks[row]))
+
+    def blocks_needed(self, row: int, num_tokens: int) -> int:
+        """Blocks in the row's table when its sequence has `num_tokens`."""
+        return self.spec.blocks_needed(num_tokens if self.encoder_len is None else int(self.encoder_len[row]))
+
+    def columns(self, longest: int, kernel_block_size: int) -> int:
+        """Columns of the table that sequences of up to `longest` tokens need."""
+        return -(-longest // kernel_block_size) if self.encoder_len is None else self.table.shape[1]
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append manager blocks to the row's table."""
@@ -70,7 +88,7 @@ class CacheGroup:
         self.table[row, start : start + len(blocks) * self.ratio] = ids
         self.versions[row] += 1
         held.extend(blocks)
-        everything = len(held) >= self._blocks_at_most
+        everything = len(held) >= self._blocks_at_most or self.encoder_len is not None
         self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
 
     def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -181,7 +199,7 @@ class CacheManager:
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
         """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
         wake = sum(1 for blocks in prefix for b in set(blocks) if b != NULL_BLOCK and self.pool.ref_count[b] == 0)
-        new = sum(g.spec.blocks_needed(num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
+        new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
         if wake + new > self.pool.num_free:
             return False
         for group, blocks in zip(self.groups, prefix, strict=True):
@@ -210,9 +228,11 @@ class CacheManager:
         for group in self.groups:
             self.pool.release(group.clear(row))
 
-    def blocks_for_one(self, num_tokens: int) -> int:
+    def blocks_for_one(self, num_tokens: int, encoder_len: int = 0) -> int:
         """Blocks that a request of `num_tokens` needs at a time, alone in the pool."""
-        return sum(min(g.spec.blocks_needed(num_tokens), g.spec.max_blocks_held()) for g in self.groups)
+        lengths = [num_tokens if group.encoder_len is None else encoder_len for group in self.groups]
+        pairs = zip(self.groups, lengths, strict=True)
+        return sum(min(g.spec.blocks_needed(length), g.spec.max_blocks_held()) for g, length in pairs)
 
     def check(self, rows: Rows) -> None:
         """Raise IntegrityError unless tables, reference counts and rows agree."""

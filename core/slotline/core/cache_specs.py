@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import KVSpec, KVSpecContext
@@ -25,11 +25,19 @@ from slotline.registry.negotiation.pages import (
 class SpecBuilder:
     """Builds the spec of a cache group, with the block size that was negotiated or with another."""
 
-    def __init__(self, loaded: LoadedConfig, registry: PluginRegistry, kv_dtype: str, max_model_len: int) -> None:
+    def __init__(
+        self,
+        loaded: LoadedConfig,
+        registry: PluginRegistry,
+        kv_dtype: str,
+        max_model_len: int,
+        max_encoder_len: int = 0,
+    ) -> None:
         self._loaded = loaded
         self._registry = registry
         self._kv_dtype = kv_dtype
         self.max_model_len = max_model_len
+        self.max_encoder_len = max_encoder_len
 
     def build(self, group: CacheGroupPlan, *, block_size: int, max_tokens_in_flight: int) -> KVSpec:
         """The group's spec for blocks of that many tokens."""
@@ -41,12 +49,16 @@ class SpecBuilder:
             kernel_block_size=group.kernel_block_size,
             layout=group.layout,
             kv_dtype=self._kv_dtype,
-            max_model_len=self.max_model_len,
+            max_model_len=self.longest(group),
             max_tokens_in_flight=max_tokens_in_flight,
             options=self._loaded.options(Kind.KV_SPEC, group.kv_spec, resolve_options(descriptor)),
         )
         spec: KVSpec = resolve_factory(descriptor)(context)
         return spec
+
+    def longest(self, group: CacheGroupPlan) -> int:
+        """Most tokens that a request has in the group: its own, or an encoder's."""
+        return self.max_encoder_len if of_encoder(group.layers) else self.max_model_len
 
     def pages(self, group: CacheGroupPlan) -> Iterator[GroupPage]:
         """The blocks that the group could have: the negotiated size, then its multiples that the spec accepts."""
@@ -54,7 +66,7 @@ class SpecBuilder:
         yield self._page(group, group.block_size)
         if offer.splittable.refusal(True) is not None:
             return  # the kernels' block size was chosen for blocks of the negotiated size
-        longest = min(LARGEST_SHARED_BLOCK, self.max_model_len)
+        longest = min(LARGEST_SHARED_BLOCK, self.longest(group))
         for block_size in range(2 * group.block_size, longest + 1, group.block_size):
             if offer.block_sizes.refusal(block_size) is None:
                 yield self._page(group, block_size)
@@ -65,7 +77,7 @@ class SpecBuilder:
         return offer.page_stride.refusal(True) is None
 
     def _page(self, group: CacheGroupPlan, block_size: int) -> GroupPage:
-        spec, length = self.build(group, block_size=block_size, max_tokens_in_flight=1), self.max_model_len
+        spec, length = self.build(group, block_size=block_size, max_tokens_in_flight=1), self.longest(group)
         ratio = block_size // group.kernel_block_size
         own = [checked_page_bytes(spec, layer, ratio, group.kv_spec) for layer in group.layers]
         return GroupPage(
@@ -78,6 +90,11 @@ class SpecBuilder:
                 optimal_bytes(layer, size, block_size, length) for layer, size in zip(group.layers, own, strict=True)
             ),
         )
+
+
+def of_encoder(layers: Sequence[AttentionLayer]) -> bool:
+    """Whether a cache group's layers read an encoder's keys, not the sequence's own."""
+    return any(layer.attention_type == "cross" for layer in layers)
 
 
 def plan_pool(plan: Plan, request: PlanRequest, builder: SpecBuilder) -> Plan:

@@ -111,10 +111,15 @@ class Encoding:
 
     def embeds(self, schedule: Schedule) -> Embeds | None:
         """The embeddings that the step's tokens take; None if they take none."""
-        if not schedule.features:
+        if all(feature.cross for _, feature in schedule.features):
             return None
         index, values = zip(*self._overlaps(schedule), strict=True)
         return Embeds(torch.from_numpy(np.concatenate(index)).to(self.device, non_blocking=True), torch.cat(values))
+
+    def states(self, schedule: Schedule) -> torch.Tensor | None:
+        """What cross-attention stores in this step [n, hidden_size], in the batch's order; None for nothing."""
+        found = [self.outputs[feature.mm_hash] for _, feature in schedule.features if feature.cross]
+        return torch.cat(found) if found else None
 
     @torch.inference_mode()
     def profile(self) -> torch.Tensor:
@@ -156,6 +161,8 @@ class Encoding:
         offsets = np.cumsum(schedule.num_scheduled) - schedule.num_scheduled - schedule.num_computed
         place = {row: i for i, row in enumerate(schedule.rows.tolist())}
         for row, feature in schedule.features:
+            if feature.cross:
+                continue
             i = place[row]
             first = int(schedule.num_computed[i])
             low, high = np.searchsorted(feature.positions, [first, first + int(schedule.num_scheduled[i])])

@@ -377,7 +377,8 @@ class Engine:
             shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
             adapters = adapters or (shape is not None and shape.adapters)
             inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
-            inputs.embeds = self.encoding.embeds(schedule) if self.encoding else None
+            if self.encoding is not None:
+                inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if self.checkpoints is not None:

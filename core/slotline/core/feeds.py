@@ -20,6 +20,7 @@ Int32 = npt.NDArray[np.int32]
 class Sent(NamedTuple):
     """Tensors of one step on a feed's device; `slot_mappings` by cache group of the feed.
 
+    `encoder_lens` are [num_requests] int32, empty where nothing is read of an encoder.
     `common_prefixes` are [num_cache_groups] int32, of all cache groups, empty where no group has one.
     """
 
@@ -27,6 +28,7 @@ class Sent(NamedTuple):
     slot_mappings: list[torch.Tensor]
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    encoder_lens: torch.Tensor
     common_prefixes: torch.Tensor
 
 
@@ -50,6 +52,7 @@ class Feed:
         slots: list[Int],
         starts: Int32,
         seq_lens: Int32,
+        encoder_lens: Int32,
         prefixes: Sequence[int],
     ) -> Sent:
         """Upload what attention reads beside block tables; `slots` and `prefixes` are by cache group.
@@ -63,5 +66,6 @@ class Feed:
             [upload(slots[i]) for i in self.cache_groups],
             upload(starts),
             upload(seq_lens),
+            upload(encoder_lens),
             upload(np.asarray(prefixes if any(prefixes) else (), np.int32)),
         )

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from slotline.core.block_tables import BlockTables
 from slotline.core.cache_manager import CacheGroup
@@ -64,6 +64,8 @@ class StepInputs:
             rows are greedy.
         scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
+        encoder_states: [n, hidden_size], what cross-attention makes the keys of that it stores in this step; None for
+            none.
         lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none; None where
             the step runs without adapters.
     """
@@ -92,6 +94,7 @@ class StepInputs:
     sampling_params: torch.Tensor | None
     scored: ScoredPlaces | None
     embeds: Embeds | None = None
+    encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
 
 
@@ -144,6 +147,7 @@ class InputGatherer:
         has_states: bool = False,
         lora_slots: int = 0,
         has_uncached: bool = False,
+        max_encoder_len: int = 0,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -153,11 +157,18 @@ class InputGatherer:
         self.has_states = has_states
         self.lora_slots = lora_slots
         self.has_uncached = has_uncached
+        self.max_encoder_len = max_encoder_len
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
-        self._arange = np.arange(max(max_tokens, rows.max_requests + 1, rows.max_model_len), dtype=np.int64)
+        most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_encoder_len)
+        self._arange = np.arange(most, dtype=np.int64)
         by_token = reserved_bytes((max(max_tokens, rows.max_requests * (1 + max_drafts)),), np.int64)
         by_request = reserved_bytes((rows.max_requests + 1,), np.int64)
         by_group = reserved_bytes((len(groups),), np.int32)
+        self._encoder_groups = tuple(i for i, group in enumerate(groups) if group.encoder_len is not None)
+        by_encoder = sum(
+            reserved_bytes((rows.max_requests * groups[i].table.shape[1] * kernel_block_sizes[i],), np.int64)
+            for i in self._encoder_groups
+        )
         by_logits = reserved_bytes((rows.max_requests * (1 + max_drafts),), np.int64)
         packed = reserved_bytes((rows.max_requests * (1 + max_drafts), PACKED_WIDTH), np.int32)
         packed += reserved_bytes((max_drafts, max_drafts), np.bool_) + reserved_bytes((max_drafts,), np.int64)  # a tree
@@ -167,7 +178,8 @@ class InputGatherer:
             feed.staging.reserve(
                 by_feed
                 + bool(lora_slots) * by_token
-                + (2 + 3 * has_states) * by_request
+                + (2 + 3 * has_states + bool(self._encoder_groups)) * by_request
+                + by_encoder
                 + 3 * by_logits
                 + packed
                 + feed.tables.num_bytes
@@ -198,7 +210,10 @@ class InputGatherer:
             logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_nodes
         places = positions  # in the cache; nodes of a tree share positions, not places
         slots = [
-            self._slots(g, k, token_rows, places) for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
+            self._slots(g, k, token_rows, places)
+            if g.encoder_len is None
+            else self._encoder_slots(g, k, rows[computed == 0], g.encoder_len)
+            for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
         ]
         num_nodes = None
         if draft_nodes is not None and (tree := self.rows.tree) is not None:
@@ -212,6 +227,7 @@ class InputGatherer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
+            encoder_lens=self.rows.encoder_len[rows],
             input_ids=self.rows.token_ids[token_rows, places].astype(np.int64),
             positions=positions,
             slots=slots,
@@ -260,9 +276,10 @@ class InputGatherer:
             counts=counts,
             starts=starts,
             seq_lens=seq_lens,
+            encoder_lens=np.full(len(counts), self.max_encoder_len),
             input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
             positions=positions,
-            slots=[np.full(num_tokens, PAD_SLOT, np.int64) for _ in self.groups],
+            slots=[np.full(num_tokens * (g.encoder_len is None), PAD_SLOT, np.int64) for g in self.groups],
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
             draft_nodes=None,
@@ -293,6 +310,12 @@ class InputGatherer:
         slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
         return slots
 
+    def _encoder_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, encoder_len: Int) -> Int:
+        """The slots of all the encoder's tokens of `rows`, which begin in this step."""
+        counts = encoder_len[rows]
+        token_rows, places, _ = self._expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
+        return self._slots(group, kernel_block_size, token_rows, places)
+
     def _assemble(
         self,
         *,
@@ -302,6 +325,7 @@ class InputGatherer:
         counts: Int,
         starts: Int,
         seq_lens: Int,
+        encoder_lens: Int,
         input_ids: Int,
         positions: Int,
         slots: list[Int],
@@ -332,11 +356,12 @@ class InputGatherer:
                 batch_tokens = num_padded_tokens
                 num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
+        encoder_lens32 = (encoder_lens if self._encoder_groups else encoder_lens[:0]).astype(np.int32)
         first, last = self.feeds[0].staging, self.feeds[-1].staging
         for feed in self.feeds:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
-        sent = [feed.send(positions, slots, starts32, seq_lens32, prefixes) for feed in self.feeds]
+        sent = [feed.send(positions, slots, starts32, seq_lens32, encoder_lens32, prefixes) for feed in self.feeds]
         states = None
         if self.has_states:
             pad = (0, missing)  # padded requests have no slot
@@ -373,22 +398,27 @@ class InputGatherer:
         for feed in self.feeds:
             feed.staging.flush()
         batches = tuple(
-            AttentionBatch(
-                num_requests=len(seq_lens),
-                num_tokens=batch_tokens,
-                max_query_len=longest,
-                max_seq_len=longest_sequence,
-                query_start_loc=there.query_start_loc,
-                seq_lens=there.seq_lens,
-                block_table=table,
-                slot_mapping=slot_mapping,
-                positions=there.positions,
-                query_start_loc_cpu=starts32,
-                seq_lens_cpu=seq_lens32,
-                num_decodes=num_decodes,
-                common_prefix_len=prefixes[group] if prefixes else 0,
-                common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
-                tree=mask,
+            self._of_group(
+                group,
+                there,
+                encoder_lens32,
+                AttentionBatch(
+                    num_requests=len(seq_lens),
+                    num_tokens=batch_tokens,
+                    max_query_len=longest,
+                    max_seq_len=longest_sequence,
+                    query_start_loc=there.query_start_loc,
+                    seq_lens=there.seq_lens,
+                    block_table=table,
+                    slot_mapping=slot_mapping,
+                    positions=there.positions,
+                    query_start_loc_cpu=starts32,
+                    seq_lens_cpu=seq_lens32,
+                    num_decodes=num_decodes,
+                    common_prefix_len=prefixes[group] if prefixes else 0,
+                    common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
+                    tree=mask,
+                ),
             )
             for feed, there in zip(self.feeds, sent, strict=True)
             for group, table, slot_mapping in zip(
@@ -422,6 +452,22 @@ class InputGatherer:
             sampling_params=params,
             scored=scored,
             lora_slots=lora_slots_device,
+        )
+
+    def _of_group(
+        self, group: int, sent: Sent, encoder_lens: npt.NDArray[np.int32], batch: AttentionBatch
+    ) -> AttentionBatch:
+        """The batch as the cache group sees it: all keys of an encoder, where it holds those."""
+        if group not in self._encoder_groups:
+            return batch
+        longest = int(encoder_lens.max(initial=0))
+        return evolve(
+            batch,
+            max_seq_len=longest,
+            seq_lens=sent.encoder_lens,
+            seq_lens_cpu=encoder_lens,
+            causal=False,
+            tree=None,
         )
 
     def _uncached(

@@ -26,12 +26,15 @@ class Feature:
         mm_hash: of the item's inputs and the model; features of equal hash share their embeddings.
         positions: [n] int64, ascending: the prompt's tokens that take the embeddings, in order.
         inputs: what the model encodes.
+        cross: whether cross-attention reads the embeddings, so that they take no tokens' places; the first token needs
+            them all then, and `positions` are 0.
     """
 
     modality: str
     mm_hash: str
     positions: Int
     inputs: Mapping[str, torch.Tensor]
+    cross: bool = False
 
     @property
     def size(self) -> int:
@@ -68,11 +71,14 @@ class PromptReader:
 
     Attributes:
         placeholders: the placeholder token of each modality.
+        cross: the modalities that cross-attention reads.
     """
 
     def __init__(self, model: MultimodalModel, facts: ModelFacts) -> None:
         self._model = model
         self.placeholders = {m.name: m.placeholder_token_id for m in facts.modalities}
+        self.cross = frozenset(m.name for m in facts.modalities if m.cross)
+        self._max_encoder_len = facts.max_encoder_len
         self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
 
     def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Feature, ...]]:
@@ -94,17 +100,22 @@ class PromptReader:
         tokens, features = list(token_ids), list[Feature]()
         for modality, given in data.items():
             items = [self._model.process(modality, item) for item in _as_items(given)]
-            tokens, features = self._place(modality, tokens, items, features)
+            if modality in self.cross:
+                features += [self._feature(item, self.placeholders[modality], 0) for item in items]
+            else:
+                tokens, features = self._place(modality, tokens, items, features)
         features.sort(key=lambda feature: feature.start)
         return tokens, tuple(features)
 
     def validate(self, token_ids: Sequence[int], features: Sequence[Feature]) -> None:
-        """Refuse a prompt with placeholders that no item stands for.
+        """Refuse a prompt with placeholders that no item stands for, or without its one item for cross-attention.
 
         Raises:
             RequestError: with the counts.
         """
-        for modality, placeholder in self.placeholders.items():
+        self._validate_cross(features)
+        for modality in self.placeholders.keys() - self.cross:
+            placeholder = self.placeholders[modality]
             taken = sum(feature.size for feature in features if feature.modality == modality)
             found = token_ids.count(placeholder)
             if found != taken:
@@ -112,6 +123,21 @@ class PromptReader:
                     f"the prompt has {found} {modality} placeholder tokens (token {placeholder}) and items for {taken}",
                     fix=f"give multi_modal_data with one {modality} for each placeholder",
                 )
+
+    def _validate_cross(self, features: Sequence[Feature]) -> None:
+        found = [feature for feature in features if feature.cross]
+        if self.cross and len(found) != 1:
+            names = ", ".join(sorted(self.cross))
+            raise RequestError(
+                f"the prompt has {len(found)} items of {names}, and the model's cross-attention reads one",
+                fix=f"give multi_modal_data with exactly one {names} for each prompt",
+            )
+        if found and found[0].size > self._max_encoder_len:
+            raise RequestError(
+                f"the {found[0].modality} has {found[0].size} embeddings, and cross-attention reads "
+                f"{self._max_encoder_len} at most",
+                fix="give a shorter one",
+            )
 
     def _place(
         self, modality: str, tokens: list[int], items: list[ProcessedItem], others: list[Feature]
@@ -135,13 +161,18 @@ class PromptReader:
 
     def _feature(self, item: ProcessedItem, placeholder: int, start: int) -> Feature:
         positions = start + np.flatnonzero(np.asarray(item.token_ids) == placeholder)
+        cross = item.modality in self.cross
         if len(positions) == 0:
             raise ModelError(
                 f"a processed item of modality {item.modality!r} has no placeholder token {placeholder}",
                 fix="tell the author of the model family",
             )
         return Feature(
-            modality=item.modality, mm_hash=self._hash(item), positions=positions.astype(np.int64), inputs=item.inputs
+            modality=item.modality,
+            mm_hash=self._hash(item),
+            positions=np.zeros(len(positions), np.int64) if cross else positions.astype(np.int64),
+            inputs=item.inputs,
+            cross=cross,
         )
 
     def _hash(self, item: ProcessedItem) -> str:

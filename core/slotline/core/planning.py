@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.core.cache_specs import SpecBuilder, plan_pool
+from slotline.core.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.draft_planning import draft_layers
 from slotline.core.measurements import load_measurements
 from slotline.core.plan_lora import choose_lora, refuse_lora_dtype
@@ -174,7 +174,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
-    plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len))
+    plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
     plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
@@ -251,6 +251,8 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
         return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
     if stages.divided:
         return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
+    if of_encoder(facts.layers):
+        return "the keys of cross-attention come with the step in which a request begins, and a graph takes none"
     refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 

@@ -90,6 +90,11 @@ class Request:
         return self.params.prompt_logprobs is not None or self.pools_whole_prompt
 
     @property
+    def encoder_len(self) -> int:
+        """Keys of cross-attention."""
+        return sum(feature.size for feature in self.features if feature.cross)
+
+    @property
     def finished(self) -> bool:
         """Whether no more tokens will come."""
         return self.status is Status.FINISHED

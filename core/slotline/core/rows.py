@@ -61,6 +61,7 @@ class Rows:
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
         self.num_computed_tokens = np.zeros(max_requests, np.int64)
+        self.encoder_len = np.zeros(max_requests, np.int64)
         self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)
         self.length_limit = np.zeros(max_requests, np.int64)
         self.min_length = np.zeros(max_requests, np.int64)
@@ -165,6 +166,7 @@ class Rows:
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.lora_slot[row] = -1  # until its adapter is in one
         self.find_next_feature(row)
+        self.encoder_len[row] = request.encoder_len
         limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
         # A pooling request has no token to come, so its prompt may be as long as the model allows.
         self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT

@@ -205,6 +205,8 @@ class Runner:
         states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advance}
         if self.taps is not None:
             states["tap"] = self.taps
+        if inputs.encoder_states is not None:
+            states["encoder_states"] = inputs.encoder_states
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any

@@ -52,12 +52,13 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step. `rows` are the new tokens to store (None for all), `blocks` and `offsets` where they go, int64.
+    """One step.
 
-    `prefix` serves the common prefix, if any, for all tokens; `groups` begin behind it then.
+    `rows` are those of the `num_new` keys that are to be stored (None for all), `blocks` and `offsets` where they go,
+    int64. `prefix` serves the common prefix, if any, for all tokens; `groups` begin behind it then.
     """
 
-    num_tokens: int
+    num_new: int
     rows: torch.Tensor | None
     blocks: torch.Tensor
     offsets: torch.Tensor
@@ -73,6 +74,7 @@ class TorchBackend:
         self._reaches = {_reach(layer) for layer in context.layers}
         # Encoders keep nothing: their keys are this step's own tokens.
         self._encoder = context.layers[0].attention_type == "encoder_only"
+        self._cross = context.layers[0].attention_type == "cross"
         self._scales = context.kv_scales
 
     def use_cascade(
@@ -82,7 +84,8 @@ class TorchBackend:
         return True
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        slots = batch.slot_mapping[: batch.num_tokens]
+        slots = batch.slot_mapping if self._cross else batch.slot_mapping[: batch.num_tokens]
+        num_new = len(slots)
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
         slots = slots if rows is None else slots[rows]
         pieces = sorted(self._pieces(batch), key=_likeness)
@@ -92,7 +95,7 @@ class TorchBackend:
             same = list(members)
             groups += [self._group(batch, same[i : i + step], batch.causal) for i in range(0, len(same), step)]
         blocks = slots // self._block_size
-        return Plan(batch.num_tokens, rows, blocks, slots - blocks * self._block_size, groups, self._prefix(batch))
+        return Plan(num_new, rows, blocks, slots - blocks * self._block_size, groups, self._prefix(batch))
 
     def _prefix(self, batch: AttentionBatch) -> list[Group]:
         """All query tokens as if of the first request, over the blocks that they share."""
@@ -146,7 +149,7 @@ class TorchBackend:
         scales = self._scales.get(layer.index, (None, None))
         parts = zip((key, value), cache, scales, strict=True)
         for new, stored, scale in islice(parts, 1 if layer.mla else 2):  # latents hold their values
-            rows = new[: plan.num_tokens] if plan.rows is None else new[plan.rows]
+            rows = new[: plan.num_new] if plan.rows is None else new[plan.rows]
             _raw(stored)[plan.blocks, plan.offsets] = _raw(_converted(rows, stored.dtype, scale))
 
     def forward(

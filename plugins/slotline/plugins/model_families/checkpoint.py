@@ -21,6 +21,7 @@ from slotline.plugins.model_families.decoder import (
     SHARING,
     STATE_ARCHITECTURES,
 )
+from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.errors import ModelError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -153,10 +154,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
     named = raw.get("architectures") or []
-    if raw.get("is_encoder_decoder"):
+    if raw.get("is_encoder_decoder") and not set(named) & set(SPEECH):
         raise ModelError(
-            f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); this family runs no such models",
-            fix="use a decoder-only checkpoint",
+            f"{path} is an encoder-decoder model ({', '.join(named) or 'unnamed'}); which is not served",
+            fix=f"use a decoder-only checkpoint, or one of {', '.join(SPEECH)}",
         )
     for architecture in named:
         if architecture in served:

@@ -13,7 +13,6 @@ from slotline.testing.environments.attention_choice import (
     build,
     chosen,
     dtype_pairs,
-    examine,
     need_query,
     pairwise,
     prove,
@@ -21,6 +20,7 @@ from slotline.testing.environments.attention_choice import (
     world,
     writes_cache,
 )
+from slotline.testing.environments.attention_cross import CROSS, cross_step
 from slotline.testing.environments.attention_shapes import SHAPES, Requests
 from slotline.testing.subject import Subject
 
@@ -175,13 +175,9 @@ def encoder_only(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.cross", Level.NUMERICS, needs={"attention_types": "cross"}, profile="encoder")
 def cross(run: Run) -> None:
-    """Decoder queries see all of the encoder's keys, which another step stored."""
-    case = chosen(run, ((1, 37), (1, 5)), causal=False, attention_type="cross").friendly()
-    made = world(run, case)
-    for request, (_, length) in enumerate(case.requests):
-        made.store(request, range(length))
-    made.batch.slot_mapping[:] = -1
-    examine(run, made)
+    """Decoder queries see all of the encoder's keys, those that this step stores and those that another did."""
+    for requests, beginning in CROSS:
+        cross_step(run, chosen(run, requests, causal=False, attention_type="cross", beginning=beginning).friendly())
 
 
 PARENTS = (-1, 0, 1, -1, 3, 0, 4, 3)

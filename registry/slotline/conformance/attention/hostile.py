@@ -24,6 +24,7 @@ from slotline.testing.environments.attention_choice import (
     world,
     writes_cache,
 )
+from slotline.testing.environments.attention_cross import CROSS, cross_step
 from slotline.testing.environments.attention_shapes import (
     SHAPES,
     Requests,
@@ -233,6 +234,13 @@ def empty_batch(run: Run) -> None:
 def hostile_encoder(run: Run) -> None:
     """An encoder reads its own new tokens alone: neither padding nor what lies in a cache."""
     prove(run, chosen(run, ((5, 5), (0, 0), (40, 40), (1, 1)), causal=False, attention_type="encoder_only"))
+
+
+@check(Kind.ATTENTION, "attention.cross.hostile", Level.HOSTILE, needs={"attention_types": "cross"})
+def cross(run: Run) -> None:
+    """Cross-attention stores and reads an encoder's keys alone: neither padding nor what else lies in the cache."""
+    for requests, beginning in CROSS:
+        cross_step(run, chosen(run, requests, causal=False, attention_type="cross", beginning=beginning))
 
 
 @check(Kind.ATTENTION, "attention.strides.parts", Level.HOSTILE, profile="mixed")

@@ -21,6 +21,10 @@ What the payload means:
 * Layers of type ``encoder_only`` keep nothing: a request's keys are its tokens of this step and all see all of them
   (`causal` is False). Their batch has a block table without columns and slots -1, and their cache no blocks; `write` is
   called and must store nothing.
+* Layers of type ``cross`` read all keys that an encoder gave for a request (`causal` is False): `seq_lens` count these,
+  and `max_model_len` bounds them. They are stored in the step that computes the request's first token: `slot_mapping`
+  has an entry for each that the step stores, request after request, so none in most steps and more than query tokens in
+  some; `write` gets as many keys and values.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
 * An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
@@ -265,11 +269,11 @@ class AttentionBatch:
         query_start_loc: [num_requests + 1] int32, prefix sums of query lengths, starts with 0, non-decreasing.
         seq_lens: [num_requests] int32, tokens in the cache once this step has written.
         block_table: [num_requests, max_blocks] int32, kernel blocks.
-        slot_mapping: [num_tokens] int64.
+        slot_mapping: [num_tokens] int64; of layers of type ``cross``, an entry for each key to store.
         positions: [num_tokens] int64.
         query_start_loc_cpu, seq_lens_cpu: the same on the host.
         num_decodes: requests at the front of the batch with one query token each.
-        causal: False for encoders.
+        causal: False for encoders, and for layers that read what one gave.
         common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be served
             once for all; 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
         tree: where drafts stand as a tree, else None.

@@ -114,10 +114,14 @@ class Modality:
         name: its key in a prompt's `multi_modal_data`, e.g. ``image``.
         placeholder_token_id: the token that stands for one item in a prompt as the user writes it, and for one
             embedding of an item in a prompt as the model reads it.
+        cross: whether the embeddings take no tokens' places, but are what layers of type ``cross`` read. Every prompt
+            has exactly one such item, and no placeholder; in `ProcessedItem.token_ids` the placeholder's id, which is
+            no token then, stands for an embedding all the same.
     """
 
     name: str
     placeholder_token_id: int
+    cross: bool = False
 
 
 @frozen(kw_only=True, eq=False)
@@ -155,6 +159,7 @@ class ModelFacts:
         parts: what the model consists of; None where the family does not divide it.
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
         state_layers: the layers with a state per request; a tensor whose dtype is ``auto`` gets the activations'.
+        max_encoder_len: most keys of a request in layers of type ``cross``; 0 for a model without any.
     """
 
     architecture: str
@@ -171,6 +176,7 @@ class ModelFacts:
     parts: ModelParts | None = None
     kv_scales: Mapping[int, tuple[float, float]] = field(factory=dict)
     state_layers: tuple[StateLayer, ...] = ()
+    max_encoder_len: int = 0
 
 
 @frozen(kw_only=True)
@@ -298,10 +304,15 @@ class MultimodalModel(Model, Protocol):
         *,
         advance: Advance | None = None,
         tap: Tap | None = None,
+        encoder_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
 
         Steps without items give none, so that the embedding layer stays inside captured graphs.
+
+        `encoder_states` [n, hidden_size] are given only to a model with a `Modality.cross`, and only in steps in which
+        requests begin: the embeddings of these requests' items, one behind the other. Layers of type ``cross`` call
+        `attend` with the n keys and values that they make of them, with none in other steps.
         """
         ...
 

@@ -176,6 +176,13 @@ class World:
         for view, dense in zip(self.cache, (self.keys, self.values), strict=True):
             raw(view)[place] = raw(dense[request][kept]).to(self.device)
 
+    def new_keys(self, request: int) -> range:
+        """Positions of the keys that the step stores: its new tokens, or all of an encoder's where a request begins."""
+        query_len, length = self.case.requests[request]
+        if self.case.attention_type == "cross":
+            return range(length if request in self.case.beginning else 0)
+        return range(length - query_len, length)
+
     def make_batch(self) -> AttentionBatch:
         """The step's batch from the case's requests and the block table."""
         requests = self.case.requests
@@ -183,7 +190,8 @@ class World:
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
         lens = np.array([length for _, length in requests], dtype=np.int32)
         new = [range(length - q, length) for q, length in requests]
-        slots = torch.cat([torch.empty(0, dtype=torch.int64), *map(self.slots, range(len(new)), new)])
+        stored = [self.slots(i, self.new_keys(i)) for i in range(len(requests))]
+        slots = torch.cat([torch.empty(0, dtype=torch.int64), *stored])
         places = [self.case.positions(i)[each.start : each.stop] for i, each in enumerate(new)]
         positions = torch.tensor([position for each in places for position in each], dtype=torch.int64)
         pad = torch.full((self.case.padding,), -1)
@@ -217,8 +225,10 @@ class World:
         """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
         rows = [self.queries]
         for dense, scale in zip((self.keys, self.values), self.case.part_scales, strict=True):
-            pairs = zip(dense, self.case.requests, strict=True)
-            rows.append([each[length - q :].to(self.case.dtype) * scale for each, (q, length) in pairs])
+            kept = map(self.new_keys, range(len(dense)))
+            rows.append(
+                [each[k.start : k.stop].to(self.case.dtype) * scale for each, k in zip(dense, kept, strict=True)]
+            )
         shapes = [
             (self.case.num_heads, self.case.head_size),
             (self.case.num_kv_heads, self.case.head_size),
@@ -290,14 +300,15 @@ class World:
 
     def written(self) -> list[torch.Tensor] | None:
         """The bytes of the cache once the new tokens are stored; None for encoders, which need no cache."""
-        if self.case.attention_type != "decoder":
+        if self.case.attention_type == "encoder_only":
             return None
         before = [buffer.clone() for buffer in self.buffers]
         slots = self.batch.slot_mapping.cpu()
         start = 0
-        for request, (query_len, length) in enumerate(self.case.requests):
-            stop = start + query_len
-            self._put(request, range(length - query_len, length), slots[start:stop])
+        for request in range(len(self.case.requests)):
+            new = self.new_keys(request)
+            stop = start + len(new)
+            self._put(request, new, slots[start:stop])
             start = stop
         expected = self.cache_bits()
         for buffer, old in zip(self.buffers, before, strict=True):

@@ -30,6 +30,7 @@ class Case:
         scale: None for ``head_size ** -0.5``.
         mla: whether keys are latents that hold their values; there is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
+        beginning: requests whose encoder's keys the step stores, where the type is ``cross``.
         parents, num_nodes: of a tree of drafts, and how many of its first nodes are each request's last query tokens.
         amplitude: factor on the queries.
         padding: rows after the last token.
@@ -61,6 +62,7 @@ class Case:
     mla: bool = False
     causal: bool = True
     attention_type: str = "decoder"
+    beginning: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     num_nodes: tuple[int, ...] = ()
     amplitude: float = 1.0

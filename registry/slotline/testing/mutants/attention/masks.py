@@ -53,6 +53,13 @@ class CausalInEncoders(EagerAttention):
         return evolve(super().plan(batch), causal=True)
 
 
+class EncoderKeysByTokens(EagerAttention):
+    """Stores as many of an encoder's keys as the step has query tokens."""
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        return evolve(super().plan(batch), slot_mapping=batch.slot_mapping[: batch.num_tokens])
+
+
 class TreeSeesAllNodes(EagerAttention):
     def among_nodes(self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, *rest: int) -> torch.Tensor:
         return seen
@@ -217,6 +224,9 @@ MUTANTS = (
     mutant("causal-ignored-in-prefill", L1, "no causal mask without a prefix", CausalIgnoredInPrefill),
     mutant("causal-ignored-in-verify", L1, "no causal mask for a few query tokens", CausalIgnoredInVerify),
     mutant("causal-in-encoders", L1, "encoders are masked like decoders", CausalInEncoders),
+    mutant(
+        "encoder-keys-by-tokens", L1, "as many of an encoder's keys are stored as there are tokens", EncoderKeysByTokens
+    ),
     mutant("tree-sees-all-nodes", L1, "nodes of a tree see those before them", TreeSeesAllNodes),
     mutant("tree-window-by-slot", L1, "windows count a tree's slots", TreeWindowBySlot),
     mutant("window-of-one-less", L1, "a window of W shows W - 1 keys", WindowOfOneLess),

@@ -43,7 +43,7 @@ class EagerAttention:
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         """Store the step's tokens, but for those with slot -1."""
-        slots = plan.slot_mapping[: plan.starts[-1]]
+        slots = plan.slot_mapping if layer.attention_type == "cross" else plan.slot_mapping[: plan.starts[-1]]
         kept = slots >= 0
         parts = list(zip(cache, (key, value), self.write_scales(layer), strict=True))
         for view, new, scale in parts[:1] if layer.mla else parts:  # latents hold their values
