@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
@@ -113,6 +114,21 @@ def test_blocks_for_the_encoder_are_taken_at_once_and_kept(whisper: Path, engine
 def _features(llm: LLM, seed: int) -> dict[str, Any]:
     assert llm.engine.encoding is not None
     return {"features": llm.engine.encoding.reader.read([1, 2], {"audio": recording(seed)})[1]}
+
+
+def test_a_made_up_step_in_which_all_begin_stores_nothing(whisper: Path, engines: Engines) -> None:
+    llm = engines(whisper)
+    generate(llm)
+    runner, encoding = llm.engine.runner, llm.engine.encoding
+    assert encoding is not None
+    before = [cache.key.clone() for cache in runner.router.caches()]
+    inputs = llm.engine.gatherer.dummy([3, 1, 1], beginning=True)
+    inputs.encoder_states = encoding.made_up_states(3)
+    assert inputs.encoder_states is not None
+    assert len(inputs.encoder_states) == len(inputs.batches[1].slot_mapping) == 3 * NUM_STATES
+    assert len(runner.run(inputs).token_ids) == 3
+    after = [cache.key for cache in runner.router.caches()]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -459,15 +459,20 @@ class EngineBuilder:
         tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
-            held = encoding.profile() if encoding is not None and device.startswith("cuda") else None
+            on_cuda = device.startswith("cuda")
+            held = encoding.profile() if encoding is not None and on_cuda else None
             lens = even_split(tokens, min(requests, tokens))
-            output = runner.run(
-                gatherer.dummy(lens, vocab_size=self.planned.facts.vocab_size, adapters=self._has_slots)
+            inputs = gatherer.dummy(
+                lens, vocab_size=self.planned.facts.vocab_size, adapters=self._has_slots, beginning=on_cuda
             )
+            if encoding is not None and on_cuda:
+                inputs.encoder_states = encoding.made_up_states(len(lens))
+            output = runner.run(inputs)
+            del inputs
             if runner.drafting is not None:
                 runner.drafting.rehearse(output.computed)
             if runner.pooling is None:
-                warm_up(requests if device.startswith("cuda") else 1, self.planned.facts.vocab_size, device)
+                warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, device)
             del held
             return most / tokens
 

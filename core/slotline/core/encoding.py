@@ -121,6 +121,14 @@ class Encoding:
         found = [self.outputs[feature.mm_hash] for _, feature in schedule.features if feature.cross]
         return torch.cat(found) if found else None
 
+    def made_up_states(self, num_requests: int) -> torch.Tensor | None:
+        """What cross-attention would store if so many requests began, with the longest encoders; None without any."""
+        facts = self.model.facts
+        if not facts.max_encoder_len:
+            return None
+        token = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self.model.embed(token).new_zeros((num_requests * facts.max_encoder_len, facts.hidden_size))
+
     @torch.inference_mode()
     def profile(self) -> torch.Tensor:
         """Encode as many example items as a step may.

@@ -250,6 +250,7 @@ class InputGatherer:
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
         adapters: bool = False,
+        beginning: bool = False,
     ) -> StepInputs:
         """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
 
@@ -262,11 +263,13 @@ class InputGatherer:
                 of them; 1 gives token 0 alone.
             shape, prefixes: as in `gather`.
             adapters: whether tokens use adapters, one slot after the other, whatever these hold.
+            beginning: whether all requests begin, so that cross-attention is given as many keys as there can be.
         """
         counts = np.asarray(query_lens, np.int64)
         num_tokens = int(counts.sum())
         seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
         rows = np.zeros(len(counts), np.int64)
+        num_keys = len(counts) * self.max_encoder_len if beginning else 0
         mixed = shape is not None and shape.num_requests > 0
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
         return self._assemble(
@@ -279,7 +282,7 @@ class InputGatherer:
             encoder_lens=np.full(len(counts), self.max_encoder_len),
             input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
             positions=positions,
-            slots=[np.full(num_tokens * (g.encoder_len is None), PAD_SLOT, np.int64) for g in self.groups],
+            slots=[np.full(num_tokens if g.encoder_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
             logits_indices=starts[1:] - 1,
             logits_rows=rows,
             draft_nodes=None,
