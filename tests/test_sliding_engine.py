@@ -62,12 +62,12 @@ def test_groups_of_unequal_blocks_give_transformers_tokens_with_hits_and_preempt
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("asynchronous", "optimize"), [(False, False), (True, False), (False, True)])
 def test_chunks_give_transformers_tokens_with_hits_and_preemptions(
-    asynchronous: bool, tiny: Tiny, engines: Engines, greedy: Greedy
+    asynchronous: bool, optimize: bool, tiny: Tiny, engines: Engines, greedy: Greedy
 ) -> None:
     path = tiny("llama4")
-    settings = {**SMALL, "scheduler.async": asynchronous}
+    settings = {**SMALL, "scheduler.async": asynchronous, "optimize": optimize}
     llm = engines(path, **settings)
     assert [(g.kv_spec, g.block_size, len(g.layers)) for g in llm.plan.cache_groups] == [
         ("chunked_local", 4, 3),

@@ -186,6 +186,8 @@ def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) 
     if has_hooks(module) or not all(hasattr(module, name) for name in ("o_proj", "head_dim", "config")):
         return None
     hidden, embeddings = probe(module, rotary, target)
+    if not isinstance(embeddings, tuple):
+        return None  # not cosines and sines: Llama 4 turns by complex numbers
     try:
         expected, _ = module.forward(hidden, embeddings, None)
     except (RuntimeError, TypeError, ValueError):
