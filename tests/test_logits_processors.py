@@ -122,6 +122,38 @@ def test_a_minimum_equals_transformers(requests: list[Asked]) -> None:
 # ---- against their definitions
 
 
+def naive_penalties(one: Asked, logits: torch.Tensor) -> torch.Tensor:
+    """Token by token: repetition over all of the history, then frequency and presence over what follows the prompt."""
+    result = logits.clone()
+    for token in range(VOCAB_SIZE):
+        if token in one.history:
+            factor = one.settings["repetition_penalty"]
+            result[token] = result[token] / factor if result[token] > 0 else result[token] * factor
+        count = (one.output + one.drafts).count(token)
+        result[token] -= one.settings["frequency_penalty"] * count
+        result[token] -= one.settings["presence_penalty"] * (count > 0)
+    return result
+
+
+penalties = st.fixed_dictionaries(
+    {
+        "repetition_penalty": st.sampled_from([1.0, 0.7, 1.5]),
+        "frequency_penalty": st.sampled_from([0.0, 0.4, -1.0]),
+        "presence_penalty": st.sampled_from([0.0, 0.9, -0.5]),
+    }
+)
+
+
+@given(requests=asked(penalties))
+@quick
+def test_penalties_are_their_formulas(requests: list[Asked]) -> None:
+    logits = some_logits(len(requests))
+    logits[:, 7] = -INF
+    found = processed("penalties", requests, logits)
+    for i, one in enumerate(requests):
+        torch.testing.assert_close(found[i], naive_penalties(one, logits[i]))
+
+
 def naive_dry(one: Asked, logits: torch.Tensor) -> torch.Tensor:
     """For each token: the longest end of the history that it followed before, found by comparing lists."""
     multiplier, base, allowed, last_n, breakers = (

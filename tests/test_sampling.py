@@ -145,6 +145,27 @@ def test_no_probability_means_never_drawn_at_either_end() -> None:
     assert draw(logits.expand(500, -1), columns(batch(500, seed=np.arange(500)))).unique().tolist() == [2]
 
 
+def test_few_tokens_and_many_are_drawn_alike_whatever_rows_are_around() -> None:
+    """On a CPU few tokens are summed by themselves; rows with many, and rows without any limit, are not."""
+    logits = 3 * torch.randn(60, 400, generator=torch.Generator().manual_seed(0))
+    logits[50:55, 3:] = -torch.inf  # three tokens are left, but no limit is asked for
+    logits[55:58], logits[58:] = -torch.inf, torch.nan
+    limits = {
+        "temperature": [0.8] * 58 + [0.7, 0.7],
+        "top_k": [5] * 20 + [0] * 30 + [0, 0, 9, 9, 2] + [4] * 5,
+        "top_p": [1.0] * 20 + [0.3, 0.999] * 10 + [1.0] * 20,
+        "min_p": [0.0] * 40 + [0.2, 1e-9] * 5 + [0.0] * 10,
+        "seed": list(range(60)),
+    }
+    together, final = drawn(logits, batch(60, **limits))
+    want = draw(final, columns(batch(60, **limits)))
+    assert together[:55].tolist() == want[:55].tolist()
+    assert ((together >= 0) & (together < 400)).all()
+    for row in range(60):
+        only = batch(1, **{name: values[row] for name, values in limits.items()})
+        assert drawn(logits[row : row + 1], only)[0].tolist() == together[row : row + 1].tolist(), row
+
+
 def test_scaling_leaves_greedy_rows_alone() -> None:
     logits = torch.tensor([[2.0, 4.0], [2.0, 4.0]])
     assert scale(logits, columns(batch(2, temperature=[0, 2]))).tolist() == [[2.0, 4.0], [1.0, 2.0]]

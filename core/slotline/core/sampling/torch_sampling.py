@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from slotline.core.sampling.batch import PackedParameters, SamplingBatch
+from slotline.core.sampling.host_draw import draw_among
 
 
 def sample_torch(
@@ -13,13 +14,30 @@ def sample_torch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample rows of which at least one is not greedy; see `sampler.sample`."""
     columns = PackedParameters(params)
-    final = mask_unlikely(scale(logits, columns), batch, columns)
-    tokens = draw(final, columns)
+    scaled = scale(logits, columns)
+    least = least_kept(scaled, batch, columns)
+    final = None
+    if least is not None and logits.device.type == "cpu":
+        tokens = _draw_on_host(scaled, least, params)
+        if keep_final:
+            final = scaled.masked_fill(scaled < least, -torch.inf)
+    else:
+        final = scaled if least is None else scaled.masked_fill(scaled < least, -torch.inf)
+        tokens = draw(final, columns)
     if (batch.temperature == 0).any():
         greedy = columns.greedy
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-        final = torch.where(greedy[:, None], logits, final) if keep_final else final
+        final = None if final is None else torch.where(greedy[:, None], logits, final)
     return tokens, final if keep_final else None
+
+
+def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    tokens, many = draw_among(scaled, least, PackedParameters(params))
+    if many.any():
+        rest = torch.from_numpy(np.flatnonzero(many))
+        final = scaled[rest].masked_fill_(scaled[rest] < least[rest], -torch.inf)
+        tokens[rest] = draw(final, PackedParameters(params[rest]))
+    return tokens
 
 
 def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
@@ -29,11 +47,20 @@ def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
 
 def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor:
     """Set what min-p, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
+    least = least_kept(logits, batch, columns)
+    return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
+
+
+def least_kept(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor | None:
+    """The lowest logit [n, 1] that min-p, top-k and top-p leave in; None if no row asks for any of them.
+
+    By value, not by place: equal logits stay or go together, whatever order a sort gives them.
+    """
+    floor = None
     if batch.min_p.any():
-        floor = logits.max(dim=-1, keepdim=True).values + columns.log_min_p[:, None]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
+        floor = logits.amax(dim=-1, keepdim=True) + columns.log_min_p[:, None]
     if not (batch.top_k.any() or (batch.top_p < 1).any()):
-        return logits
+        return floor
     vocab_size = logits.shape[-1]
     largest = int(np.where(batch.top_k == 0, vocab_size, np.minimum(batch.top_k, vocab_size)).max(initial=1))
     if largest < vocab_size:  # a partial sort is enough when every row limits its tokens
@@ -43,13 +70,13 @@ def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch, columns: PackedPar
     rank = torch.arange(largest, device=logits.device)
     top_k = columns.top_k[:, None]
     drop = (rank >= top_k) & (top_k > 0)
+    if floor is not None:
+        drop |= ordered < floor
     probabilities = ordered.masked_fill(drop, -torch.inf).softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
     top_p = columns.top_p[:, None]  # [n, 1]; a sum may round to 1 before the last token, so 1 drops nothing
     drop |= (before >= top_p) & (top_p < 1) & (rank > 0)
-    # by value, not by place: equal logits stay or go together, whatever order the sort gave them
-    least = ordered.masked_fill(drop, torch.inf).amin(dim=-1, keepdim=True)
-    return logits.masked_fill(logits < least, -torch.inf)
+    return ordered.masked_fill(drop, torch.inf).amin(dim=-1, keepdim=True)
 
 
 def draw(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:

@@ -34,38 +34,48 @@ class Penalties:
         return bool(self._presence[row] or self._frequency[row] or self._repetition[row] != 1)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Penalise [n, vocab_size] logits."""
+        """Penalise [n, vocab_size] logits in place, and only where a token stands in the history."""
         if (self._repetition[batch.rows] != 1).any():
-            seen = self._counts(logits, batch, np.zeros_like(batch.num_tokens)) > 0
-            factor = _column(self._repetition, batch, logits)
-            logits = torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
+            ids, inside = self._history(batch, np.zeros_like(batch.num_tokens), logits.device)
+            factor = torch.where(inside.any(1, keepdim=True), _column(self._repetition, batch, logits), 1)
+            found = logits.gather(1, ids)
+            logits = logits.scatter_(1, ids, torch.where(found > 0, found / factor, found * factor))
         if self._presence[batch.rows].any() or self._frequency[batch.rows].any():
-            counts = self._counts(logits, batch, batch.num_prompt_tokens)
-            logits = logits - _column(self._frequency, batch, logits) * counts
-            logits = logits - _column(self._presence, batch, logits) * (counts > 0)
+            ids, inside = self._history(batch, batch.num_prompt_tokens, logits.device)
+            penalty = _column(self._presence, batch, logits) * inside.any(1, keepdim=True)
+            found = logits.gather(1, ids)
+            if self._frequency[batch.rows].any():
+                counts = torch.zeros_like(logits).scatter_add_(1, ids, inside.to(logits.dtype)).gather(1, ids)
+                found = found - _column(self._frequency, batch, logits) * counts
+            logits = logits.scatter_(1, ids, found - penalty)
         return logits
 
     def release(self, row: int) -> None:
         """The next request of the row writes its own."""
 
     @staticmethod
-    def _counts(logits: torch.Tensor, batch: LogitsBatch, first: npt.NDArray[np.int64]) -> torch.Tensor:
-        """How often each token stands at positions first .. num_tokens - 1 of its row, and among the drafts assumed.
+    def _history(
+        batch: LogitsBatch, first: npt.NDArray[np.int64], device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens at positions first .. num_tokens - 1 of each row and the drafts assumed, in no order.
 
-        Returns [n, vocab_size] float32.
+        Returns [n, width] int64, filled up with a token that is among them (with 0 for a row without any), so that all
+        places of a token may be written with the same number; and which places are not filling.
         """
         width = int(batch.num_tokens.max(initial=0))
-        position = np.arange(width)
+        start = int(first.min(initial=width))
+        position = np.arange(start, width)
         inside = (position >= first[:, None]) & (position < batch.num_tokens[:, None])
-        ids = batch.token_table[batch.rows, :width].astype(np.int64)
+        ids = batch.token_table[batch.rows, start:width].astype(np.int64)
         if batch.draft_token_ids is not None:
             drafts = batch.draft_token_ids
             inside = np.concatenate([inside, np.arange(drafts.shape[1]) < batch.draft_positions[:, None]], 1)
             ids = np.concatenate([ids, drafts], 1)
-        ids = np.where(inside, ids, 0)  # what lies outside is not ours to read
-        return torch.zeros_like(logits).scatter_add_(
-            1, torch.from_numpy(ids).to(logits.device), torch.from_numpy(inside.astype(np.float32)).to(logits.device)
-        )
+        if not inside.shape[1]:
+            inside, ids = np.zeros((len(ids), 1), bool), np.zeros((len(ids), 1), np.int64)
+        some = np.take_along_axis(ids, inside.argmax(1)[:, None], 1)  # what lies outside is not ours to read
+        ids = np.where(inside, ids, np.where(inside.any(1, keepdims=True), some, 0))
+        return torch.from_numpy(ids).to(device), torch.from_numpy(inside).to(device)
 
 
 def _column(values: npt.NDArray[np.float32], batch: LogitsBatch, like: torch.Tensor) -> torch.Tensor:

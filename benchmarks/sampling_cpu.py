@@ -1,0 +1,168 @@
+"""One sampling step on a CPU: ours against transformers' processors and multinomial, with the same parameters.
+
+    OMP_NUM_THREADS=2 python benchmarks/sampling_cpu.py [--rows 16] [--vocab-size 32000] [--rounds 50]
+
+Temperature, top-k, top-p, min-p, repetition and presence penalties, for rows with histories of 512 tokens, half of them
+output. Ours is what the runner does from logits to tokens: the pipeline of processors, the parameters packed, the draw,
+the look at unusable logits. Theirs is what `generate` does: a `LogitsProcessorList`, softmax and multinomial; it has no
+presence penalty, so that one is a processor of a few lines here. Both take turns; medians, and what ours is made of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers.generation import logits_process as hf
+
+from slotline.core import SamplingParams
+from slotline.core.processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.request import Request
+from slotline.core.rows import Rows
+from slotline.core.sampler import SamplingBatch, sample
+from slotline.registry.contracts import LogitsProcessorContext
+from slotline.registry.loading import resolve_factory
+
+PROMPT, OUTPUT = 256, 256
+PARAMS: dict[str, Any] = {
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+}
+
+
+class PresencePenalty(hf.LogitsProcessor):
+    """What transformers lacks, in its way: the scores of the tokens in the output are lowered."""
+
+    def __init__(self, penalty: float, prompt_length: int) -> None:
+        self.penalty, self.prompt_length = penalty, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        output = input_ids[:, self.prompt_length :]
+        return scores.scatter(1, output, scores.gather(1, output) - self.penalty)
+
+
+class Ours:
+    """The runner's part from logits to tokens, with the processors of every run."""
+
+    def __init__(self, history: torch.Tensor, vocab_size: int, params: SamplingParams) -> None:
+        num_rows, length = history.shape
+        self.rows = Rows(num_rows, length + 8)
+        slots = []
+        for point in entry_points(group="slotline.logits_processor"):
+            descriptor = point.load()
+            if descriptor.capabilities.default:
+                context = LogitsProcessorContext(
+                    contract=1,
+                    vocab_size=vocab_size,
+                    eos_token_ids=(2,),
+                    max_requests=num_rows,
+                    max_model_len=length + 8,
+                    device="cpu",
+                )
+                slots.append(
+                    ProcessorSlot(
+                        name=descriptor.name,
+                        processor=resolve_factory(descriptor)(context),
+                        capabilities=descriptor.capabilities,
+                        active=np.zeros(num_rows, bool),
+                    )
+                )
+        self.pipeline = ProcessorPipeline(slots, self.rows, frozenset())
+        for row, tokens in enumerate(history.tolist()):
+            request = Request(request_id=str(row), prompt_token_ids=tokens[:PROMPT], params=params)
+            self.rows.admit(request, row)
+            self.pipeline.admit(request)
+            for token in tokens[PROMPT:]:
+                self.rows.append(np.array([row]), np.array([token], np.int32))
+        self.which = np.arange(num_rows)
+        self.seconds: dict[str, list[float]] = {}
+
+    def step(self, logits: torch.Tensor) -> torch.Tensor:
+        """Tokens [num_rows] of logits [num_rows, vocab_size]."""
+        start = time.perf_counter()
+        batch = SamplingBatch.gather(self.rows, self.which)
+        params = torch.from_numpy(batch.packed())
+        start = self._lap("parameters", start)
+        processed = self.pipeline.apply(logits, self.which, all_greedy=batch.all_greedy)
+        start = self._lap("processors", start)
+        tokens, _ = sample(processed.logits, batch, params)
+        start = self._lap("draw", start)
+        marked = processed.mark(tokens)
+        self._lap("check", start)
+        return marked
+
+    def _lap(self, name: str, start: float) -> float:
+        now = time.perf_counter()
+        self.seconds.setdefault(name, []).append(now - start)
+        return now
+
+
+def theirs(history: torch.Tensor, params: SamplingParams) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step of `generate` with do_sample=True, the processors in its order."""
+    processors = hf.LogitsProcessorList(
+        [
+            hf.RepetitionPenaltyLogitsProcessor(params.repetition_penalty),
+            PresencePenalty(params.presence_penalty, PROMPT),
+            hf.TemperatureLogitsWarper(params.temperature),
+            hf.TopKLogitsWarper(params.top_k),
+            hf.TopPLogitsWarper(params.top_p),
+            hf.MinPLogitsWarper(params.min_p),
+        ]
+    )
+
+    def step(logits: torch.Tensor) -> torch.Tensor:
+        weights = processors(history, logits).softmax(dim=-1)
+        return torch.multinomial(weights, num_samples=1).squeeze(1)
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--vocab-size", type=int, default=32_000)
+    parser.add_argument("--rounds", type=int, default=50)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    history = torch.randint(given.vocab_size, (given.rows, PROMPT + OUTPUT))
+    ranks = torch.stack([torch.randperm(given.vocab_size) for _ in range(given.rows)])
+    logits = -2 * torch.log1p(ranks.float()) + 0.3 * torch.randn(given.rows, given.vocab_size)  # like a model's
+    params = SamplingParams(**PARAMS)
+    ours = Ours(history, given.vocab_size, params)
+    steps = {"slotline": ours.step, "transformers": theirs(history, params)}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    with torch.inference_mode():
+        for _ in range(5):
+            for step in steps.values():
+                step(logits)
+        ours.seconds.clear()
+        for _ in range(given.rounds):
+            for name, step in steps.items():
+                start = time.perf_counter()
+                step(logits)
+                seconds[name].append(time.perf_counter() - start)
+    print(
+        f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
+        f"{torch.get_num_threads()} threads; {given.rows} rows of {given.vocab_size:,} logits, {PARAMS}"
+    )
+    medians = {name: 1000 * statistics.median(values) for name, values in seconds.items()}
+    for name, milliseconds in medians.items():
+        print(f"{name:14}{milliseconds:8.2f} ms   best {1000 * min(seconds[name]):.2f} ms")
+    parts = ", ".join(f"{name} {1000 * statistics.median(values):.2f}" for name, values in ours.seconds.items())
+    print(f"transformers / slotline: {medians['transformers'] / medians['slotline']:.2f}; ours in ms: {parts}")
+
+
+if __name__ == "__main__":
+    main()
