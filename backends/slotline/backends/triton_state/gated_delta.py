@@ -14,8 +14,9 @@ from slotline.backends.triton_state.rows import Rows, Tensors, padded, precision
 
 TILE, WARPS = 8192, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
-CHUNK, EXACT_CHUNK = 64, 32
-"""Tokens of a chunk; products that round nothing take more registers."""
+CHUNK = 32
+"""Tokens of a chunk. With 64, a card gave wrong values for small heads in half precision, where the interpreter's were
+right: docs/decisions/state-kernels.md."""
 
 
 class Scan(NamedTuple):
@@ -27,7 +28,7 @@ class Scan(NamedTuple):
 
 MANY, FEW, EXACT = Scan(8192, 1), Scan(4096, 3), Scan(2048, 2)
 """Where wide programs fill the device, where they do not, and for products that round nothing."""
-PREPARE_WARPS = 8
+PREPARE_WARPS = 4
 """Warps of the program that inverts a chunk's system."""
 
 
@@ -66,12 +67,11 @@ class GatedDelta:
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
         q, k, heads = inputs["q"], inputs["k"], facts["num_v_heads"]
         exact = q.dtype == torch.float32
-        chunk = EXACT_CHUNK if exact else CHUNK
-        sides = (facts["head_size_k"], facts["head_size_v"], chunk)
+        sides = (facts["head_size_k"], facts["head_size_v"], CHUNK)
         reads, own, scores = (q.new_empty((rows.num_tokens, heads, side)) for side in sides)
         factors = q.new_empty((3, heads, rows.num_tokens), dtype=torch.float32)
         made = (reads, own, scores, factors)
-        _prepare(facts, inputs, made, rows, chunk)
+        _prepare(facts, inputs, made, rows)
         shape = EXACT if exact else _shape(facts, rows)
         block = _block(facts, shape.tile, 16)
         kernels.scan[(triton.cdiv(facts["head_size_v"], block), heads, rows.count)](
@@ -92,7 +92,7 @@ class GatedDelta:
             rows.num_tokens,
             factors.stride(0),
             padded_k=padded(facts["head_size_k"], 16),
-            chunk=chunk,
+            chunk=CHUNK,
             block=block,
             precision=precision(q.dtype),
             stages=shape.stages,
@@ -107,10 +107,10 @@ def _shape(facts: Mapping[str, Any], rows: Rows) -> Scan:
 
 
 def _prepare(
-    facts: Mapping[str, Any], inputs: Tensors, made: tuple[Tensor, Tensor, Tensor, Tensor], rows: Rows, chunk: int
+    facts: Mapping[str, Any], inputs: Tensors, made: tuple[Tensor, Tensor, Tensor, Tensor], rows: Rows
 ) -> None:
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    kernels.prepare[(rows.chunks(chunk), facts["num_v_heads"])](
+    kernels.prepare[(rows.chunks(CHUNK), facts["num_v_heads"])](
         q,
         k,
         v,
@@ -133,7 +133,7 @@ def _prepare(
         made[3].stride(0),
         padded_k=padded(facts["head_size_k"], 16),
         padded_v=padded(facts["head_size_v"], 16),
-        chunk=chunk,
+        chunk=CHUNK,
         normed=facts["qk_l2norm"],
         precision=precision(q.dtype),
         num_warps=PREPARE_WARPS,
