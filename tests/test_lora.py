@@ -312,6 +312,39 @@ def test_one_adapter_is_merged_into_the_weights_and_taken_out_again(engine, orac
     check(llm, oracle, ["stabilised"])
 
 
+def test_an_adapter_that_cannot_be_merged_again_is_not_taken_for_merged(engine, oracle, tmp_path):
+    llm, folder = engine(**{"lora.merge": True}), tmp_path / "patterns"
+    shutil.copytree(oracle.request("patterns").lora_path, folder)
+    llm.generate(prompts_of(2), greedy(4), lora_request=LoRARequest("patterns", 4, folder))
+    shutil.rmtree(folder)
+    with pytest.raises(RequestError, match="cannot read adapter_config.json"):
+        llm.reload_weights()
+    assert llm.list_loras() == set()
+    check(llm, oracle, [None, None], length=4)
+    check(llm, oracle, ["stabilised"])
+
+
+def test_a_merge_that_fails_half_way_leaves_the_base_weights(engine, oracle, monkeypatch):
+    llm, left = engine(**{"lora.merge": True}), 3
+    model = llm.engine.runner.model
+    add_to_weight = model.add_to_weight
+
+    def fails(name: str, delta: torch.Tensor) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise RuntimeError("out of memory")
+        add_to_weight(name, delta)
+
+    monkeypatch.setattr(model, "add_to_weight", fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        llm.add_lora(oracle.request("patterns"))
+    assert left == 0
+    assert llm.list_loras() == set()
+    check(llm, oracle, [None, None], length=4)
+    check(llm, oracle, ["stabilised"])
+
+
 # --- what is refused
 
 

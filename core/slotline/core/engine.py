@@ -257,16 +257,17 @@ class Engine:
 
         Raises:
             RequestError: if a request is unfinished; its keys and values are the old weights'.
+                Also if the merged adapter cannot be merged into the new weights, which stay without it then.
             ModelError: if the weights do not fit; the old ones stay.
         """
         if self.requests:
             raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
         self.runner.model.reload_weights(path)
-        if self.adapters is not None:
-            self.adapters.reloaded()
         self.scheduler.cache.reset()
         if self.encoding is not None:
             self.encoding.reset()
+        if self.adapters is not None:
+            self.adapters.reloaded()
 
     @on_device
     def step(self) -> StepResult:

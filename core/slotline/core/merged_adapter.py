@@ -74,7 +74,6 @@ class MergedAdapter:
             )
         self._refuse_users(f"adapter {request.lora_name!r} cannot be merged")
         self._merge(request)
-        self._merged, self._key = request, adapter_key(request)
         return request
 
     def remove(self, number: int) -> bool:
@@ -130,9 +129,14 @@ class MergedAdapter:
         """Nothing is held."""
 
     def reloaded(self) -> None:
-        """Merge the adapter into the new weights."""
-        if self._merged is not None:
-            self._merge(self._merged)
+        """Merge the adapter into the new weights.
+
+        Raises:
+            RequestError: if it cannot be merged; no adapter is merged any more then.
+        """
+        merged, self._merged = self._merged, None
+        if merged is not None:
+            self._merge(merged)
 
     def check(self) -> None:
         """There is nothing to disagree."""
@@ -153,17 +157,22 @@ class MergedAdapter:
 
     @torch.inference_mode()
     def _merge(self, request: LoRARequest) -> None:
+        """Add an adapter to the base model's weights, or leave these as they were."""
+        key = adapter_key(request)
         slot = self._lora.load(request.lora_name, request.lora_path)
         try:
             for name, (inner, outer) in self._modules.items():
                 delta = self._delta(slot, name, inner, outer)
                 if bool(delta.any()):
                     self._model.add_to_weight(name, delta)
-        except ModelError as error:
+        except BaseException as error:  # a plugin's code may raise anything, with half of the layers done
             self._model.reload_weights()
-            raise RequestError(f"adapter {request.lora_name!r}: {error.message}", fix=error.fix) from error
+            if isinstance(error, ModelError):
+                raise RequestError(f"adapter {request.lora_name!r}: {error.message}", fix=error.fix) from error
+            raise
         finally:
             self._lora.unload(request.lora_name)
+        self._merged, self._key = request, key
 
     def _delta(self, slot: int, name: str, inner: int, outer: int) -> torch.Tensor:
         """What the adapter adds to a weight [out_features, in_features]."""
