@@ -12,9 +12,11 @@ from engine_driver import random_prompts
 from torch import nn
 
 from slotline.core import LLM, RequestOutput, SamplingParams
+from slotline.core.planning import SMALL_MODEL
 from slotline.plugins.model_families.passes import invariant_linear
 from slotline.plugins.model_families.passes.target import Target, target_of
 from slotline.registry.errors import ModelError, NegotiationError
+from slotline.testing.reference import drafter as reference
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
@@ -82,6 +84,19 @@ def test_what_cannot_hold_it_is_refused_with_every_reason(tiny: Tiny) -> None:
         LLM(tiny("llama"), device="cpu", batch_invariant=True, optimize=False, offload_gib=1.0)
     with pytest.raises(ModelError, match=r"Qwen3MoeExperts.* multiply weights in a way that hangs on"):
         LLM(tiny("qwen3_moe"), device="cpu", batch_invariant=True)
+    drafter = {"plugins.inline": (f"{reference.__file__}:probabilistic",), "drafter.name": "reference_pair_counts"}
+    with pytest.raises(NegotiationError, match="its guesses' probabilities decide what is sampled"):
+        LLM(tiny("llama"), device="cpu", batch_invariant=True, **drafter)
+
+
+def test_drafts_change_no_bit(engines: Engines) -> None:
+    settings = {"backend": "cpu", "optimize": True, "dtype": "float32", "batch_invariant": True, "max_model_len": 64}
+    prompts: list[Any] = ["def read_file(path", "for i in range(10):\n    print(i)\nfor i in"]
+    expected = alone(engines(SMALL_MODEL, **settings), prompts)
+    drafting = engines(SMALL_MODEL, **settings, **{"drafter.name": "eagle", "drafter.tokens": 3})
+    assert [bits(output) for output in drafting.generate(prompts, SCORED)] == expected
+    assert drafting.engine.drafting is not None
+    assert drafting.engine.drafting.counts.accepted > 0
 
 
 def test_a_gpu_without_kernels_is_refused() -> None:

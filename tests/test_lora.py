@@ -317,7 +317,7 @@ def test_an_adapter_that_cannot_be_merged_again_is_not_taken_for_merged(engine, 
     shutil.copytree(oracle.request("patterns").lora_path, folder)
     llm.generate(prompts_of(2), greedy(4), lora_request=LoRARequest("patterns", 4, folder))
     shutil.rmtree(folder)
-    with pytest.raises(RequestError, match="cannot read adapter_config.json"):
+    with pytest.raises(RequestError, match=r"cannot read adapter_config.json"):
         llm.reload_weights()
     assert llm.list_loras() == set()
     check(llm, oracle, [None, None], length=4)

@@ -257,7 +257,7 @@ class Engine:
 
         Raises:
             RequestError: if a request is unfinished; its keys and values are the old weights'.
-                Also if the merged adapter cannot be merged into the new weights, which stay without it then.
+            RequestError: if the merged adapter cannot be merged into the new weights, which stay without it then.
             ModelError: if the weights do not fit; the old ones stay.
         """
         if self.requests:

@@ -108,8 +108,8 @@ class LLM:
         They come from the folder that `update_config` named last, else from the model's own.
 
         Raises:
-            RequestError: if a request is unfinished; or if the merged adapter cannot be merged into the new weights, which
-                stay without it then.
+            RequestError: if a request is unfinished; or if the merged adapter cannot be merged into the new weights,
+                which stay without it then.
             ModelError: if they are missing or do not fit; the old ones stay.
         """
         self.engine.reload_weights(self._weights)

@@ -101,6 +101,8 @@ def choose_drafter(
     ]
     if offer.needs_layers and (refusal := family.capabilities.taps.refusal(True)):
         texts.append(f"needs hidden states of chosen layers; model family {family.name!r}: taps {refusal}")
+    if loaded.config.batch_invariant and offer.probabilities.support:
+        texts.append("batch_invariant = true: its guesses' probabilities decide what is sampled, and hang on the batch")
     if config.tokens >= max_model_len - 1:
         texts.append(f"{origin} does not fit beside a prompt into max_model_len={max_model_len}")
     if texts:
