@@ -9,8 +9,11 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
+from test_drafting import drafted_by
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.registry.contracts import Draft, DraftBatch
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
 
@@ -118,6 +121,40 @@ def test_drafts_and_overlapping_steps_change_no_text(
     mode: str, plugin: str, plain: Callable[[str], list[Any]], engines: Engines
 ) -> None:
     assert everything(engine(engines, plugin, mode)) == plain(plugin)
+
+
+class HalfBanned:
+    """Drafts a or z with equal chances, and says so; z is never legal where these tests use it."""
+
+    def __init__(self, a: int, z: int, vocab_size: int) -> None:
+        self.tokens = torch.tensor([a, z])
+        self.vocab_size = vocab_size
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        assert batch.uniforms is not None
+        drawn = self.tokens[(torch.from_numpy(batch.uniforms[:, :1]) >= 0.5).long()]
+        probabilities = torch.zeros(len(batch.rows), 1, self.vocab_size)
+        probabilities[..., self.tokens] = 0.5
+        return Draft(token_ids=drawn, probabilities=probabilities)
+
+
+@pytest.mark.behaviour(116)
+def test_drafts_with_a_distribution_do_not_make_a_text_lean_towards_them(engines: Engines) -> None:
+    """What a grammar cuts is chosen by what was drawn: rejection sampling of the rest would not be exact."""
+    plain, llm = (engine(engines, "xgrammar", mode) for mode in ("plain", "drafted"))
+    a, z = (llm.tokenizer.encode(letter)[-1] for letter in "az")
+    letters = StructuredOutputsParams(regex="[ab]{3}")
+    wanted = [SamplingParams(temperature=1.5, seed=i, max_tokens=3, structured_outputs=letters) for i in range(40)]
+    expected = [output.outputs[0].token_ids for output in plain.generate(["x ="] * 40, wanted)]
+    with drafted_by(llm, HalfBanned(a, z, plain.engine.limits.vocab_size)):
+        accepted = llm.engine.drafting.counts.accepted
+        found = [output.outputs[0].token_ids for output in llm.generate(["x ="] * 40, wanted)]
+        assert llm.engine.drafting.counts.accepted > accepted
+    assert found == expected
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)

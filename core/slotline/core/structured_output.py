@@ -141,7 +141,11 @@ class StructuredOutputs:
         that are there from the first one on that is banned, which cannot stand.
 
         Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
+
+        None of these drafts is verified by rejection sampling. Which are cut hangs on what was drawn, so those that are
+        left were not drawn from the distribution that the drafter names, and the text would lean towards them.
         """
+        self._rows.draft_entry[rows[self.active[rows]]] = -1
         most = most if (tree := self._rows.tree) is None else min(most, tree.num_chained)
         room = np.minimum(self._rows.length_limit[rows] - self._rows.num_tokens[rows] - 1, most)
         for row, longest in zip(rows.tolist(), room.tolist(), strict=True):
@@ -154,7 +158,6 @@ class StructuredOutputs:
                 if forced:
                     count = state.count_legal(forced)
                     self._rows.draft(np.array([row]), np.array([forced]), np.array([count]))
-                    self._rows.draft_entry[row] = -1  # the drafter's distribution is not what they were drawn from
                 elif self._rows.num_drafts[row]:
                     self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
             except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
