@@ -28,6 +28,8 @@ class Wayward(reference.ChoiceBackend):
 
     def check(self, constraint: Constraint) -> None:
         self.checked.append(constraint.text)
+        if "no check" in constraint.text:
+            raise ValueError("cannot check")
         super().check(constraint)
 
     def compile(self, constraint: Constraint) -> tuple[bytes, ...]:

@@ -13,6 +13,7 @@ from engine_driver import random_prompts, recorded
 from tiny_models import VOCAB_SIZE
 
 from slotline.core import LLM, PoolingParams, SamplingParams
+from slotline.plugins.model_families import offload
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError, RequestError
 
@@ -123,6 +124,13 @@ def test_what_a_model_of_whole_prompts_cannot_do_is_refused(encoder: Tiny) -> No
         llm.embed(random_prompts([33]))
     with pytest.raises((ConfigError, RequestError)):
         llm.generate([[1, 2]], SamplingParams(max_tokens=1))
+
+
+def test_weights_that_cannot_stay_in_host_memory_are_refused_there(encoder: Tiny) -> None:
+    llm = LLM(encoder("BertModel"), device="cpu", offload_gib=1.0)
+    assert any("has no effect on cpu" in note for note in llm.engine.notes)
+    with pytest.raises(ModelError, match=r"offload_gib = 0.5: the layers of Linear cannot stay in host memory"):
+        offload.place_whole(torch.nn.Linear(1, 1), torch.device("meta"), 2**29)
 
 
 def test_explain_shows_layers_without_a_cache(encoder: Tiny) -> None:

@@ -155,6 +155,14 @@ def test_a_plugin_whose_package_is_missing_is_passed_over_with_the_remedy(
         LLM(**{"structured_output.backend": "xgrammar"})
 
 
+def test_a_plugin_that_fails_while_it_checks_is_a_typed_error_and_the_engine_goes_on(engines: Engines) -> None:
+    llm = wayward(engines)
+    with pytest.raises(PluginError, match=r"'wayward' failed on structured_outputs.choice: ValueError: cannot check"):
+        llm.generate("def f(", choice("no check"))
+    assert not llm.engine.has_work
+    assert llm.generate("def f(", choice("yes"))[0].outputs[0].text == "yes"
+
+
 def test_a_plugin_that_is_not_there_is_an_error() -> None:
     with pytest.raises(PluginNotFoundError, match="xgrammer"):
         LLM(**{"structured_output.backend": "xgrammer"})

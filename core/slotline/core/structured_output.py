@@ -67,6 +67,7 @@ class StructuredOutputs:
 
         Raises:
             RequestError: with the position of the error.
+            PluginError: if the plugin fails in another way.
         """
         wanted = request.params.structured_outputs
         if wanted is None:
@@ -77,8 +78,18 @@ class StructuredOutputs:
                 f"structured_outputs.{kind}: the plugin {self.name!r} does not take it ({refusal})",
                 fix="name another plugin with structured_output.backend",
             )
-        if not self.compiler.knows(wanted.constraint):
-            self.compiler.backend.check(wanted.constraint)
+        if self.compiler.knows(wanted.constraint):
+            return
+        backend = self.compiler.backend
+        try:
+            backend.check(wanted.constraint)
+        except SlotlineError:
+            raise
+        except Exception as error:  # a plugin's code may raise anything
+            raise PluginError(
+                f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}: {one_line(error)}",
+                fix="change the constraint, or name another plugin with structured_output.backend",
+            ) from error
 
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""

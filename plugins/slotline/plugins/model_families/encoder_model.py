@@ -79,7 +79,8 @@ class EncoderModel:
         self._first_position = _first_position(found)
         self.hf_model = self._read(context)
         self._holder = binding.bind(self.hf_model, context.facts.layers)
-        self.notes: tuple[str, ...] = offload.place(self.hf_model, torch.device(context.device), 0)
+        device = torch.device(context.device)
+        self.notes: tuple[str, ...] = offload.place_whole(self.hf_model, device, context.offload_bytes)
         self.pooler, notes = make_encoder_pooler(context, self.hf_model)
         self._head = NoHead(self.hf_model)
         self.notes += notes

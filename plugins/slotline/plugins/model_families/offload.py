@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from slotline.registry.errors import ModelError
+
 MIB = 1 << 20
 
 
@@ -59,6 +61,21 @@ def place(hf_model: Any, device: torch.device, offload_bytes: int) -> tuple[str,
         f"{len(kept)} of {len(hf_model.base_model.layers)} layers ({total / MIB:.1f} MiB of at most "
         f"{offload_bytes / MIB:.1f} MiB) stay in pinned host memory and are copied in each step",
     )
+
+
+def place_whole(hf_model: Any, device: torch.device, offload_bytes: int) -> tuple[str, ...]:
+    """The same for a model whose layers cannot be copied one by one: all of it moves.
+
+    Raises:
+        ModelError: if some of it is to stay in host memory.
+    """
+    if offload_bytes and device.type != "cpu":
+        raise ModelError(
+            f"offload_gib = {offload_bytes / 2**30:g}: the layers of {type(hf_model).__name__} cannot stay in host "
+            "memory",
+            fix="set offload_gib = 0",
+        )
+    return place(hf_model, device, offload_bytes)
 
 
 def _last_layers_within(layers: list[torch.nn.Module], budget: int) -> list[torch.nn.Module]:

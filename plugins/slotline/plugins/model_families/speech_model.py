@@ -85,7 +85,7 @@ class SpeechModel:
         self.hf_model = self._read(context)
         self._holder = binding.bind(self.hf_model, context.facts.layers)
         self._device = torch.device(context.device)
-        self.notes: tuple[str, ...] = offload.place(self.hf_model, self._device, 0)
+        self.notes: tuple[str, ...] = offload.place_whole(self.hf_model, self._device, context.offload_bytes)
         (modality,) = context.facts.modalities
         self._processing = AudioProcessing(context.facts.path, modality, context.facts.max_encoder_len)
         self._no_states = torch.zeros((0, context.facts.hidden_size), dtype=self.hf_model.dtype, device=self._device)
