@@ -16,6 +16,7 @@ from attrs import evolve
 from slotline.core import LLM, SamplingParams
 from slotline.core.build import EngineBuilder
 from slotline.core.planning import make_plan
+from slotline.core.rows import Rows
 from slotline.core.staging import CpuStaging, CudaStaging, staging_for
 from slotline.registry.config import load_config
 
@@ -124,13 +125,13 @@ def test_what_a_step_handed_out_does_not_change_with_the_next(
 @pytest.mark.behaviour(29, 148, 159, 164)
 def test_layers_with_equal_needs_share_a_backend_and_every_layer_has_a_cache(tiny: Callable[..., Path]) -> None:
     builder = EngineBuilder(planned(tiny("gemma3"), **{"scheduler.max_model_len": 64}))
-    groups, facts = builder._attention_groups(None), builder.planned.facts
+    groups, facts = builder.groups.attention_groups(None), builder.planned.facts
     windows = [{layer.window for layer in group.layers} for group in groups]
     assert all(len(of_group) == 1 for of_group in windows)
     assert len(windows) == len({next(iter(of_group)) for of_group in windows}) == 2
     assert sorted(layer.index for group in groups for layer in group.layers) == [layer.index for layer in facts.layers]
     assert len({id(group.backend) for group in groups}) == len(groups)
-    router = builder._router(groups, builder._specs(), num_blocks=3)
+    router = builder.groups.router(groups, builder.groups.specs(), num_blocks=3)
     assert len(router.caches()) == len(facts.layers)
 
 
@@ -147,8 +148,8 @@ def test_caches_are_zeroed_sized_by_the_spec_and_shared_where_a_layer_reads_anot
         plan=evolve(plan.plan, groups=groups, cache_groups=cache_groups),
     )
     builder = EngineBuilder(plan)
-    specs = builder._specs()
-    caches = builder._router(builder._attention_groups(None), specs, num_blocks=5).caches()
+    specs = builder.groups.specs()
+    caches = builder.groups.router(builder.groups.attention_groups(None), specs, num_blocks=5).caches()
     assert caches[-1].key.data_ptr() == caches[0].key.data_ptr()
     assert len({cache.key.data_ptr() for cache in caches}) == len(caches) - 1
     for layer, cache in zip(own, caches, strict=False):
@@ -162,13 +163,14 @@ def test_caches_are_zeroed_sized_by_the_spec_and_shared_where_a_layer_reads_anot
 def test_the_layout_decides_strides_and_never_the_shape(layout: str, tiny: Callable[..., Path]) -> None:
     plan = planned(tiny("llama"), **{"attention.layout": layout, "cache.block_size": 8, "scheduler.max_model_len": 64})
     builder = EngineBuilder(plan)
-    cache = builder._router(builder._attention_groups(None), builder._specs(), num_blocks=3).caches()[0]
+    groups = builder.groups
+    cache = groups.router(groups.attention_groups(None), groups.specs(), num_blocks=3).caches()[0]
     layer = plan.facts.layers[0]
     assert cache.key.shape == (3, 8, layer.num_kv_heads, layer.head_size)
     token, head = cache.key.stride(1), cache.key.stride(2)
     assert (token > head) == (layout == "NHD")
     assert cache.key.stride(3) == 1
-    tables = [group.table.shape[1] for group in builder._cache_groups(builder._specs())]
+    tables = [group.table.shape[1] for group in groups.cache_groups(groups.specs(), Rows(4, 64))]
     assert tables == [64 // 8]  # rows are made once, for the block size that was negotiated
 
 

@@ -150,7 +150,7 @@ def test_the_step_that_calculates_scales_has_no_captured_shape(tmp_path: Path) -
     class Shapes:
         shapes = None
 
-        def shape_for(self, schedule: Any, *, cascade: bool) -> None:
+        def shape_for(self, schedule: Any, *, cascade: bool, adapters: bool) -> None:
             asked.append(llm.engine.runner.router.calculating is None)
 
     llm.engine.graphs = graphs = Shapes()  # type: ignore[assignment]

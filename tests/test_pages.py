@@ -89,7 +89,7 @@ def test_memory_apart_takes_every_groups_page_for_each_block() -> None:
 def test_layers_of_all_groups_share_memory_and_those_of_one_group_do_not(tiny: Tiny) -> None:
     found = planned(tiny("gemma3", **HYBRID))
     builder, num_blocks = EngineBuilder(found), 5
-    specs = builder._specs()
+    specs = builder.groups.specs()
     assert {g.name: g.block_size for g in found.plan.cache_groups} == {"sliding": 4, "full": 16}
     caches = allocate_caches(found.plan, specs, num_blocks, found.stages.device_of)
     assert len({cache.key.untyped_storage().data_ptr() for cache in caches.values()}) == 1

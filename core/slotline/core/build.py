@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from attrs import define, evolve, field
 
 from slotline.core.adapter_source import AdapterSource
-from slotline.core.adaptive import DraftControl
 from slotline.core.admission import EngineLimits
-from slotline.core.attention import AttentionGroup, AttentionRouter
+from slotline.core.attention import AttentionGroup
 from slotline.core.block_pool import BlockPool
 from slotline.core.block_tables import tables_for
-from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named, shared_head
+from slotline.core.build_adapters import adapter_notes, build_adapters, captured_for, load_named
+from slotline.core.build_drafting import build_drafting
+from slotline.core.build_groups import GroupBuilder
 from slotline.core.cache_manager import CacheGroup, CacheManager
-from slotline.core.cache_memory import allocate_caches, no_cache
-from slotline.core.cache_specs import SpecBuilder, of_encoder
-from slotline.core.cascade import Cascade, CascadeGroup
-from slotline.core.checkpoints import Checkpoints
 from slotline.core.device import device_scope
-from slotline.core.draft_attention import DraftAttention
-from slotline.core.draft_planning import draft_path, numbered
 from slotline.core.drafting import Drafting
 from slotline.core.encoding import Encoding, build_encoding
 from slotline.core.engine import Engine
 from slotline.core.graphs import GraphRunner, GraphShapes
 from slotline.core.inputs import InputGatherer, even_split
-from slotline.core.kv_scales import KVScaleTable
 from slotline.core.last_tokens import LastTokens
-from slotline.core.memory import DeviceMemory, MemoryReport, count_slots, size_pool
-from slotline.core.placement import batches_of, device_memory, later_feeds
-from slotline.core.planning import Planned, family_for, make_plan
+from slotline.core.memory import MemoryReport, size_pool
+from slotline.core.placement import device_memory, later_feeds
+from slotline.core.planning import Planned, make_plan
 from slotline.core.pooling import Pooling
 from slotline.core.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.profiling import StepProfiler
@@ -43,24 +34,18 @@ from slotline.core.runner import Runner
 from slotline.core.sampler import warm_up
 from slotline.core.scheduler import Scheduler
 from slotline.core.staging import Staging, staging_for
-from slotline.core.states import StateGroup, StateRouter, allocate
 from slotline.core.structured_output import StructuredOutputs, build_structured_output
 from slotline.core.tokenizer import Tokenizer
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
-    AttentionContext,
-    AttentionLayer,
-    DrafterContext,
     KVSpec,
     LogitsProcessorContext,
     Model,
     ModelContext,
-    StateContext,
     StructuredOutputContext,
 )
-from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ContractError
-from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
+from slotline.registry.loading import bind_contract, resolve_factory
 from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 logger = logging.getLogger("slotline")
@@ -110,6 +95,10 @@ class EngineBuilder:
 
     planned: Planned
     startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
+    groups: GroupBuilder = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.groups = GroupBuilder(self.planned)
 
     def build(self, model: Model | None = None) -> Engine:
         """All parts, and the engine around them.
@@ -119,29 +108,29 @@ class EngineBuilder:
         """
         planned, config = self.planned, self.planned.loaded.config
         model = model or self.load_model()
-        specs = self._specs()
+        specs = self.groups.specs()
         rows = Rows(config.scheduler.max_requests, planned.max_model_len)
-        groups = self._cache_groups(specs, rows)
+        groups = self.groups.cache_groups(specs, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         pipeline = self._pipeline(rows)
-        scales = self._kv_scales()
-        attention = self._attention_groups(scales)
-        cascade = self._cascade(attention, groups)
-        drafting = self._drafting(rows, model)
+        scales = self.groups.kv_scales()
+        attention = self.groups.attention_groups(scales)
+        cascade = self.groups.cascade(attention, groups)
+        drafting = build_drafting(self.planned, rows, model)
         tokenizer = self._tokenizer()
         adapters = build_adapters(planned, model, rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
-        self._set_router(runner, gatherer, self._router(attention, specs, memory.num_blocks))
+        self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
         runner.grammars = self._grammars(rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
             groups,
             prefix_caching=planned.plan.prefix_caching,
             prefix_unit=planned.plan.block_size,
-            checkpoints=self._checkpoints(rows, runner.states),
+            checkpoints=self.groups.checkpoints(rows, runner.states),
         )
         engine = Engine(
             plan=planned.plan,
@@ -188,184 +177,10 @@ class EngineBuilder:
             offload_bytes=int(config.offload_gib * 2**30),
             batch_invariant=config.batch_invariant,
             stages=planned.stages.divided,
-            options=self._options(planned.family_descriptor),
+            options=self.planned.options(planned.family_descriptor),
         )
         with self.startup.scope("weights"):
             return planned.family.load(context)
-
-    def _specs(self) -> list[KVSpec]:
-        planned = self.planned
-        builder = SpecBuilder(
-            planned.loaded,
-            planned.registry,
-            planned.plan.kv_dtype,
-            planned.max_model_len,
-            planned.facts.max_encoder_len,
-        )
-        # Blocks are given back when a step's results are handed out; another may have been prepared by then.
-        ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
-        return [
-            builder.build(group, block_size=group.block_size, max_tokens_in_flight=ahead)
-            for group in planned.plan.cache_groups
-        ]
-
-    def _cache_groups(self, specs: list[KVSpec], rows: Rows) -> list[CacheGroup]:
-        return [
-            CacheGroup(
-                index,
-                spec,
-                group.block_size,
-                group.kernel_block_size,
-                rows.max_requests,
-                *(
-                    (self.planned.facts.max_encoder_len, rows.encoder_len)
-                    if of_encoder(group.layers)
-                    else (rows.max_model_len, None)
-                ),
-            )
-            for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
-        ]
-
-    def _kv_scales(self) -> KVScaleTable | None:
-        """The scales of an eight-bit cache; None where all are 1."""
-        planned = self.planned
-        source = {group.kv_scales for group in planned.plan.groups}
-        if not source & {"checkpoint", "calculate"}:
-            return None
-        return KVScaleTable(
-            planned.layers,
-            planned.facts.kv_scales,
-            device_of=planned.stages.device_of,
-            dtype=getattr(torch, planned.plan.kv_dtype),
-            calculate="calculate" in source,
-        )
-
-    def _cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
-        """Who is asked whether a common prefix pays."""
-        found: list[CascadeGroup | None] = []
-        read = batches_of(self.planned.plan, self.planned.stages)
-        for index, cache in enumerate(groups):
-            backends = tuple(g.backend for g in attention if g.cascade and read[g.batch][1] == index)
-            size = self.planned.plan.cache_groups[index].kernel_block_size
-            found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
-        return Cascade(found)
-
-    def _attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
-        """A built backend for each attention group of the plan; for each stage where several have layers of one."""
-        return [
-            self._attention_group(group, stage, layers, scales)
-            for group in self.planned.plan.groups
-            for stage, layers in self.planned.stages.split(group.layers)
-        ]
-
-    def _attention_group(
-        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: KVScaleTable | None
-    ) -> AttentionGroup:
-        plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
-        names = [cache_group.name for cache_group in plan.cache_groups]
-        batches = batches_of(plan, self.planned.stages)
-        descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
-        context = AttentionContext(
-            contract=group.contract,
-            layers=layers,
-            device=self.planned.stages.stages[stage].device,
-            dtype=group.dtype,
-            kv_dtype=group.kv_dtype,
-            block_size=group.block_size,
-            kernel_block_size=group.kernel_block_size,
-            layout=group.layout,
-            max_query_len=group.max_query_len,
-            max_requests=scheduler.max_requests,
-            max_tokens=scheduler.max_batched_tokens,
-            max_model_len=self.planned.facts.max_encoder_len if of_encoder(layers) else self.planned.max_model_len,
-            kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
-            batch_invariant=self.planned.loaded.config.batch_invariant,
-            options=self._options(descriptor),
-        )
-        with device_scope(context.device):
-            backend = resolve_factory(descriptor)(context)
-        return AttentionGroup(
-            name=group.name,
-            backend=backend,
-            writes_cache=descriptor.capabilities.writes_cache,
-            batch=batches.index((stage, names.index(group.cache_group))) if group.cache_group else len(batches),
-            layers=layers,
-            device=context.device,
-            cascade=group.cascade != "none",
-            cascade_captured=group.cascade == "captured",
-            plain_writes=descriptor.capabilities.plain_writes,
-        )
-
-    def _router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
-        """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
-        caches = allocate_caches(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
-        for layer in self.planned.layers:
-            if layer.shares_kv_with is not None:
-                caches[layer.index] = caches[layer.shares_kv_with]
-            elif layer.attention_type == "encoder_only":
-                caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
-        return AttentionRouter(attention, caches)
-
-    def _set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
-        """Hand the caches to the model's layers, and to the drafter's own."""
-        runner.router = router
-        if runner.drafting is not None and self.planned.draft_layers:
-            runner.drafting.attention = DraftAttention(
-                router,
-                self.planned.draft_layers,
-                gatherer.groups,
-                gatherer.kernel_block_sizes,
-                max_model_len=self.planned.max_model_len,
-                num_tokens=runner.drafting.num_tokens,
-                device=self.planned.device,
-            )
-
-    def _states(self) -> StateRouter | None:
-        """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
-
-        Raises:
-            CapacityError: if that many states do not fit.
-        """
-        planned, scheduler = self.planned, self.planned.loaded.config.scheduler
-        layers, memory = [layer for group in planned.plan.state_groups for layer in group.layers], planned.plan.states
-        if memory is None:
-            return None
-        num_slots = count_slots(
-            memory.slot_bytes,
-            scheduler.max_requests,
-            memory.checkpoints,
-            planned.loaded.config.cache.memory,
-            DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
-            explicit=planned.loaded.origins["cache.memory"].kind != "default",
-        )
-        if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
-            logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
-        groups = []
-        for group in planned.plan.state_groups:
-            descriptor = planned.registry.load(Kind.STATE, group.backend, required=True)
-            context = StateContext(
-                contract=group.contract,
-                layers=group.layers,
-                device=planned.device,
-                dtype=group.dtype,
-                max_query_len=group.max_query_len,
-                max_requests=scheduler.max_requests,
-                max_tokens=scheduler.max_batched_tokens,
-                max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
-                options=self._options(descriptor),
-            )
-            groups.append(
-                StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
-            )
-        states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
-        return StateRouter(groups, states, num_slots, planned.device)
-
-    def _checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:
-        """What is kept of states, where the model keeps any."""
-        memory = self.planned.plan.states
-        if states is None or memory is None:
-            return None
-        return Checkpoints(rows, states, memory.unit)
 
     def _runner(
         self,
@@ -405,7 +220,7 @@ class EngineBuilder:
         )
         runner = Runner(
             model,
-            self._router(attention, specs, num_blocks=1),  # the null block alone, for profiling
+            self.groups.router(attention, specs, num_blocks=1),  # the null block alone, for profiling
             rows,
             pipeline,
             stagings[-1],
@@ -413,13 +228,13 @@ class EngineBuilder:
             drafting,
             last_tokens,
             self._pooling(model, rows, stagings[-1]),
-            self._states(),
+            self.groups.states(),
             adapters=adapters,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             earlier=stagings[:-1],
         )
-        self._set_router(runner, gatherer, runner.router)
+        self.groups.set_router(runner, gatherer, runner.router)
         return gatherer, runner
 
     def _pooling(self, model: Model, rows: Rows, staging: Staging) -> Pooling | None:
@@ -519,7 +334,7 @@ class EngineBuilder:
                 max_requests=rows.max_requests,
                 max_model_len=rows.max_model_len,
                 device=self.planned.device,
-                options=self._options(descriptor),
+                options=self.planned.options(descriptor),
             )
             processor = resolve_factory(descriptor)(context)
             active = np.zeros(rows.max_requests, bool)
@@ -529,69 +344,6 @@ class EngineBuilder:
                 )
             )
         return ProcessorPipeline(slots, rows, _PROCESSED)
-
-    def _load_draft_model(self, path: Path) -> Model:
-        """A whole model for a drafter, on the device, whose attention layers come behind the served model's."""
-        planned, config = self.planned, self.planned.loaded.config
-        descriptor, family = family_for(planned.registry, path)
-        facts = family.inspect(path)
-        layers = numbered(facts.layers, len(planned.facts.layers))
-        return family.load(
-            ModelContext(
-                contract=bind_contract(descriptor),
-                facts=evolve(facts, layers=layers, max_model_len=planned.max_model_len),
-                device=planned.device,
-                dtype=planned.plan.dtype,
-                optimize=config.optimize,
-                options=self._options(descriptor),
-            )
-        )
-
-    def _drafting(self, rows: Rows, model: Model) -> Drafting | None:
-        descriptor, facts = self.planned.drafter, self.planned.facts
-        if descriptor is None:
-            return None
-        loaded = self.planned.loaded
-        context = DrafterContext(
-            contract=bind_contract(descriptor),
-            num_tokens=loaded.config.drafter.tokens,
-            vocab_size=facts.vocab_size,
-            hidden_size=facts.hidden_size,
-            max_requests=rows.max_requests,
-            max_model_len=rows.max_model_len,
-            device=self.planned.device,
-            dtype=self.planned.plan.dtype,
-            path=draft_path(loaded, facts),
-            facts=facts,
-            compute_logits=shared_head(self.planned, model),
-            embed=getattr(model, "embed", None),
-            layers=self.planned.draft_layers,
-            load_model=self._load_draft_model,
-            options=self._options(descriptor),
-        )
-        return Drafting(
-            resolve_factory(descriptor)(context),
-            descriptor.capabilities,
-            rows,
-            num_tokens=context.num_tokens,
-            vocab_size=facts.vocab_size,
-            device=self.planned.device,
-            control=self._draft_control(rows),
-            trees=self.planned.trees,
-            uniform=self._captures_verification,
-        )
-
-    def _draft_control(self, rows: Rows) -> DraftControl | None:
-        """What chooses draft lengths, where the configuration wants that."""
-        drafter = self.planned.loaded.config.drafter
-        if not drafter.adaptive or self.planned.trees:
-            return None
-        return DraftControl(rows.max_requests, drafter.tokens, uniform=self._captures_verification)
-
-    @property
-    def _captures_verification(self) -> bool:
-        """Whether there are graphs of batches in which all requests have as many drafts."""
-        return dict(self.planned.plan.graphs.phases).get("verify", "none") != "none"
 
     def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
         """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
@@ -604,7 +356,7 @@ class EngineBuilder:
             vocab_size=facts.vocab_size,
             eos_token_ids=self._eos_token_ids(),
             max_requests=rows.max_requests,
-            options=self._options(descriptor),
+            options=self.planned.options(descriptor),
         )
         return build_structured_output(descriptor, context, rows, self.planned.loaded.config.structured_output)
 
@@ -691,7 +443,3 @@ class EngineBuilder:
         if descriptor is None or not self._has_slots:
             return (False,)
         return captured_for(descriptor, query_len, specialize=config.specialize_graphs)
-
-    def _options(self, descriptor: Descriptor[Any]) -> Any:
-        """The plugin's own table, typed by the plugin."""
-        return self.planned.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))

@@ -17,7 +17,7 @@ from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import AdaptableModel, LoraContext, Model
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ConfigError
-from slotline.registry.loading import bind_contract, resolve_factory, resolve_options
+from slotline.registry.loading import bind_contract, resolve_factory
 
 OUTPUT_PROJECTION = "lm_head"
 
@@ -46,7 +46,7 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         max_tokens=scheduler.max_batched_tokens,
         device=planned.device,
         dtype=planned.plan.dtype,
-        options=planned.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor)),
+        options=planned.options(descriptor),
     )
     lora = resolve_factory(descriptor)(context)
     if config.merge:

@@ -31,7 +31,7 @@ from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
-from slotline.registry.loading import resolve_factory
+from slotline.registry.loading import resolve_factory, resolve_options
 from slotline.registry.negotiation import (
     Asked,
     Part,
@@ -98,6 +98,10 @@ class Planned:
     def layers(self) -> tuple[AttentionLayer, ...]:
         """All attention layers that the plan serves, by index: the model's, then the drafter's."""
         return self.facts.layers + self.draft_layers
+
+    def options(self, descriptor: Descriptor[Any]) -> Any:
+        """A plugin's own table, typed by the plugin."""
+        return self.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
 
     @property
     def chunked_prefill(self) -> bool:
