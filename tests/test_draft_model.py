@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_speech
 import torch
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from test_eagle import watch
 from tiny_models import oracle
 
 from slotline.core import LLM, SamplingParams
-from slotline.registry.errors import ConfigError, ModelError
+from slotline.registry.errors import ConfigError, ModelError, NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -115,3 +116,8 @@ def test_without_a_model_the_fix_is_named(tiny: Tiny, tmp_path: Path) -> None:
         LLM(tiny("llama"), device="cpu", **{"drafter.name": "draft_model"})
     with pytest.raises(ModelError, match=r"config\.json"):
         LLM(tiny("llama"), device="cpu", **settings_of(tmp_path))
+
+
+def test_a_draft_model_with_cross_attention_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(NegotiationError, match=r"'draft_model' has an attention layer .* of type cross"):
+        LLM(tiny("llama"), device="cpu", max_model_len=64, **settings_of(tiny_speech.build(tmp_path / "whisper")))

@@ -11,7 +11,7 @@ import pytest
 from engine_driver import GREEDY, run_all
 from tiny_vision import greedy_reference, image
 
-from slotline.core import LLM
+from slotline.core import LLM, BeamSearchParams
 from slotline.core.multimodal import Feature
 from slotline.registry.errors import IntegrityError, ModelError, RequestError
 
@@ -55,6 +55,14 @@ def test_a_wrong_prompt_among_others_is_named_and_none_runs(tiny_vision_model: V
     with pytest.raises(RequestError, match="prompt 1: the prompt has 1 image placeholder"):
         llm.generate([good, "b <image>"], GREEDY)
     assert not llm.engine.has_work
+
+
+def test_beam_search_refuses_images_by_the_name_that_the_caller_gave(
+    tiny_vision_model: Vision, engines: Engines
+) -> None:
+    prompt = {"prompt": "<image>", "multi_modal_data": {"image": image(0)}}
+    with pytest.raises(RequestError, match="beam search with multi_modal_data in a prompt"):
+        engines(tiny_vision_model()).beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
 
 
 @pytest.mark.parametrize("key", ["cache_tokens", "max_tokens_per_step"])

@@ -160,7 +160,8 @@ class BeamSearch:
         for prompt in prompts:
             unknown = set(prompt) - {"prompt", "prompt_token_ids", "cache_salt", "lora_request"}
             if unknown:
-                raise RequestError(f"beam search with {sorted(unknown)} in a prompt", fix="leave them out")
+                names = ", ".join(sorted("multi_modal_data" if name == "features" else name for name in unknown))
+                raise RequestError(f"beam search with {names} in a prompt", fix="leave it out, or use generate()")
             length = len(prompt["prompt_token_ids"]) + params.max_tokens
             if length > engine.limits.max_model_len:
                 raise RequestError(

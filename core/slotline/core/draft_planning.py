@@ -33,7 +33,8 @@ def draft_layers(
     """The drafter's own attention layers, numbered behind the model's.
 
     Raises:
-        SlotlineError: if the drafter does not fit the model, or if the model is divided over stages.
+        SlotlineError: if the drafter does not fit the model, if its layers are no decoder's, or if the model is divided
+            over stages.
     """
     if descriptor is None or not descriptor.capabilities.needs_kv_group:
         return ()
@@ -58,6 +59,12 @@ def draft_layers(
         options=loaded.options(descriptor.kind, name, resolve_options(descriptor)),
     )
     own = numbered(factory.attention_layers(inspection), len(facts.layers))
+    if odd := [layer for layer in own if layer.attention_type != "decoder"]:
+        raise NegotiationError(
+            f"drafter {name!r} has an attention layer {odd[0].name!r} of type {odd[0].attention_type}, and a drafter "
+            "is given neither an encoder's keys nor whole prompts",
+            fix="name another checkpoint in drafter.path, one of a decoder",
+        )
     return tuple(evolve(layer, name=f"{name}.{layer.name}") for layer in own)
 
 
