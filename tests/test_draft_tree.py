@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafting import drafted_by, pool_of
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.draft_tree import DraftTree
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.testing.oracles.drafter import verify_by_match
@@ -208,3 +208,33 @@ def test_a_tree_that_is_none_costs_drafts_and_nothing_else(tiny: Tiny, engines: 
     with drafted_by(llm, drafter):
         assert tokens_of(llm, prompts) == expected
     assert "are no tree" in llm.engine.drafting.counts.last_failure
+
+
+class OneTree:
+    """Proposes two guesses for the next place once, and fails from then on."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None: ...
+
+    def release(self, row: int) -> None: ...
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        self.calls += 1
+        if self.calls > 1:
+            raise RuntimeError("no more")
+        return Draft(token_ids=torch.full((len(batch.rows), 2), 5), parents=torch.tensor([-1, -1]))
+
+
+def test_the_form_of_drafts_that_are_gone_does_not_cut_what_a_grammar_forces(engines: Engines) -> None:
+    llm = engines(None, **TREE, backend="torch", max_model_len=64, **{"structured_output.backend": "xgrammar"})
+    forced = StructuredOutputsParams(regex="[ab]antidisestablishmentarianism")
+    with drafted_by(llm, OneTree()):
+        request = add(llm, "forced", [5, 6, 7], SamplingParams(max_tokens=40, structured_outputs=forced))
+        steps = 0
+        while llm.engine.has_work:
+            llm.engine.step()
+            steps += 1
+    assert request.finish_reason == "stop"
+    assert steps < len(request.output_token_ids) / 2

@@ -191,6 +191,7 @@ class Drafting:
         self._timed()
         self._rows.num_drafts[:] = 0
         self._rows.draft_entry[:] = -1
+        self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
         self.probabilities = None
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest

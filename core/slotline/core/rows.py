@@ -36,6 +36,7 @@ class Rows:
         tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
+        encoder_len: tokens of the encoder that cross-attention reads; 0 for none.
         next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
         length_limit: number of tokens at which the request stops for length.
         min_length: number of tokens below which no stop token counts.
