@@ -30,7 +30,9 @@ class Failing:
         self.released: list[int] = []
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Anything goes."""
+        """Anything goes, but for a request that asks for a failure here."""
+        if params.get("fail") == "validate":
+            raise KeyError("no such table")
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
         """Remember what to do."""

@@ -116,6 +116,8 @@ def test_what_a_model_of_whole_prompts_cannot_do_is_refused(encoder: Tiny) -> No
         LLM(path, device="cpu", max_num_batched_tokens=32, max_model_len=64)
     with pytest.raises(NegotiationError, match=r"prefix_caching = true .* keep nothing between steps"):
         LLM(path, device="cpu", enable_prefix_caching=True)
+    with pytest.raises(NegotiationError, match=r"cache.dtype = 'fp8' .* has nothing to hold"):
+        LLM(path, device="cpu", overrides=["cache.dtype=fp8"])
     with pytest.raises(NegotiationError, match="attention type: needs encoder_only, offers decoder"):
         LLM(path, device="cpu", backend="cpu")
     llm = LLM(path, device="cpu", max_num_batched_tokens=32)

@@ -14,7 +14,7 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.processors import ProcessorPipeline
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import PluginError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(19, 108)]
 
@@ -79,6 +79,14 @@ def test_a_processor_that_goes_wrong_for_a_request_ends_that_request_alone(
     assert found[1].token_ids == want[1].token_ids[:4]  # what came before stays
     everything_returned(llm)
     assert tokens_of(llm, PROMPTS, good[0]) == [output.token_ids for output in want]
+
+
+def test_a_processor_that_fails_to_check_a_request_refuses_it_alone(llm: LLM) -> None:
+    want = tokens_of(llm, PROMPTS, params())
+    with pytest.raises(PluginError, match="logits processor 'failing' failed to check a request: KeyError"):
+        llm.generate(PROMPTS, [params(), params(fail="validate"), *[params()] * 3])
+    everything_returned(llm)
+    assert tokens_of(llm, PROMPTS, params()) == want
 
 
 def test_the_first_token_may_fail_and_several_requests_at_once(llm: LLM) -> None:

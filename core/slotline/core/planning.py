@@ -25,7 +25,7 @@ from slotline.core.plan_parts import (
 )
 from slotline.core.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.states import refuse_unfit_states, with_state_memory
-from slotline.core.whole_prompts import length_of_whole_prompts, refuse_sharing, whole_prompts
+from slotline.core.whole_prompts import length_of_whole_prompts, refuse_cache_dtype, refuse_sharing, whole_prompts
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -163,6 +163,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     )
     request = evolve(request, stages=stages.divided)
     if whole_prompts(facts):
+        refuse_cache_dtype(loaded, facts)
         request = evolve(request, prefix_caching=refuse_sharing(loaded))
     attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
     if use_measurements:

@@ -45,3 +45,17 @@ def refuse_sharing(loaded: LoadedConfig) -> Asked[bool]:
             f"cache.prefix_caching = true ({origin.where}) cannot hold: {_WHY}", fix="remove it from the configuration"
         )
     return Asked(False, _WHY)
+
+
+def refuse_cache_dtype(loaded: LoadedConfig, facts: ModelFacts) -> None:
+    """Refuse a dtype for a cache that there is not.
+
+    Raises:
+        NegotiationError: if one was named and no layer keeps anything.
+    """
+    if loaded.config.cache.dtype != "auto" and all(layer.attention_type == "encoder_only" for layer in facts.layers):
+        raise NegotiationError(
+            f"cache.dtype = {loaded.config.cache.dtype!r} ({loaded.origins['cache.dtype'].where}) has nothing to hold: "
+            f"{_WHY}",
+            fix="remove it from the configuration",
+        )
