@@ -62,22 +62,24 @@ def random_model(context: Any) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def engine(folder: Path, longest: int, requests: int, tokens: int, settings: list[str]) -> LLM:
-    """An LLM over the folder's configuration, of so many requests."""
+def random_llm(folder: Path, **settings: Any) -> LLM:
+    """An LLM over the folder's configuration, with random bfloat16 weights made on the device."""
     loading.load_transformers_model = random_model
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(folder / "config.json", name)
         (Path(name) / "model.safetensors").touch()  # its header is never read
-        overrides = ["cache.prefix_caching=false", *settings]
-        return LLM(
-            model=name,
-            device="cuda",
-            dtype="bfloat16",
-            max_model_len=longest,
-            max_num_seqs=requests,
-            max_num_batched_tokens=tokens,
-            overrides=overrides,
-        )
+        return LLM(model=name, device="cuda", dtype="bfloat16", **settings)
+
+
+def engine(folder: Path, longest: int, requests: int, tokens: int, settings: list[str]) -> LLM:
+    """An LLM of so many requests, without prefix caching."""
+    return random_llm(
+        folder,
+        max_model_len=longest,
+        max_num_seqs=requests,
+        max_num_batched_tokens=tokens,
+        overrides=["cache.prefix_caching=false", *settings],
+    )
 
 
 def kernels(work: Callable[[], Any]) -> list[Kernel]:

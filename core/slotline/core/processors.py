@@ -17,8 +17,8 @@ from attrs import define, field, frozen
 from slotline.core.request import Request
 from slotline.core.rows import Rows
 from slotline.registry.contracts import LogitsBatch, LogitsProcessor, LogitsProcessorCapabilities
-from slotline.registry.errors import ContractError, PluginError, RequestError, SlotlineError
-from slotline.registry.loading import one_line
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import typed_failures
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -103,15 +103,11 @@ class ProcessorPipeline:
                     fix="name one that takes it under [logits_processors], see `slotline plugins`",
                 )
         for slot in self.slots:
-            try:
+            with typed_failures(
+                f"logits processor {slot.name!r} failed to check a request",
+                fix="change the parameters that it takes, or do without it",
+            ):
                 slot.processor.validate(params)
-            except SlotlineError:
-                raise
-            except Exception as error:  # a plugin's code may raise anything
-                raise PluginError(
-                    f"logits processor {slot.name!r} failed to check a request: {one_line(error)}",
-                    fix="change the parameters that it takes, or do without it",
-                ) from error
 
     def admit(self, request: Request) -> None:
         """A request took its row."""

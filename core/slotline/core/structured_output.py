@@ -27,8 +27,8 @@ from slotline.registry.contracts import (
     StructuredOutputContext,
 )
 from slotline.registry.descriptor import Descriptor
-from slotline.registry.errors import ContractError, PluginError, RequestError, SlotlineError
-from slotline.registry.loading import label_of, one_line, resolve_factory
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import label_of, resolve_factory, typed_failures
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -81,15 +81,11 @@ class StructuredOutputs:
         if self.compiler.knows(wanted.constraint):
             return
         backend = self.compiler.backend
-        try:
+        with typed_failures(
+            f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}",
+            fix="change the constraint, or name another plugin with structured_output.backend",
+        ):
             backend.check(wanted.constraint)
-        except SlotlineError:
-            raise
-        except Exception as error:  # a plugin's code may raise anything
-            raise PluginError(
-                f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}: {one_line(error)}",
-                fix="change the constraint, or name another plugin with structured_output.backend",
-            ) from error
 
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""
@@ -219,15 +215,11 @@ def build_structured_output(
     """
 
     def build() -> StructuredOutput:
-        try:
+        with typed_failures(
+            f"{label_of(descriptor)} cannot be built for this model",
+            fix="name another plugin with structured_output.backend",
+        ):
             return resolve_factory(descriptor)(context)  # type: ignore[no-any-return]
-        except SlotlineError:
-            raise
-        except Exception as error:  # a plugin's code may raise anything
-            raise PluginError(
-                f"{label_of(descriptor)} cannot be built for this model: {one_line(error)}",
-                fix="name another plugin with structured_output.backend",
-            ) from error
 
     compiler = GrammarCompiler(build, threads=config.compile_threads, capacity=config.cached_grammars)
     if config.backend != "auto":

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import attrs
 
 from slotline.registry.descriptor import HOST_CONTRACTS, Descriptor, Kind
-from slotline.registry.errors import ContractError, PluginLoadError
+from slotline.registry.errors import ContractError, PluginError, PluginLoadError, SlotlineError
 
 _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
     {
@@ -52,6 +53,17 @@ def import_dotted(target: str, what: str, *, module: bool = False) -> Any:
     except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
         raise PluginLoadError(f"{what}: cannot load {target!r}: {one_line(error)}", fix=_load_fix(error)) from error
     return found
+
+
+@contextmanager
+def typed_failures(what: str, fix: str) -> Iterator[None]:
+    """Turn what a plugin's code raises inside, save our own errors, into a `PluginError` that begins with `what`."""
+    try:
+        yield
+    except SlotlineError:
+        raise
+    except Exception as error:  # a plugin's code may raise anything
+        raise PluginError(f"{what}: {one_line(error)}", fix=fix) from error
 
 
 def one_line(error: BaseException) -> str:

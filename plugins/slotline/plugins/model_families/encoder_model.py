@@ -19,7 +19,6 @@ from slotline.plugins.model_families.logits import NoHead
 from slotline.plugins.model_families.pooling import make_encoder_pooler
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
-from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
@@ -115,14 +114,7 @@ class EncoderModel:
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
         new = self._read(evolve(self._context, facts=facts)).state_dict()
-        own = self.hf_model.state_dict()
-        changed = sorted(name for name in own.keys() | new.keys() if _shape(own, name) != _shape(new, name))
-        if changed:
-            raise ModelError(
-                f"weights of {facts.path} do not fit the loaded model: {', '.join(changed[:4])}",
-                fix="name a checkpoint of the same shapes, or build the engine again",
-            )
-        self.hf_model.load_state_dict(new)
+        loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
         self.facts = facts
 
     @staticmethod
@@ -146,7 +138,3 @@ def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
     with torch.no_grad():
         model.base_model(input_ids=tokens, position_ids=tokens)
     return tuple(evolve(layer, attention_type="encoder_only", kv_kind="encoder_only") for layer in recorder.layers)
-
-
-def _shape(tensors: dict[str, torch.Tensor], name: str) -> torch.Size | None:
-    return tensors[name].shape if name in tensors else None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +64,23 @@ def load_transformers_model(
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
     return binding.find_body(model.eval().requires_grad_(False))
+
+
+def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Copy the tensors of a folder into a loaded model's by name, in place: addresses stay.
+
+    Raises:
+        ModelError: if names or shapes differ; nothing has been copied then.
+    """
+    changed = sorted(n for n in own.keys() | new.keys() if n not in own or n not in new or own[n].shape != new[n].shape)
+    if changed:
+        raise ModelError(
+            f"weights of {path} do not fit the loaded model: {', '.join(changed[:4])}",
+            fix="name a checkpoint of the same shapes, or build the engine again",
+        )
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(new[name])
 
 
 @contextmanager

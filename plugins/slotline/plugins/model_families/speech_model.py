@@ -20,7 +20,6 @@ from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.speech import ARCHITECTURES
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import Modality, ModelContext, ModelFacts, ProcessedItem
-from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
@@ -147,16 +146,7 @@ class SpeechModel:
         """
         facts = self.facts if path is None else evolve(self.facts, path=path)
         new = self._read(evolve(self._context, facts=facts)).state_dict()
-        own = self.hf_model.state_dict()
-        changed = sorted(
-            n for n in own.keys() | new.keys() if n not in own or n not in new or own[n].shape != new[n].shape
-        )
-        if changed:
-            raise ModelError(
-                f"weights of {facts.path} do not fit the loaded model: {', '.join(changed[:4])}",
-                fix="name a checkpoint of the same shapes, or build the engine again",
-            )
-        self.hf_model.load_state_dict(new)
+        loading.copy_weights(self.hf_model.state_dict(), new, facts.path)
         self.facts = facts
 
     @staticmethod

@@ -27,7 +27,6 @@ from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
-from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
@@ -143,15 +142,7 @@ class DecoderModel:
         facts = self.facts if path is None else evolve(self.facts, path=path)
         context = evolve(self._context, facts=facts)
         new = _tensors(self._read_again(context))
-        changed = [name for name in sorted(self._tensors.keys() | new.keys()) if not self._fits(name, new)]
-        if changed:
-            raise ModelError(
-                f"weights of {facts.path} do not fit the loaded model: {', '.join(changed[:4])}",
-                fix="name a checkpoint of the same shapes, or build the engine again",
-            )
-        with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                tensor.copy_(new[name])
+        loading.copy_weights(self._tensors, new, facts.path)
         self.facts, self._context = facts, context
 
     def _adaptable(self) -> Adaptation:
@@ -205,9 +196,6 @@ class DecoderModel:
         if encoder is not None:
             hf_model.encoder = encoder.to(parts[0].device)
         return hf_model, holder, notes
-
-    def _fits(self, name: str, new: dict[str, torch.Tensor]) -> bool:
-        return name in new and name in self._tensors and new[name].shape == self._tensors[name].shape
 
 
 def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:
