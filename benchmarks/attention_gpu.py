@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from slotline.core.workloads import workload
+from slotline.core.frontend.workloads import workload
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, KVScales
 from slotline.registry.descriptor import Kind

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 from slotline.core import LLM
 from slotline.core.cli import bench_run
 from slotline.core.cli.bench_run import Run, timed_runs
-from slotline.core.workloads import Workload, workload
+from slotline.core.frontend.workloads import Workload, workload
 
 
 def build(folder: Path, settings: list[str]) -> tuple[LLM, float]:

@@ -20,19 +20,19 @@ import numpy as np
 import torch
 
 from slotline.core import SamplingParams
-from slotline.core.admission import EngineLimits
-from slotline.core.attention import AttentionGroup, AttentionRouter
-from slotline.core.block_pool import BlockPool
-from slotline.core.block_tables import HostTables
-from slotline.core.cache_manager import CacheGroup, CacheManager
+from slotline.core.cache.block_pool import BlockPool
+from slotline.core.cache.block_tables import HostTables
+from slotline.core.cache.manager import CacheGroup, CacheManager
 from slotline.core.engine import Engine
-from slotline.core.inputs import InputGatherer
-from slotline.core.processors import ProcessorPipeline
-from slotline.core.profiling import StepProfiler
-from slotline.core.rows import Rows
-from slotline.core.runner import Runner
-from slotline.core.scheduler import Scheduler
-from slotline.core.staging import CpuStaging
+from slotline.core.execution.attention import AttentionGroup, AttentionRouter
+from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.profiling import StepProfiler
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.staging import CpuStaging
+from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.scheduling.admission import EngineLimits
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Scheduler
 
 VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 32_000, 8, 16, 4096
 
@@ -118,7 +118,7 @@ def build(num_requests: int) -> Engine:
 
 def _tokenizer() -> Any:
     """The shipped model's tokenizer, for `--detokenize`."""
-    from slotline.core.tokenizer import Tokenizer
+    from slotline.core.frontend.tokenizer import Tokenizer
 
     return Tokenizer(Path(__file__).parent.parent / "core" / "slotline" / "core" / "small_model")
 

@@ -22,7 +22,7 @@ import torch
 import transformers
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.block_pool import NULL_BLOCK
+from slotline.core.cache.block_pool import NULL_BLOCK
 
 WINDOW = 64
 _SIZES = {

@@ -26,10 +26,10 @@ import transformers
 from transformers.generation import logits_process as hf
 
 from slotline.core import SamplingParams
-from slotline.core.processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.request import Request
-from slotline.core.rows import Rows
-from slotline.core.sampler import SamplingBatch, sample
+from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.sampler import SamplingBatch, sample
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.registry.loading import resolve_factory
 

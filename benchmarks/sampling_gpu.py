@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.sampler import SamplingBatch, sample
+from slotline.core.sampling.sampler import SamplingBatch, sample
 from slotline.core.sampling.torch_sampling import sample_torch
 
 CASES: dict[str, dict[str, float]] = {

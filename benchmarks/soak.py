@@ -21,7 +21,7 @@ import psutil
 import torch
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.request import Request
+from slotline.core.scheduling.request import Request
 
 MAX_MODEL_LEN = 192
 PLAIN: dict[str, Any] = {"scheduler.async": False, "graphs.mode": "none", "enable_prefix_caching": False}

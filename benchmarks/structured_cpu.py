@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.planning import SMALL_MODEL
-from slotline.core.tokenizer import Tokenizer
+from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.planning.plan import SMALL_MODEL
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.subject import subject_of
 

@@ -16,7 +16,7 @@ import tiny_vision
 import torch
 
 from slotline.core import LLM
-from slotline.core.integrity import check_integrity
+from slotline.core.scheduling.integrity import check_integrity
 
 
 def pytest_configure() -> None:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import numpy as np
 from attrs import define, field
 
-from slotline.core.block_pool import BlockPool
-from slotline.core.cache_manager import CacheGroup, CacheManager
-from slotline.core.encoder_cache import EncoderCache
-from slotline.core.integrity import check_integrity
-from slotline.core.multimodal import Feature
-from slotline.core.request import Request
-from slotline.core.rows import Rows
-from slotline.core.sampling_params import SamplingParams
-from slotline.core.scheduler import Schedule, Scheduler
+from slotline.core.cache.block_pool import BlockPool
+from slotline.core.cache.encoder_cache import EncoderCache
+from slotline.core.cache.manager import CacheGroup, CacheManager
+from slotline.core.frontend.multimodal import Feature
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule, Scheduler
 from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.registry.contracts import KVSpecContext
 

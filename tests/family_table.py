@@ -18,7 +18,7 @@ from attrs import frozen
 from engine_driver import GREEDY, random_prompts
 
 from slotline.core import LLM
-from slotline.core.request import Request
+from slotline.core.scheduling.request import Request
 
 PAGE = Path(__file__).parent.parent / "docs" / "model-families.md"
 START, END = "<!-- families -->\n", "<!-- end -->"

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.sampler import SamplingBatch, sample
 from slotline.core.sampling import torch_sampling
 from slotline.core.sampling.batch import PackedParameters
+from slotline.core.sampling.sampler import SamplingBatch, sample
 
 
 def batch(n: int, **values: Any) -> SamplingBatch:

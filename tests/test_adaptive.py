@@ -12,7 +12,7 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 from test_drafting import NGRAM, drafted_by, guided
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.adaptive import PERIOD, DraftControl
+from slotline.core.drafting.adaptive import PERIOD, DraftControl
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -15,7 +15,7 @@ from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens
 from test_engine_equality import pool_of
 
 from slotline.core import LLM, RequestOutput, SamplingParams
-from slotline.core.last_tokens import LastTokens
+from slotline.core.sampling.last_tokens import LastTokens
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -12,7 +12,7 @@ from engine_driver import random_prompts
 from torch import nn
 
 from slotline.core import LLM, RequestOutput, SamplingParams
-from slotline.core.planning import SMALL_MODEL
+from slotline.core.planning.plan import SMALL_MODEL
 from slotline.plugins.model_families.passes import invariant_linear
 from slotline.plugins.model_families.passes.target import Target, target_of
 from slotline.registry.errors import ModelError, NegotiationError

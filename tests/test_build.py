@@ -14,10 +14,10 @@ import torch
 from attrs import evolve
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.build import EngineBuilder
-from slotline.core.planning import make_plan
-from slotline.core.rows import Rows
-from slotline.core.staging import CpuStaging, CudaStaging, staging_for
+from slotline.core.building.build import EngineBuilder
+from slotline.core.execution.staging import CpuStaging, CudaStaging, staging_for
+from slotline.core.planning.plan import make_plan
+from slotline.core.scheduling.rows import Rows
 from slotline.registry.config import load_config
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.cascade import Cascade, CascadeGroup, common_prefix_len
-from slotline.core.graphs import GraphShapes
-from slotline.core.inputs import GraphShape
-from slotline.core.scheduler import Schedule
+from slotline.core.cache.cascade import Cascade, CascadeGroup, common_prefix_len
+from slotline.core.execution.graphs import GraphShapes
+from slotline.core.execution.inputs import GraphShape
+from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

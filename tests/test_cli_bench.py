@@ -13,7 +13,7 @@ from cli_cases import tiny_checkpoint
 from slotline.core.cli import main
 from slotline.core.cli.bench_limits import Machine, ModelCost
 from slotline.core.cli.bench_run import Served, Wave
-from slotline.core.workloads import WORKLOADS, workload
+from slotline.core.frontend.workloads import WORKLOADS, workload
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.errors import ConfigError
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from test_drafting import drafted_by, pool_of
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.draft_tree import DraftTree
+from slotline.core.drafting.tree import DraftTree
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.testing.oracles.drafter import verify_by_match
 

@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.rows import Rows
-from slotline.core.sampler import SamplingBatch
-from slotline.core.verification import Rejections, reject, standing
+from slotline.core.drafting.verification import Rejections, reject, standing
+from slotline.core.sampling.sampler import SamplingBatch
+from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError, PluginNotFoundError
 

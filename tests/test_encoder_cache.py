@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from core_cases import Bench, request
 
-from slotline.core.encoder_cache import EncoderCache
-from slotline.core.graphs import GraphShapes
-from slotline.core.integrity import check_integrity
-from slotline.core.multimodal import Feature, hash_extra
-from slotline.core.request import Status
+from slotline.core.cache.encoder_cache import EncoderCache
+from slotline.core.execution.graphs import GraphShapes
+from slotline.core.frontend.multimodal import Feature, hash_extra
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.request import Status
 from slotline.registry.errors import IntegrityError
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slotline.core import LLM
-from slotline.core.attention import unowned
+from slotline.core.execution.attention import unowned
 
 
 def test_an_unowned_tensor_is_the_same_memory_and_does_not_hold_it() -> None:

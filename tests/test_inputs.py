@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.block_tables import DeviceTables, HostTables
-from slotline.core.graphs import GraphShapes
-from slotline.core.inputs import PAD_SLOT, GraphShape, InputGatherer, StepInputs, even_split
-from slotline.core.padding import padded_size
-from slotline.core.rows import Rows
-from slotline.core.scheduler import Schedule
-from slotline.core.staging import CpuStaging
+from slotline.core.cache.block_tables import DeviceTables, HostTables
+from slotline.core.execution.graphs import GraphShapes
+from slotline.core.execution.inputs import PAD_SLOT, GraphShape, InputGatherer, StepInputs, even_split
+from slotline.core.execution.padding import padded_size
+from slotline.core.execution.staging import CpuStaging
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.negotiation import capture_sizes
 

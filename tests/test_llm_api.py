@@ -17,11 +17,11 @@ from conftest import DEFAULTS, everything_returned
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.building.memory import DeviceMemory, size_pool
 from slotline.core.engine import Engine
-from slotline.core.integrity import check_integrity
-from slotline.core.memory import DeviceMemory, size_pool
-from slotline.core.request import Status
-from slotline.core.staging import CpuStaging, reserved_bytes
+from slotline.core.execution.staging import CpuStaging, reserved_bytes
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.request import Status
 from slotline.registry import hookimpl
 from slotline.registry.errors import (
     CapacityError,
@@ -574,7 +574,7 @@ def test_buffers_of_fixed_size_hold_every_step_the_profiling_one_included(
 ) -> None:
     prompts = random_prompts([28, 3, 17, 9])
     expected = tokens_of(engines(tiny("llama")), prompts, SHORT)
-    monkeypatch.setattr("slotline.core.build.staging_for", lambda _: FixedBuffers())
+    monkeypatch.setattr("slotline.core.building.build.staging_for", lambda _: FixedBuffers())
     assert tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), prompts, SHORT) == expected
 
 

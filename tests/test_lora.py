@@ -15,9 +15,9 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from slotline.core.graphs import GraphShapes
-from slotline.core.inputs import GraphShape
-from slotline.core.scheduler import Schedule
+from slotline.core.execution.graphs import GraphShapes
+from slotline.core.execution.inputs import GraphShape
+from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

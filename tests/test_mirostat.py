@@ -18,7 +18,7 @@ from processor_cases import MAX_REQUESTS, VOCAB_SIZE, Asked, batch_of, build, pr
 from test_engine_equality import pool_of
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.sampler import invert, uniforms
+from slotline.core.sampling.sampler import invert, uniforms
 from slotline.registry.errors import ContractError, NegotiationError, RequestError
 from slotline.testing.environments.logits_processor import parameters
 

@@ -15,7 +15,7 @@ from engine_driver import GREEDY, recorded
 from sound_family import EDGE, SOUND, SoundFamily, SoundModel
 
 from slotline.core import LLM
-from slotline.core.multimodal import PromptReader
+from slotline.core.frontend.multimodal import PromptReader
 from slotline.registry.contracts import ModelContext, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 

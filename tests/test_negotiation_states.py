@@ -11,7 +11,7 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
-from slotline.core.states import refuse_unfit_states
+from slotline.core.execution.states import refuse_unfit_states
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.state import StateCapabilities, StateLayer, StateTensorSpec
 from slotline.registry.descriptor import Descriptor, Kind

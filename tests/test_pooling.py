@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, family
 
 from slotline.core import LLM, PoolingParams, SamplingParams
-from slotline.core.request import Request
+from slotline.core.scheduling.request import Request
 from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
 from slotline.plugins.model_families.logits import NoHead
 from slotline.registry.errors import ConfigError, ContractError, ModelError, NegotiationError, RequestError

@@ -13,7 +13,7 @@ from conftest import everything_returned
 from engine_driver import GREEDY, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.processors import ProcessorPipeline
+from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.registry.errors import PluginError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(19, 108)]

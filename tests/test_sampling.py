@@ -14,9 +14,9 @@ from engine_driver import GREEDY, add, random_prompts, run_all
 from sampling_cases import allowed, batch, columns, drawn, masked
 
 from slotline.core import LLM, Logprob, SamplingParams
-from slotline.core import sampler as sampler_module
-from slotline.core.logprobs import LogprobTable, pack_logprobs
-from slotline.core.sampler import uniforms, warm_up
+from slotline.core.sampling import sampler as sampler_module
+from slotline.core.sampling.logprobs import LogprobTable, pack_logprobs
+from slotline.core.sampling.sampler import uniforms, warm_up
 from slotline.core.sampling.torch_sampling import draw, scale
 from slotline.registry.errors import CapacityError
 
@@ -479,7 +479,7 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before(tiny: Tiny
 
 @pytest.mark.behaviour(19)
 def test_processors_run_in_their_order_whatever_order_they_were_found_in(tiny: Tiny, engines: Engines) -> None:
-    from slotline.core.processors import ProcessorPipeline
+    from slotline.core.sampling.processors import ProcessorPipeline
 
     pipeline = engines(tiny("llama")).engine.pipeline
     assert [slot.name for slot in pipeline.slots] == [

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import allowed, batch, params
 
-from slotline.core.logprobs import pack_logprobs
-from slotline.core.sampler import SamplingBatch, sample, uniforms
+from slotline.core.execution.staging import reserved_bytes, staging_for
 from slotline.core.sampling.batch import PACKED_WIDTH, PackedParameters
+from slotline.core.sampling.logprobs import pack_logprobs
+from slotline.core.sampling.sampler import SamplingBatch, sample, uniforms
 from slotline.core.sampling.torch_sampling import sample_torch
-from slotline.core.staging import reserved_bytes, staging_for
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.core.sampling import triton_sampling

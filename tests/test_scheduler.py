@@ -9,10 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slotline.core.integrity import check_integrity
-from slotline.core.request import Request, Status
-from slotline.core.rows import Rows
-from slotline.core.scheduler import Schedule
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.request import Request, Status
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.errors import CapacityError, IntegrityError
 
 

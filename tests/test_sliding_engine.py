@@ -11,7 +11,7 @@ import pytest
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.block_pool import NULL_BLOCK
+from slotline.core.cache.block_pool import NULL_BLOCK
 from slotline.registry.errors import ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -13,10 +13,10 @@ from engine_driver import GREEDY, add, mixes_decode_and_prefill, random_prompts,
 from tiny_models import STATE_FAMILIES, family
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.checkpoints import INTERVAL, Checkpoints
-from slotline.core.integrity import check_integrity
-from slotline.core.rows import Rows
-from slotline.core.states import StateRouter
+from slotline.core.cache.checkpoints import INTERVAL, Checkpoints
+from slotline.core.execution.states import StateRouter
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import IntegrityError
 

@@ -15,8 +15,8 @@ from test_negotiation_states import LAYERS
 from test_negotiation_states import backend as anywhere
 
 from slotline.core import LLM
-from slotline.core.graphs import GraphRunner, GraphShapes
-from slotline.core.inputs import GraphShape
+from slotline.core.execution.graphs import GraphRunner, GraphShapes
+from slotline.core.execution.inputs import GraphShape
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
 

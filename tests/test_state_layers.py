@@ -139,7 +139,7 @@ def _close(one: Any, other: Any) -> bool:
 
 @pytest.mark.behaviour(155)
 def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
-    from slotline.core.states import ALIGNMENT, allocate, page_bytes
+    from slotline.core.execution.states import ALIGNMENT, allocate, page_bytes
     from slotline.registry.contracts import StateLayer, StateTensorSpec
 
     tensors = (

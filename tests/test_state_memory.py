@@ -10,7 +10,7 @@ import pytest
 from engine_driver import add, random_prompts, run_all
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.block_pool import NULL_BLOCK
+from slotline.core.cache.block_pool import NULL_BLOCK
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

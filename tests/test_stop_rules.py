@@ -15,8 +15,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from slotline.core import LLM, CompletionOutput, SamplingParams
-from slotline.core.detokenizer import Detokenizer
-from slotline.core.tokenizer import Tokenizer
+from slotline.core.frontend.detokenizer import Detokenizer
+from slotline.core.frontend.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

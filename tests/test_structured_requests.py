@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.planning import SMALL_MODEL
+from slotline.core.planning.plan import SMALL_MODEL
 from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]

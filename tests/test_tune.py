@@ -12,8 +12,8 @@ from cli_cases import tiny_checkpoint
 from negotiation_cases import FULL, backend, layer, request, sliding
 
 from slotline.core.cli import main
-from slotline.core.measurements import cache_folder, load_measurements, measurement_key, save_measurements
-from slotline.core.planning import make_plan
+from slotline.core.planning.measurements import cache_folder, load_measurements, measurement_key, save_measurements
+from slotline.core.planning.plan import make_plan
 from slotline.core.tuning.cases import Cases, cases_for
 from slotline.core.tuning.trials import backend_trials, feasible_backends, refused_backends
 from slotline.registry.capability import Flag

@@ -10,7 +10,7 @@ import torch
 from cli_cases import tiny_checkpoint
 
 from slotline.core.cli import main
-from slotline.core.planning import make_plan
+from slotline.core.planning.plan import make_plan
 from slotline.registry.config import load_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slotline.core.lora_request import LoRARequest
-from slotline.core.outputs import (
+from slotline.core.frontend.lora_request import LoRARequest
+from slotline.core.frontend.outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     CompletionOutput,
@@ -17,13 +17,13 @@ from slotline.core.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from slotline.core.sampling_params import SamplingParams
+from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from slotline.core.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.core.engine import Engine
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from slotline.core.frontend.llm import LLM
 
 __all__ = [
     "LLM",
@@ -48,10 +48,10 @@ __all__ = [
 ]
 
 _LAZY = {
-    "LLM": "slotline.core.llm",
-    "BeamSearchOutput": "slotline.core.beam_search",
-    "BeamSearchParams": "slotline.core.beam_search",
-    "BeamSearchSequence": "slotline.core.beam_search",
+    "LLM": "slotline.core.frontend.llm",
+    "BeamSearchOutput": "slotline.core.frontend.beam_search",
+    "BeamSearchParams": "slotline.core.frontend.beam_search",
+    "BeamSearchSequence": "slotline.core.frontend.beam_search",
     "Engine": "slotline.core.engine",
 }
 

@@ -12,33 +12,39 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
-from slotline.core.adapter_source import AdapterSource
-from slotline.core.admission import EngineLimits, check_capacity, check_request
-from slotline.core.cascade import Cascade
-from slotline.core.detokenizer import Detokenizer
-from slotline.core.device import on_device
-from slotline.core.drafting import Drafting
-from slotline.core.encoding import Encoding
-from slotline.core.graphs import GraphRunner
-from slotline.core.inputs import GraphShape, InputGatherer
-from slotline.core.integrity import check_integrity
-from slotline.core.logprobs import with_text
-from slotline.core.lora_request import LoRARequest
-from slotline.core.memory import MemoryReport
-from slotline.core.multimodal import Feature
-from slotline.core.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput, TokenLogprobs
-from slotline.core.pooling import Pooling, params_by_task, pooling_output
-from slotline.core.processors import ProcessorPipeline
-from slotline.core.profiling import StepProfiler
-from slotline.core.prompts import as_token_ids
-from slotline.core.request import Request, Status
-from slotline.core.rows import Rows
-from slotline.core.runner import Runner
-from slotline.core.sampling_params import SamplingParams
-from slotline.core.scheduler import Schedule, Scheduler
-from slotline.core.step import Answers, Launched, Sampling, StepOutput
-from slotline.core.structured_output import StructuredOutputs
-from slotline.core.tokenizer import Tokenizer, with_bad_words
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.building.memory import MemoryReport
+from slotline.core.cache.cascade import Cascade
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.execution.encoding import Encoding
+from slotline.core.execution.graphs import GraphRunner
+from slotline.core.execution.inputs import GraphShape, InputGatherer
+from slotline.core.execution.profiling import StepProfiler
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
+from slotline.core.frontend.detokenizer import Detokenizer
+from slotline.core.frontend.lora_request import LoRARequest
+from slotline.core.frontend.multimodal import Feature
+from slotline.core.frontend.outputs import (
+    CompletionOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+    TokenLogprobs,
+)
+from slotline.core.frontend.prompts import as_token_ids
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.frontend.tokenizer import Tokenizer, with_bad_words
+from slotline.core.planning.device import on_device
+from slotline.core.sampling.logprobs import with_text
+from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_output
+from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduling.admission import EngineLimits, check_capacity, check_request
+from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduling.request import Request, Status
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule, Scheduler
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import RequestError
 

@@ -133,7 +133,7 @@ def subject_of(
 
 def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
     """The machine that was asked for; one that the plugin does not declare is refused like a probe would."""
-    from slotline.core.device import describe_device, resolve_device
+    from slotline.core.planning.device import describe_device, resolve_device
     from slotline.registry.errors import PluginError
 
     if asked is None:
@@ -147,7 +147,7 @@ def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
 
 def default_device(devices: Any = None) -> DeviceInfo:
     """The machine as the engine sees it: a GPU if there is one and `devices` (a capability) takes it, else the CPU."""
-    from slotline.core.device import describe_device, resolve_device
+    from slotline.core.planning.device import describe_device, resolve_device
 
     found = resolve_device("auto")
     takes = devices is None or devices.refusal(found.partition(":")[0]) is None

@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slotline.core.building.random_weights import model_folder
 from slotline.core.cli.bench_drafts import drafts_report, drafts_text
 from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
 from slotline.core.cli.table import print_table
-from slotline.core.random_weights import model_folder
-from slotline.core.workloads import WORKLOADS, Workload, workload
+from slotline.core.frontend.workloads import WORKLOADS, Workload, workload
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ConfigError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from slotline.core.cli.bench_figures import Figure
     from slotline.core.cli.bench_limits import Machine
     from slotline.core.cli.bench_run import Run
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.llm import LLM
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from slotline.core.cli.bench_figures import figures
     from slotline.core.cli.bench_limits import cost_of, measure_machine
     from slotline.core.cli.bench_run import median_run, timed_runs
-    from slotline.core.device import device_scope
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.llm import LLM
+    from slotline.core.planning.device import device_scope
 
     if arguments.runs < 1:
         raise ConfigError(f"--runs {arguments.runs} times nothing", fix="give at least 1")

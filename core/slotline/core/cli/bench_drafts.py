@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slotline.core.workloads import Workload
+from slotline.core.frontend.workloads import Workload
 
 if TYPE_CHECKING:
     from slotline.core.cli.bench_run import Run
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.llm import LLM
 
 
 def drafts_report(llm: LLM, work: Workload, count: int, run: Run) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from slotline.core.request import Request
-from slotline.core.sampling_params import SamplingParams
-from slotline.core.workloads import Workload
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.frontend.workloads import Workload
+from slotline.core.scheduling.request import Request
 from slotline.registry.errors import ConfigError
 
 if TYPE_CHECKING:
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.llm import LLM
 
 
 @frozen(kw_only=True)

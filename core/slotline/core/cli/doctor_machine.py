@@ -17,7 +17,7 @@ def check_processor() -> Iterator[Finding]:
     """Instruction sets, threads and memory."""
     import torch
 
-    from slotline.core.device import describe_device
+    from slotline.core.planning.device import describe_device
 
     info = describe_device("cpu")
     features = ", ".join(sorted(info.features)) or "none of avx512, avx512_bf16, amx_tile"
@@ -64,7 +64,7 @@ def nvidia_driver(file: Path = _NVIDIA) -> str | None:
 
 def check_small_model() -> Iterator[Finding]:
     """The model that runs where no other is named."""
-    from slotline.core.planning import SMALL_MODEL
+    from slotline.core.planning.plan import SMALL_MODEL
 
     missing = [pattern for pattern in _MODEL_FILES if not any(SMALL_MODEL.glob(pattern))]
     if missing:

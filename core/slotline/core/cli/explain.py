@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(loaded: LoadedConfig) -> Plan:
-    from slotline.core.planning import make_plan
+    from slotline.core.planning.plan import make_plan
 
     planned = make_plan(loaded)
     warn((*planned.loaded.warnings, *planned.registry.warnings))

@@ -14,11 +14,11 @@ from slotline.core.cli.table import plain_table
 from slotline.registry.config import load_config
 
 if TYPE_CHECKING:
-    from slotline.core.llm import LLM
-    from slotline.core.lora_request import AdapterChoice
-    from slotline.core.outputs import RequestOutput
-    from slotline.core.prompts import Prompt
-    from slotline.core.sampling_params import SamplingParams
+    from slotline.core.frontend.llm import LLM
+    from slotline.core.frontend.lora_request import AdapterChoice
+    from slotline.core.frontend.outputs import RequestOutput
+    from slotline.core.frontend.prompts import Prompt
+    from slotline.core.frontend.sampling_params import SamplingParams
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from slotline.core.llm import LLM
+    from slotline.core.frontend.llm import LLM
 
     params = _params(arguments)
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
@@ -77,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _params(arguments: argparse.Namespace) -> SamplingParams:
-    from slotline.core.sampling_params import SamplingParams
+    from slotline.core.frontend.sampling_params import SamplingParams
 
     return SamplingParams(
         temperature=arguments.temperature,
@@ -96,7 +96,7 @@ def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:
 
 def _adapter(llm: LLM, name: str) -> AdapterChoice:
     """The adapter of a folder, or of a name: one that is loaded, or one beside the model."""
-    from slotline.core.lora_request import LoRARequest
+    from slotline.core.frontend.lora_request import LoRARequest
 
     own = llm.engine.runner.model.facts.path / "adapters" / name
     for folder in (Path(name), own):

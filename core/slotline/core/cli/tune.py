@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slotline.core.building.progress import counted
+from slotline.core.building.random_weights import model_folder
 from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
 from slotline.core.cli.table import print_table
-from slotline.core.progress import counted
-from slotline.core.random_weights import model_folder
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.errors import ConfigError
 
@@ -36,7 +36,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from slotline.core.measurements import save_measurements
+    from slotline.core.planning.measurements import save_measurements
     from slotline.core.tuning import Tuner, tuned_file
 
     target = Path(arguments.output) if arguments.output else None
@@ -68,7 +68,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _cases(arguments: argparse.Namespace, loaded: LoadedConfig, folder: Path) -> Cases:
-    from slotline.core.planning import make_plan
+    from slotline.core.planning.plan import make_plan
     from slotline.core.tuning import cases_for
 
     values = {"model": str(folder)}

@@ -1,1 +1,1 @@
-"""The sampler's parts: a step's parameters (`batch`), and the arithmetic in torch and in Triton."""
+"""From logits to tokens: processors, grammars, parameters of a step, the arithmetic in torch and Triton, poolers."""

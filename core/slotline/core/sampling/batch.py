@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, field, frozen
 
-from slotline.core.rows import Rows
+from slotline.core.scheduling.rows import Rows
 
 Int = npt.NDArray[np.int64]
 PACKED_WIDTH = 8

@@ -14,8 +14,8 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.core.engine import Engine
-from slotline.core.request import Request
-from slotline.core.sampling_params import SamplingParams
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.scheduling.request import Request
 from slotline.core.tuning.cases import STEPS, WARM_UPS, WINDOWS, Cases
 
 LEAST_SAMPLES = 3

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from attrs import define, evolve, field, frozen
 
-from slotline.core.build import EngineBuilder
-from slotline.core.device import device_scope
+from slotline.core.building.build import EngineBuilder
 from slotline.core.engine import Engine
-from slotline.core.planning import Planned, make_plan
+from slotline.core.planning.device import device_scope
+from slotline.core.planning.plan import Planned, make_plan
 from slotline.core.tuning.cases import Cases
 from slotline.core.tuning.timing import Timing, time_cases
 from slotline.core.tuning.trials import (

@@ -1,0 +1,77 @@
+"""What the engine, the scheduler and the runner ask of adapters, be they in slots or merged into the weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.frontend.lora_request import LoRARequest
+from slotline.core.scheduling.request import Request
+
+
+class AdapterSource(Protocol):
+    """The adapters of an engine; `adapters.Adapters` has the details of each method."""
+
+    @property
+    def numbers(self) -> set[int]:
+        """The known adapters' numbers."""
+        ...
+
+    def named(self, name: str) -> LoRARequest:
+        """The known adapter of a name."""
+        ...
+
+    def add(self, request: LoRARequest) -> object:
+        """Know an adapter."""
+        ...
+
+    def remove(self, number: int) -> bool:
+        """Forget an adapter; False if there is none of that number."""
+        ...
+
+    def pin(self, number: int) -> None:
+        """Have an adapter keep its slot."""
+        ...
+
+    def enter(self, request: Request) -> None:
+        """Check a new request's adapter."""
+        ...
+
+    def leave(self, request: Request) -> None:
+        """The request has ended."""
+        ...
+
+    def acquire(self, request: Request) -> bool:
+        """Give a request's adapter a slot; False if all are in use."""
+        ...
+
+    def activate(self, request: Request) -> None:
+        """Bring an acquired adapter into its slot."""
+        ...
+
+    def release(self, request: Request) -> None:
+        """The request has left the batch."""
+        ...
+
+    def reloaded(self) -> None:
+        """The model's weights have been read again."""
+        ...
+
+    def check(self) -> None:
+        """Raise IntegrityError unless everything agrees."""
+        ...
+
+    def used_by(self, rows: npt.NDArray[np.int64]) -> bool:
+        """Whether any of the rows has an adapter in a slot."""
+        ...
+
+    def plan(self, slots: torch.Tensor | None) -> None:
+        """Prepare a forward pass."""
+        ...
+
+    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor) -> None:
+        """Prepare the output projection for some of the step's tokens."""
+        ...

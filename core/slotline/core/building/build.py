@@ -1,0 +1,445 @@
+"""From a plan to an engine: every factory is called here, once, with exactly what was negotiated for it."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from attrs import define, evolve, field
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.building.adapters import adapter_notes, build_adapters, captured_for, load_named
+from slotline.core.building.drafter import build_drafting
+from slotline.core.building.groups import GroupBuilder
+from slotline.core.building.memory import MemoryReport, size_pool
+from slotline.core.cache.block_pool import BlockPool
+from slotline.core.cache.block_tables import tables_for
+from slotline.core.cache.manager import CacheGroup, CacheManager
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.engine import Engine
+from slotline.core.execution.attention import AttentionGroup
+from slotline.core.execution.encoding import Encoding, build_encoding
+from slotline.core.execution.graphs import GraphRunner, GraphShapes
+from slotline.core.execution.inputs import InputGatherer, even_split
+from slotline.core.execution.placement import device_memory, later_feeds
+from slotline.core.execution.profiling import StepProfiler
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.staging import Staging, staging_for
+from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.planning.device import device_scope
+from slotline.core.planning.plan import Planned, make_plan
+from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.sampling.pooling import Pooling
+from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.sampler import warm_up
+from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
+from slotline.core.scheduling.admission import EngineLimits
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import (
+    KVSpec,
+    LogitsProcessorContext,
+    Model,
+    ModelContext,
+    StructuredOutputContext,
+)
+from slotline.registry.errors import CapacityError, ContractError
+from slotline.registry.loading import bind_contract, resolve_factory
+from slotline.registry.negotiation import GroupPlan, StateGroupPlan
+
+logger = logging.getLogger("slotline")
+
+_PROCESSED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words_token_ids",
+        "frequency_penalty",
+        "logit_bias",
+        "logits_processors",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+"""Sampling parameters that only a logits processor can honour."""
+_CPU_PROFILE_TOKENS = 256
+
+
+def build_engine(loaded: LoadedConfig) -> Engine:
+    """Plan, load and allocate.
+
+    Raises:
+        SlotlineError: of the kind that fits.
+    """
+    startup = StepProfiler(enabled=True)
+    with startup.scope("plan"):
+        planned = make_plan(loaded)
+    for warning in planned.registry.warnings:
+        logger.warning(warning)
+    with device_scope(planned.device):
+        engine = EngineBuilder(planned, startup).build()
+    logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
+    logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
+    return engine
+
+
+@define(eq=False)
+class EngineBuilder:
+    """Builds the parts of an engine in order; each method makes one part.
+
+    Attributes:
+        planned: what to build.
+        startup: times the phases.
+    """
+
+    planned: Planned
+    startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
+    groups: GroupBuilder = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.groups = GroupBuilder(self.planned)
+
+    def build(self, model: Model | None = None) -> Engine:
+        """All parts, and the engine around them.
+
+        Args:
+            model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
+        """
+        planned, config = self.planned, self.planned.loaded.config
+        model = model or self.load_model()
+        specs = self.groups.specs()
+        rows = Rows(config.scheduler.max_requests, planned.max_model_len)
+        groups = self.groups.cache_groups(specs, rows)
+        profiler = StepProfiler(enabled=config.observability.profile)
+        pipeline = self._pipeline(rows)
+        scales = self.groups.kv_scales()
+        attention = self.groups.attention_groups(scales)
+        cascade = self.groups.cascade(attention, groups)
+        drafting = build_drafting(self.planned, rows, model)
+        tokenizer = self._tokenizer()
+        adapters = build_adapters(planned, model, rows)
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
+        encoding = self._encoding(model)
+        with self.startup.scope("profile"):
+            memory = self._size(runner, gatherer, specs, encoding)
+        self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
+        runner.grammars = self._grammars(rows, tokenizer)
+        cache = CacheManager(
+            BlockPool(memory.num_blocks),
+            groups,
+            prefix_caching=planned.plan.prefix_caching,
+            prefix_unit=planned.plan.block_size,
+            checkpoints=self.groups.checkpoints(rows, runner.states),
+        )
+        engine = Engine(
+            plan=planned.plan,
+            rows=rows,
+            scheduler=self._scheduler(rows, cache, encoding, adapters),
+            gatherer=gatherer,
+            runner=runner,
+            pipeline=pipeline,
+            profiler=profiler,
+            drafting=drafting,
+            pooling=runner.pooling,
+            encoding=encoding,
+            grammars=runner.grammars,
+            limits=self._limits(tokenizer),
+            device=planned.device,
+            eos_token_ids=planned.facts.eos_token_ids,
+            tokenizer=tokenizer,
+            memory=memory,
+            notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
+            cascade=cascade,
+            adapters=adapters,
+            asynchronous=planned.asynchronous,
+            check=config.observability.check_integrity,
+            startup=self.startup.seconds,
+        )
+        with self.startup.scope("warm_up"):
+            self._warm_up(engine)
+        with self.startup.scope("capture"):
+            engine.graphs = runner.graphs = self._graphs(engine)
+        load_named(planned, adapters)
+        runner.router.calculating = scales if scales is not None and scales.pending else None
+        return engine
+
+    def load_model(self) -> Model:
+        """The weights, on the device."""
+        planned, config = self.planned, self.planned.loaded.config
+        context = ModelContext(
+            contract=bind_contract(planned.family_descriptor),
+            facts=evolve(planned.facts, max_model_len=planned.max_model_len),
+            device=planned.device,
+            dtype=planned.plan.dtype,
+            task=planned.task,
+            optimize=config.optimize,
+            offload_bytes=int(config.offload_gib * 2**30),
+            batch_invariant=config.batch_invariant,
+            stages=planned.stages.divided,
+            options=self.planned.options(planned.family_descriptor),
+        )
+        with self.startup.scope("weights"):
+            return planned.family.load(context)
+
+    def _runner(
+        self,
+        model: Model,
+        rows: Rows,
+        groups: list[CacheGroup],
+        attention: list[AttentionGroup],
+        specs: list[KVSpec],
+        pipeline: ProcessorPipeline,
+        profiler: StepProfiler,
+        drafting: Drafting | None,
+        adapters: AdapterSource | None,
+    ) -> tuple[InputGatherer, Runner]:
+        config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
+        vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
+        kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
+        stagings = [staging_for(stage.device) for stage in stages]
+        tables = tables_for(groups, kernel_sizes, stagings[0], stages[0].device)
+        later = later_feeds(plan, self.planned.stages, groups, stagings[1:])
+        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
+        last_tokens = LastTokens(vocab_size, rows.max_requests, stages[0].device) if stands_in else None
+        most_drafts = drafting.num_tokens if drafting else 0
+        gatherer = InputGatherer(
+            rows,
+            groups,
+            kernel_sizes,
+            stagings[0],
+            tables,
+            budget,
+            most_drafts,
+            last_tokens,
+            later,
+            has_states=bool(plan.state_groups),
+            lora_slots=config.lora.max_adapters if self._has_slots else 0,
+            has_uncached=any(not group.cache_group for group in plan.groups),
+            max_encoder_len=self.planned.facts.max_encoder_len,
+        )
+        runner = Runner(
+            model,
+            self.groups.router(attention, specs, num_blocks=1),  # the null block alone, for profiling
+            rows,
+            pipeline,
+            stagings[-1],
+            profiler,
+            drafting,
+            last_tokens,
+            self._pooling(model, rows, stagings[-1]),
+            self.groups.states(),
+            adapters=adapters,
+            logprobs_mode=config.sampling.logprobs_mode,
+            count_nans=config.observability.count_nans,
+            earlier=stagings[:-1],
+        )
+        self.groups.set_router(runner, gatherer, runner.router)
+        return gatherer, runner
+
+    def _pooling(self, model: Model, rows: Rows, staging: Staging) -> Pooling | None:
+        """What makes answers of hidden states, where the task is a pooling one."""
+        task, hidden_size = self.planned.task, self.planned.facts.hidden_size
+        if task == "generate":
+            return None
+        pooler = getattr(model, "pooler", None)
+        if pooler is None:
+            name = self.planned.family_descriptor.name
+            raise ContractError(
+                f"model family {name!r} offers the task {task!r}, and its model has no pooler",
+                fix="tell the author of the plugin",
+            )
+        return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
+
+    def _encoding(self, model: Model) -> Encoding | None:
+        """What inputs besides text need, where the model takes any."""
+        if not self.planned.facts.modalities:
+            return None
+        config = self.planned.loaded.config
+        return build_encoding(
+            model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
+            self.planned.facts,
+            config.multimodal,
+            device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=self.planned.chunked_prefill,
+        )
+
+    def _size(
+        self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], encoding: Encoding | None
+    ) -> MemoryReport:
+        config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
+        budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
+        most = min(budget, requests * self.planned.max_model_len)  # a step holds no more, however large its budget
+        tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
+
+        def profile() -> float:
+            on_cuda = device.startswith("cuda")
+            held = encoding.profile() if encoding is not None and on_cuda else None
+            lens = even_split(tokens, min(requests, tokens))
+            inputs = gatherer.dummy(
+                lens, vocab_size=self.planned.facts.vocab_size, adapters=self._has_slots, beginning=on_cuda
+            )
+            if encoding is not None and on_cuda:
+                inputs.encoder_states = encoding.made_up_states(len(lens))
+            output = runner.run(inputs)
+            del inputs
+            if runner.drafting is not None:
+                runner.drafting.rehearse(output.computed)
+            if runner.pooling is None:
+                warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, device)
+            del held
+            return most / tokens
+
+        held = [spec.max_blocks_held() for spec in specs]
+        report = size_pool(
+            config.cache.memory,
+            explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
+            devices=device_memory(plan, self.planned.stages, specs),
+            useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
+            profile=profile,
+            state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
+            checkpoints=runner.states.num_slots - requests if runner.states else 0,
+        )
+        if report.num_blocks - 1 < sum(held):
+            raise CapacityError(
+                f"the cache holds {report.num_blocks - 1} blocks and one request of max_model_len="
+                f"{self.planned.max_model_len} tokens needs {sum(held)}",
+                fix="lower scheduler.max_model_len or scheduler.max_batched_tokens, or raise cache.memory",
+            )
+        return report
+
+    def _scheduler(
+        self, rows: Rows, cache: CacheManager, encoding: Encoding | None, adapters: AdapterSource | None
+    ) -> Scheduler:
+        config = self.planned.loaded.config
+        return Scheduler(
+            rows,
+            cache,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=self.planned.chunked_prefill,
+            default_seed=config.sampling.seed,
+            encoder_cache=encoding.cache if encoding else None,
+            lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
+            adapters=adapters,
+        )
+
+    def _pipeline(self, rows: Rows) -> ProcessorPipeline:
+        facts, slots = self.planned.facts, []
+        for descriptor in self.planned.processors:
+            context = LogitsProcessorContext(
+                contract=bind_contract(descriptor),
+                vocab_size=facts.vocab_size,
+                eos_token_ids=facts.eos_token_ids,
+                max_requests=rows.max_requests,
+                max_model_len=rows.max_model_len,
+                device=self.planned.device,
+                options=self.planned.options(descriptor),
+            )
+            processor = resolve_factory(descriptor)(context)
+            active = np.zeros(rows.max_requests, bool)
+            slots.append(
+                ProcessorSlot(
+                    name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active
+                )
+            )
+        return ProcessorPipeline(slots, rows, _PROCESSED)
+
+    def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
+        """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
+        descriptor, facts = self.planned.structured_output.descriptor, self.planned.facts
+        if descriptor is None or tokenizer is None or not self._eos_token_ids():
+            return None
+        context = StructuredOutputContext(
+            contract=bind_contract(descriptor),
+            tokenizer=tokenizer.transformers,
+            vocab_size=facts.vocab_size,
+            eos_token_ids=self._eos_token_ids(),
+            max_requests=rows.max_requests,
+            options=self.planned.options(descriptor),
+        )
+        return build_structured_output(descriptor, context, rows, self.planned.loaded.config.structured_output)
+
+    def _eos_token_ids(self) -> tuple[int, ...]:
+        """The end-of-sequence tokens that there is a logit for."""
+        facts = self.planned.facts
+        return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)
+
+    def _limits(self, tokenizer: Tokenizer | None) -> EngineLimits:
+        config = self.planned.loaded.config
+        refusal = self.planned.structured_output.refusal
+        if refusal is None and tokenizer is None:
+            refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
+        if refusal is None and not self._eos_token_ids():
+            refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
+        return EngineLimits(
+            max_model_len=self.planned.max_model_len,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            max_logprobs=config.sampling.max_logprobs,
+            vocab_size=self.planned.facts.vocab_size,
+            chunked_prefill=self.planned.chunked_prefill,
+            priorities=config.scheduler.policy == "priority",
+            tasks=self.planned.facts.tasks,
+            no_structured_output=refusal,
+        )
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
+        named = self.planned.loaded.path("tokenizer")
+        path = named or self.planned.facts.path
+        return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
+
+    def _warm_up(self, engine: Engine) -> None:
+        """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
+        longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
+        for adapters in (False, True)[: 1 + self._has_slots]:
+            for query_lens in ([1], [longest]):
+                engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
+        engine.profiler.reset()
+
+    def _graphs(self, engine: Engine) -> GraphRunner | None:
+        """The captured graphs, where the plan has any."""
+        plan, config = self.planned.plan, self.planned.loaded.config
+        phases = dict(plan.graphs.phases)
+        if set(phases.values()) <= {"none"}:
+            return None
+        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
+        shapes = GraphShapes(
+            phases,
+            config.graphs.sizes,
+            query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
+            max_requests=config.scheduler.max_requests,
+            max_tokens=config.scheduler.max_batched_tokens,
+            mixed_attention=any(group.captured("mixed") for group in groups),
+            cascade=lambda requests, query_len: any(
+                engine.cascade.longest(np.full(requests, query_len), self.planned.max_model_len)
+            ),
+            adapters=self._captured_adapters,
+        )
+        runner = engine.runner
+        graphs = GraphRunner(
+            runner.model,
+            runner.router,
+            engine.gatherer,
+            plan,
+            shapes,
+            engine.cascade,
+            runner.token_ids,
+            runner.taps,
+            runner.states,
+            runner.adapters,
+        )
+        graphs.capture(progress=config.observability.progress)
+        return graphs
+
+    @property
+    def _has_slots(self) -> bool:
+        """Whether adapters stand beside the weights, so that a step may have any."""
+        return self.planned.lora is not None and not self.planned.loaded.config.lora.merge
+
+    def _captured_adapters(self, query_len: int) -> tuple[bool, ...]:
+        """Whether batches of a query length are captured without and with adapters."""
+        descriptor, config = self.planned.lora, self.planned.loaded.config.lora
+        if descriptor is None or not self._has_slots:
+            return (False,)
+        return captured_for(descriptor, query_len, specialize=config.specialize_graphs)

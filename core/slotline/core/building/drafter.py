@@ -1,0 +1,88 @@
+"""The drafter, and what it is handed of the model that it drafts for."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from attrs import evolve
+
+from slotline.core.building.adapters import shared_head
+from slotline.core.drafting.adaptive import DraftControl
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.planning.drafter import draft_path, numbered
+from slotline.core.planning.plan import Planned, family_for
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import (
+    DrafterContext,
+    Model,
+    ModelContext,
+)
+from slotline.registry.loading import bind_contract, resolve_factory
+
+
+def _load_draft_model(planned: Planned, path: Path) -> Model:
+    """A whole model for a drafter, on the device, whose attention layers come behind the served model's."""
+    config = planned.loaded.config
+    descriptor, family = family_for(planned.registry, path)
+    facts = family.inspect(path)
+    layers = numbered(facts.layers, len(planned.facts.layers))
+    return family.load(
+        ModelContext(
+            contract=bind_contract(descriptor),
+            facts=evolve(facts, layers=layers, max_model_len=planned.max_model_len),
+            device=planned.device,
+            dtype=planned.plan.dtype,
+            optimize=config.optimize,
+            options=planned.options(descriptor),
+        )
+    )
+
+
+def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | None:
+    """The drafter that the plan names, for so many rows; None where there is none."""
+    descriptor, facts = planned.drafter, planned.facts
+    if descriptor is None:
+        return None
+    loaded = planned.loaded
+    context = DrafterContext(
+        contract=bind_contract(descriptor),
+        num_tokens=loaded.config.drafter.tokens,
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        max_requests=rows.max_requests,
+        max_model_len=rows.max_model_len,
+        device=planned.device,
+        dtype=planned.plan.dtype,
+        path=draft_path(loaded, facts),
+        facts=facts,
+        compute_logits=shared_head(planned, model),
+        embed=getattr(model, "embed", None),
+        layers=planned.draft_layers,
+        load_model=partial(_load_draft_model, planned),
+        options=planned.options(descriptor),
+    )
+    return Drafting(
+        resolve_factory(descriptor)(context),
+        descriptor.capabilities,
+        rows,
+        num_tokens=context.num_tokens,
+        vocab_size=facts.vocab_size,
+        device=planned.device,
+        control=_draft_control(planned, rows),
+        trees=planned.trees,
+        uniform=_captures_verification(planned),
+    )
+
+
+def _draft_control(planned: Planned, rows: Rows) -> DraftControl | None:
+    """What chooses draft lengths, where the configuration wants that."""
+    drafter = planned.loaded.config.drafter
+    if not drafter.adaptive or planned.trees:
+        return None
+    return DraftControl(rows.max_requests, drafter.tokens, uniform=_captures_verification(planned))
+
+
+def _captures_verification(planned: Planned) -> bool:
+    """Whether there are graphs of batches in which all requests have as many drafts."""
+    return dict(planned.plan.graphs.phases).get("verify", "none") != "none"

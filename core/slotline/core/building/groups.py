@@ -1,0 +1,223 @@
+"""The parts of an engine that serve layers: cache specs and groups, attention and state backends, and their memory."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from attrs import define
+
+from slotline.core.building.memory import DeviceMemory, count_slots
+from slotline.core.cache.cascade import Cascade, CascadeGroup
+from slotline.core.cache.checkpoints import Checkpoints
+from slotline.core.cache.kv_scales import KVScaleTable
+from slotline.core.cache.manager import CacheGroup
+from slotline.core.cache.memory import allocate_caches, no_cache
+from slotline.core.drafting.attention import DraftAttention
+from slotline.core.execution.attention import AttentionGroup, AttentionRouter
+from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.placement import batches_of
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.states import StateGroup, StateRouter, allocate
+from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
+from slotline.core.planning.device import device_scope
+from slotline.core.planning.plan import Planned
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import (
+    AttentionContext,
+    AttentionLayer,
+    KVSpec,
+    StateContext,
+)
+from slotline.registry.descriptor import Kind
+from slotline.registry.loading import resolve_factory
+from slotline.registry.negotiation import GroupPlan
+
+logger = logging.getLogger("slotline")
+
+
+@define
+class GroupBuilder:
+    """Builds what serves the groups of a plan; each method makes one part.
+
+    Attributes:
+        planned: what to build.
+    """
+
+    planned: Planned
+
+    def specs(self) -> list[KVSpec]:
+        """The cache spec of each cache group."""
+        planned = self.planned
+        builder = SpecBuilder(
+            planned.loaded,
+            planned.registry,
+            planned.plan.kv_dtype,
+            planned.max_model_len,
+            planned.facts.max_encoder_len,
+        )
+        # Blocks are given back when a step's results are handed out; another may have been prepared by then.
+        ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
+        return [
+            builder.build(group, block_size=group.block_size, max_tokens_in_flight=ahead)
+            for group in planned.plan.cache_groups
+        ]
+
+    def cache_groups(self, specs: list[KVSpec], rows: Rows) -> list[CacheGroup]:
+        """The block tables of each cache group."""
+        return [
+            CacheGroup(
+                index,
+                spec,
+                group.block_size,
+                group.kernel_block_size,
+                rows.max_requests,
+                *(
+                    (self.planned.facts.max_encoder_len, rows.encoder_len)
+                    if of_encoder(group.layers)
+                    else (rows.max_model_len, None)
+                ),
+            )
+            for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
+        ]
+
+    def kv_scales(self) -> KVScaleTable | None:
+        """The scales of an eight-bit cache; None where all are 1."""
+        planned = self.planned
+        source = {group.kv_scales for group in planned.plan.groups}
+        if not source & {"checkpoint", "calculate"}:
+            return None
+        return KVScaleTable(
+            planned.layers,
+            planned.facts.kv_scales,
+            device_of=planned.stages.device_of,
+            dtype=getattr(torch, planned.plan.kv_dtype),
+            calculate="calculate" in source,
+        )
+
+    def cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
+        """Who is asked whether a common prefix pays."""
+        found: list[CascadeGroup | None] = []
+        read = batches_of(self.planned.plan, self.planned.stages)
+        for index, cache in enumerate(groups):
+            backends = tuple(g.backend for g in attention if g.cascade and read[g.batch][1] == index)
+            size = self.planned.plan.cache_groups[index].kernel_block_size
+            found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
+        return Cascade(found)
+
+    def attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
+        """A built backend for each attention group of the plan; for each stage where several have layers of one."""
+        return [
+            self._attention_group(group, stage, layers, scales)
+            for group in self.planned.plan.groups
+            for stage, layers in self.planned.stages.split(group.layers)
+        ]
+
+    def _attention_group(
+        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: KVScaleTable | None
+    ) -> AttentionGroup:
+        plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
+        names = [cache_group.name for cache_group in plan.cache_groups]
+        batches = batches_of(plan, self.planned.stages)
+        descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
+        context = AttentionContext(
+            contract=group.contract,
+            layers=layers,
+            device=self.planned.stages.stages[stage].device,
+            dtype=group.dtype,
+            kv_dtype=group.kv_dtype,
+            block_size=group.block_size,
+            kernel_block_size=group.kernel_block_size,
+            layout=group.layout,
+            max_query_len=group.max_query_len,
+            max_requests=scheduler.max_requests,
+            max_tokens=scheduler.max_batched_tokens,
+            max_model_len=self.planned.facts.max_encoder_len if of_encoder(layers) else self.planned.max_model_len,
+            kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
+            batch_invariant=self.planned.loaded.config.batch_invariant,
+            options=self.planned.options(descriptor),
+        )
+        with device_scope(context.device):
+            backend = resolve_factory(descriptor)(context)
+        return AttentionGroup(
+            name=group.name,
+            backend=backend,
+            writes_cache=descriptor.capabilities.writes_cache,
+            batch=batches.index((stage, names.index(group.cache_group))) if group.cache_group else len(batches),
+            layers=layers,
+            device=context.device,
+            cascade=group.cascade != "none",
+            cascade_captured=group.cascade == "captured",
+            plain_writes=descriptor.capabilities.plain_writes,
+        )
+
+    def router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
+        """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
+        caches = allocate_caches(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
+        for layer in self.planned.layers:
+            if layer.shares_kv_with is not None:
+                caches[layer.index] = caches[layer.shares_kv_with]
+            elif layer.attention_type == "encoder_only":
+                caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
+        return AttentionRouter(attention, caches)
+
+    def set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
+        """Hand the caches to the model's layers, and to the drafter's own."""
+        runner.router = router
+        if runner.drafting is not None and self.planned.draft_layers:
+            runner.drafting.attention = DraftAttention(
+                router,
+                self.planned.draft_layers,
+                gatherer.groups,
+                gatherer.kernel_block_sizes,
+                max_model_len=self.planned.max_model_len,
+                num_tokens=runner.drafting.num_tokens,
+                device=self.planned.device,
+            )
+
+    def states(self) -> StateRouter | None:
+        """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
+
+        Raises:
+            CapacityError: if that many states do not fit.
+        """
+        planned, scheduler = self.planned, self.planned.loaded.config.scheduler
+        layers, memory = [layer for group in planned.plan.state_groups for layer in group.layers], planned.plan.states
+        if memory is None:
+            return None
+        num_slots = count_slots(
+            memory.slot_bytes,
+            scheduler.max_requests,
+            memory.checkpoints,
+            planned.loaded.config.cache.memory,
+            DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
+            explicit=planned.loaded.origins["cache.memory"].kind != "default",
+        )
+        if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
+            logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
+        groups = []
+        for group in planned.plan.state_groups:
+            descriptor = planned.registry.load(Kind.STATE, group.backend, required=True)
+            context = StateContext(
+                contract=group.contract,
+                layers=group.layers,
+                device=planned.device,
+                dtype=group.dtype,
+                max_query_len=group.max_query_len,
+                max_requests=scheduler.max_requests,
+                max_tokens=scheduler.max_batched_tokens,
+                max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
+                options=self.planned.options(descriptor),
+            )
+            groups.append(
+                StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
+            )
+        states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
+        return StateRouter(groups, states, num_slots, planned.device)
+
+    def checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:
+        """What is kept of states, where the model keeps any."""
+        memory = self.planned.plan.states
+        if states is None or memory is None:
+            return None
+        return Checkpoints(rows, states, memory.unit)

@@ -1,0 +1,1 @@
+"""The KV cache: blocks and who holds them, tables, prefixes, checkpoints of states, encoder outputs."""

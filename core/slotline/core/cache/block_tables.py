@@ -1,0 +1,110 @@
+"""The block tables of a batch, in batch order, where attention reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.cache.manager import CacheGroup
+from slotline.core.execution.staging import Staging, reserved_bytes
+
+Int = npt.NDArray[np.int64]
+
+
+class BlockTables(Protocol):
+    """Gathers the tables of a step's rows; `stage` before the step's uploads are flushed, `take` after."""
+
+    num_bytes: int
+
+    def stage(self, rows: Int) -> None:
+        """Upload what `take` needs for `rows` [n]; the row behind the last one stands for a padded request."""
+        ...
+
+    def take(self, longest: int) -> list[torch.Tensor]:
+        """By cache group, [n, width] int32: kernel blocks of sequences of up to `longest` tokens."""
+        ...
+
+
+class HostTables:
+    """For a device that shares the host's memory: the rows are taken there.
+
+    Attributes:
+        num_bytes: of uploads in one step.
+    """
+
+    def __init__(self, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int]) -> None:
+        self.num_bytes = 0
+        self._groups = tuple(zip(groups, kernel_block_sizes, strict=True))
+        self._rows: Int = np.zeros(0, np.int64)
+
+    def stage(self, rows: Int) -> None:
+        """Keep the rows."""
+        self._rows = rows
+
+    def take(self, longest: int) -> list[torch.Tensor]:
+        """As wide as the longest sequence needs."""
+        return [
+            torch.from_numpy(group.table[:, : group.columns(longest, size)][self._rows]) for group, size in self._groups
+        ]
+
+
+class DeviceTables:
+    """For a GPU: the device holds the tables of all rows, hears of the rows that changed, and takes a batch's itself.
+
+    The batch's tables lie at one address whatever the batch, so that graphs can read them.
+
+    Attributes:
+        num_bytes: of uploads in one step at most.
+    """
+
+    def __init__(
+        self, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: Staging, device: str
+    ) -> None:
+        self._groups = tuple(groups)
+        self._sizes = tuple(kernel_block_sizes)
+        self._staging = staging
+        shapes = [group.table.shape for group in groups]
+        self.num_bytes = sum(reserved_bytes(s, np.int32) + 2 * reserved_bytes((s[0],), np.int64) for s in shapes)
+        self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
+        self._taken = [torch.zeros_like(table) for table in self._tables]
+        self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
+        self._rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+
+    def stage(self, rows: Int) -> None:
+        """Upload the rows' numbers, and the tables of rows that changed since the last step."""
+        self._rows = self._staging.upload(rows)
+        self._changes = [self._stage_changes(*pair) for pair in zip(self._groups, self._seen, strict=True)]
+
+    def take(self, longest: int) -> list[torch.Tensor]:
+        """Write the changes down, then gather."""
+        count = len(self._rows)
+        tables = []
+        parts = zip(self._groups, self._tables, self._taken, self._changes, self._sizes, strict=True)
+        for group, table, taken, changes, size in parts:
+            if changes is not None:
+                table.index_copy_(0, *changes)
+            torch.index_select(table, 0, self._rows, out=taken[:count])
+            tables.append(taken[:count, : group.columns(longest, size)])
+        self._changes = []
+        return tables
+
+    def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        changed = np.flatnonzero(group.versions != seen)
+        if len(changed) == 0:
+            return None
+        seen[changed] = group.versions[changed]
+        return self._staging.upload(changed), self._staging.upload(group.table[changed])
+
+
+def tables_for(
+    groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: Staging, device: str
+) -> BlockTables:
+    """The tables of a device, by its torch device string."""
+    if device.startswith("cuda"):
+        return DeviceTables(groups, kernel_block_sizes, staging, device)
+    return HostTables(groups, kernel_block_sizes)

@@ -1,0 +1,294 @@
+"""The cache manager: block tables of the rows, and which prefixes are cached.
+
+One `CacheGroup` per set of layers that share a block table; what a group needs is asked of its `kv_spec` plugin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from math import gcd, lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.cache.checkpoints import Checkpoints
+from slotline.core.frontend.multimodal import hash_extra
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import NO_LIMIT, Rows
+from slotline.registry.contracts import BlockHash, KVSpec
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+
+
+class CacheGroup:
+    """The block tables of one cache group.
+
+    Attributes:
+        spec: the kv_spec plugin's object.
+        block_size: tokens of a manager block; `ratio` kernel blocks make one.
+        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none,
+            and throughout the last row, which padded requests have.
+        versions: [max_requests + 1] int64, how often each row of the table changed; a copy is behind where it has
+            seen another number.
+        blocks: manager blocks of each row, in order.
+        capacity: [max_requests] int64, tokens that the row's blocks can hold.
+        num_freed: [max_requests] int64, leading blocks given back early.
+        encoder_len: [max_requests] int64, an encoder's tokens that each row has blocks for, all from its first step on;
+            None where the blocks are for the sequence's own.
+        freeable: [max_model_len + 1] int64, what the spec says of each number of computed tokens; asked once, so that
+            a step does not ask.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: KVSpec,
+        block_size: int,
+        kernel_block_size: int,
+        max_requests: int,
+        max_model_len: int,
+        encoder_len: Int | None = None,
+    ):
+        self.index = index
+        self.encoder_len = encoder_len
+        self.spec = spec
+        self.block_size = block_size
+        self.ratio = block_size // kernel_block_size
+        self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
+        self.versions = np.zeros(max_requests + 1, np.int64)
+        self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
+        self.capacity = np.zeros(max_requests, np.int64)
+        self.num_freed = np.zeros(max_requests, np.int64)
+        self.frees_early = spec.blocks_freeable(max_model_len) > 0
+        lengths = range(max_model_len + 1 if self.frees_early else 0)
+        self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
+        self._blocks_at_most = spec.blocks_needed(max_model_len)
+        self._offsets = np.arange(self.ratio, dtype=np.int32)
+
+    def missing(self, row: int, num_tokens: int) -> int:
+        """Blocks to add before the row can hold `num_tokens`."""
+        return max(0, self.blocks_needed(row, num_tokens) - len(self.blocks[row]))
+
+    def blocks_needed(self, row: int, num_tokens: int) -> int:
+        """Blocks in the row's table when its sequence has `num_tokens`."""
+        return self.spec.blocks_needed(num_tokens if self.encoder_len is None else int(self.encoder_len[row]))
+
+    def columns(self, longest: int, kernel_block_size: int) -> int:
+        """Columns of the table that sequences of up to `longest` tokens need."""
+        return -(-longest // kernel_block_size) if self.encoder_len is None else self.table.shape[1]
+
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append manager blocks to the row's table."""
+        held = self.blocks[row]
+        start = len(held) * self.ratio
+        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # the step's path: no array for a block or two
+        self.table[row, start : start + len(blocks) * self.ratio] = ids
+        self.versions[row] += 1
+        held.extend(blocks)
+        everything = len(held) >= self._blocks_at_most or self.encoder_len is not None
+        self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
+
+    def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
+        manager = np.asarray(blocks, np.int32)[:, None]
+        kernel = manager * self.ratio + self._offsets  # [len(blocks), ratio]
+        return np.where(manager == NULL_BLOCK, np.int32(NULL_BLOCK), kernel).reshape(-1)
+
+    def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
+        """Blocks that no later token reads; the table points to the null block in their place."""
+        first, last = int(self.num_freed[row]), int(self.freeable[num_computed_tokens])
+        freed = self.blocks[row][first:last]
+        self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
+        self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
+        self.versions[row] += 1
+        self.num_freed[row] = last
+        return freed
+
+    def clear(self, row: int) -> list[int]:
+        """Empty the row's table and return what it held."""
+        held, self.blocks[row] = self.blocks[row], []
+        self.table[row, : len(held) * self.ratio] = NULL_BLOCK
+        self.versions[row] += 1
+        self.capacity[row] = self.num_freed[row] = 0
+        return held
+
+
+class CacheManager:
+    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable.
+
+    Prefixes are hashed in stretches of `hash_block_size` tokens, which divides each group's block size; a group's block
+    is found by the hash of its last stretch. All groups must agree on a prefix, so it is whole blocks of each:
+    a multiple of `prefix_unit` tokens. Where the model keeps states, one of its checkpoints must stand at its end too.
+
+    Args:
+        prefix_unit: of a model without cache groups.
+        checkpoints: of the model's states; None where it keeps none.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[CacheGroup],
+        *,
+        prefix_caching: bool,
+        prefix_unit: int = 1,
+        checkpoints: Checkpoints | None = None,
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.prefix_caching = prefix_caching
+        self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
+        self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
+        self.checkpoints = checkpoints
+
+    def rows_short(self, rows: Int, num_tokens: Int) -> Int:
+        """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
+        short = np.zeros(len(rows), bool)
+        for group in self.groups:
+            short |= group.capacity[rows] < num_tokens
+        return np.flatnonzero(short)
+
+    def try_grow(self, row: int, num_tokens: int) -> bool:
+        """Give the row blocks for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        missing = [group.missing(row, num_tokens) for group in self.groups]
+        if sum(missing) > self.pool.num_free:
+            return False
+        for group, count in zip(self.groups, missing, strict=True):
+            group.extend(row, self.pool.allocate(count))
+        return True
+
+    def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
+        if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
+            return 0, [[] for _ in self.groups]
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        hashes = self._hashes(request, token_ids, length // self.hash_block_size)
+        while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
+            if self.checkpoints is not None:
+                length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
+            hits = [self._hit(group, hashes, length) for group in self.groups]
+            agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
+            if agreed == length:
+                return length, hits
+            length = agreed // self.prefix_unit * self.prefix_unit
+
+    def whole_units(self, request: Request, token_ids: npt.NDArray[np.int32]) -> Sequence[BlockHash]:
+        """The hashes of all prefixes of `token_ids`, short of the last token, that can be gone on from."""
+        if not self.prefix_caching or request.whole_prompt:
+            return ()
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
+
+    def keep_states(self, rows: Rows, running: Int) -> None:
+        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from."""
+        if self.checkpoints is None:
+            return
+        for row in self.checkpoints.due(running).tolist():
+            count = int(rows.num_computed_tokens[row]) // self.hash_block_size
+            self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
+
+    def reset(self) -> None:
+        """Forget all cached prefixes; what requests hold stays theirs."""
+        self.pool.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
+
+    def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
+        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        wake = sum(1 for blocks in prefix for b in set(blocks) if b != NULL_BLOCK and self.pool.ref_count[b] == 0)
+        new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
+        if wake + new > self.pool.num_free:
+            return False
+        for group, blocks in zip(self.groups, prefix, strict=True):
+            self.pool.share(blocks)
+            group.extend(row, blocks)
+        return self.try_grow(row, num_tokens)
+
+    def commit(self, rows: Rows, changed: Int, before: Int, after: Int) -> None:
+        """After a step: make blocks that became full findable, give back what no later token reads.
+
+        Args:
+            changed: the step's rows.
+            before, after: tokens that were computed before the step and with it, by entry of `changed`.
+        """
+        if self.prefix_caching:
+            first, last = before // self.hash_block_size, after // self.hash_block_size
+            for i in np.flatnonzero(last > first).tolist():
+                self._remember(rows, int(changed[i]), int(first[i]), int(last[i]))
+        for group in self.groups:
+            if group.frees_early:
+                for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
+                    self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
+
+    def release(self, row: int) -> None:
+        """Give back all blocks of the row; cached ones stay findable until taken."""
+        for group in self.groups:
+            self.pool.release(group.clear(row))
+
+    def blocks_for_one(self, num_tokens: int, encoder_len: int = 0) -> int:
+        """Blocks that a request of `num_tokens` needs at a time, alone in the pool."""
+        lengths = [num_tokens if group.encoder_len is None else encoder_len for group in self.groups]
+        pairs = zip(self.groups, lengths, strict=True)
+        return sum(min(g.spec.blocks_needed(length), g.spec.max_blocks_held()) for g, length in pairs)
+
+    def check(self, rows: Rows) -> None:
+        """Raise IntegrityError unless tables, reference counts and rows agree."""
+        held = np.zeros(self.pool.num_blocks, np.int64)
+        for group in self.groups:
+            for row, blocks in enumerate(group.blocks):
+                self._check_row(group, row, blocks, rows)
+                np.add.at(held, [b for b in blocks if b != NULL_BLOCK], 1)
+        if not np.array_equal(held, self.pool.ref_count):
+            wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
+            raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
+        self.pool.check()
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: Rows) -> None:
+        expected = group.kernel_blocks(blocks)
+        table = group.table[row]
+        if not np.array_equal(table[: expected.size], expected) or table[expected.size :].any():
+            raise IntegrityError(f"the table of row {row} differs from its blocks")
+        if rows.requests[row] is None and blocks:
+            raise IntegrityError(f"row {row} is free but holds blocks")
+        if rows.num_computed_tokens[row] > group.capacity[row]:
+            raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
+
+    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int) -> list[int]:
+        """What the group's spec finds of the first `length` tokens."""
+        step = group.block_size // self.hash_block_size
+        own = hashes[step - 1 : length // self.hash_block_size : step]
+        return group.spec.prefix_hit(own, lambda block_hash: self.pool.lookup(group.index, block_hash))
+
+    def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
+        """Of the stretches' hashes, those at whole units up to `length` tokens."""
+        step = self.prefix_unit // self.hash_block_size
+        return hashes[step - 1 : length // self.hash_block_size : step]
+
+    def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
+        """Extend the request's chain of block hashes to `count` blocks and return it."""
+        chain, size = request.block_hashes, self.hash_block_size
+        parent = chain[-1] if chain else _root(request)
+        for start in range(len(chain) * size, count * size, size):
+            extra = hash_extra(request.features, start, start + size) if request.features else b""
+            parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes() + extra).digest()
+            chain.append(parent)
+        return chain
+
+    def _remember(self, rows: Rows, row: int, first: int, last: int) -> None:
+        """Make the row's blocks that are full with the stretches `first` .. `last` - 1 findable."""
+        hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
+        for group in self.groups:
+            step = group.block_size // self.hash_block_size
+            for index in range(first // step, last // step):
+                self.pool.remember(group.index, group.blocks[row][index], hashes[(index + 1) * step - 1])
+
+
+def _root(request: Request) -> bytes:
+    """Where a request's chain of hashes begins: prefixes are shared with equal salts and equal adapters."""
+    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
+    return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

@@ -1,0 +1,345 @@
+"""Drafting: asking the drafter after each step, checking what it says, and counting how well it guesses.
+
+A drafter can make a run faster or slower; it cannot make it wrong. Whatever it raises, and any token that is not in
+the vocabulary, costs the request its drafts in that step and is counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
+
+from slotline.core.drafting.adaptive import DraftControl
+from slotline.core.drafting.attention import DraftAttention
+from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
+from slotline.core.drafting.tree import DraftTree
+from slotline.core.sampling.sampler import uniforms
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule
+from slotline.registry.contracts import (
+    ComputedTokens,
+    Draft,
+    DraftBatch,
+    Drafter,
+    DrafterCapabilities,
+    LayerReader,
+    Observer,
+)
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+_DRAW = np.uint64(0xD6E8FEB86659FD93)
+"""Sets the drafter's random numbers apart from the sampler's."""
+
+
+@define
+class DraftCounts:
+    """How drafts fared, summed over a run.
+
+    Attributes:
+        steps: steps in which drafts of some request were verified, counted by request.
+        proposed, accepted: draft tokens.
+        accepted_at: how often the draft at each position stood.
+        failures: proposals that were lost because the drafter raised or left the vocabulary.
+        last_failure: what the last of them was; empty for none.
+        proposals, draft_seconds: calls of the drafter, and how long they took on the host.
+        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took,
+            from the schedule to the next proposal.
+    """
+
+    steps: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(factory=list)
+    failures: int = 0
+    last_failure: str = ""
+    proposals: int = 0
+    draft_seconds: float = 0.0
+    decodes: dict[bool, int] = field(factory=lambda: {True: 0, False: 0})
+    decode_seconds: dict[bool, float] = field(factory=lambda: {True: 0.0, False: 0.0})
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens of a request in a verifying step, the one after the drafts included."""
+        return 1 + self.accepted / self.steps if self.steps else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts and what follows from them, as JSON types."""
+        return {
+            "steps": self.steps,
+            "proposed": self.proposed,
+            "accepted": self.accepted,
+            "acceptance_length": self.acceptance_length,
+            "acceptance_by_position": [count / max(self.steps, 1) for count in self.accepted_at],
+            "failures": self.failures,
+            "last_failure": self.last_failure,
+            "draft_seconds": self.draft_seconds / max(self.proposals, 1),
+            "verify_seconds": self.decode_seconds[True] / max(self.decodes[True], 1),
+            "plain_seconds": self.decode_seconds[False] / max(self.decodes[False], 1),
+        }
+
+
+class Drafting:
+    """The drafter and what the core knows about its proposals.
+
+    Attributes:
+        control: chooses how many drafts are verified; None for all that are proposed.
+        paused: whether nothing is drafted for now.
+        probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
+            `Rows.draft_entry` says which request is which.
+        attention: of the drafter's own layers, where it has any; set when the caches are there.
+    """
+
+    attention: DraftAttention | None = None
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        capabilities: DrafterCapabilities,
+        rows: Rows,
+        *,
+        num_tokens: int,
+        vocab_size: int,
+        device: str,
+        control: DraftControl | None = None,
+        trees: bool = False,
+        uniform: bool = False,
+    ) -> None:
+        self.drafter = drafter
+        self.control = control
+        self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
+        self._uniform = uniform
+        self.paused = False
+        self.num_tokens = num_tokens
+        self.needs_hidden_states = capabilities.needs_hidden_states
+        self.needs_computed = capabilities.needs_computed
+        self.remembers = capabilities.remembers
+        self.taps: LayerTaps | None = None
+        if capabilities.needs_layers:
+            reader: LayerReader = drafter  # type: ignore[assignment]  # what it declares says so
+            self.taps = LayerTaps(reader.layer_ids, device)
+        self.counts = DraftCounts(accepted_at=[0] * num_tokens)
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._device = device
+        self._served = np.zeros(rows.max_requests, bool)
+        self.probabilities: torch.Tensor | None = None
+        self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
+
+    def admit(self, request: Request) -> None:
+        """A request took its row. If the drafter cannot take it, it runs without drafts."""
+        self._served[request.row] = False
+        if self.control is not None:
+            self.control.admit(request.row)
+        try:
+            self.drafter.admit(request.row, request.prompt_token_ids)
+        except Exception as error:  # a plugin may raise anything
+            self._failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
+        else:
+            self._served[request.row] = True
+
+    def release(self, row: int) -> None:
+        """The request of `row` leaves."""
+        if self._served[row]:
+            self._served[row] = False
+            try:
+                self.drafter.release(row)
+            except Exception as error:
+                self._failed(1, f"release({row}) raised {type(error).__name__}: {error}")
+
+    def starting(self, schedule: Schedule) -> None:
+        """A step begins; one that only decodes is timed until the next proposal."""
+        drafts = self._rows.num_drafts[schedule.rows]
+        decoding = bool((schedule.num_scheduled == 1 + drafts).all())
+        self._decoding = (perf_counter(), schedule.num_tokens, bool(drafts.any())) if decoding else None
+
+    @torch.inference_mode()
+    def rehearse(self, states: ComputedStates | None) -> None:
+        """Show the drafter a made-up step before the first request: it takes its memory, and errors are raised."""
+        if states is not None:
+            observer: Observer = self.drafter  # type: ignore[assignment]
+            made_up = self._computed(states)
+            made_up.rows = torch.zeros(0, dtype=torch.int64)
+            made_up.query_start_loc = torch.zeros(1, dtype=torch.int64)
+            observer.observe(made_up)
+
+    @torch.inference_mode()
+    def observe(self, states: ComputedStates) -> None:
+        """Show the drafter what a step computed; the tokens that it gave are in the rows by now."""
+        observer: Observer = self.drafter  # type: ignore[assignment]  # as above
+        try:
+            observer.observe(self._computed(states))
+        except Exception as error:  # as in `propose`
+            self._failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
+
+    @torch.inference_mode()
+    def propose(self, rows: Int, hidden_states: HiddenStates | None) -> None:
+        """Ask for drafts behind the known tokens of `rows`, each of which has just got a token, and write them there.
+
+        All earlier drafts are forgotten, those of rows that were not scheduled too: a proposal is kept whole or not.
+
+        Args:
+            hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
+        """
+        self._timed()
+        self._rows.num_drafts[:] = 0
+        self._rows.draft_entry[:] = -1
+        self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
+        self.probabilities = None
+        known = self._rows.num_tokens[rows]
+        room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
+        wanted = self._served[rows] & (room > 0)
+        if not wanted.all():
+            rows, known, room = rows[wanted], known[wanted], room[wanted]
+            if hidden_states is not None:
+                hidden_states = hidden_states.take(np.flatnonzero(wanted))
+        if len(rows) == 0 or self.paused or (self.control is not None and not self.control.asks(rows)):
+            return
+        start = perf_counter()
+        try:
+            draft = self.drafter.propose(self._batch(rows, known, hidden_states))
+            token_ids, tree = self._checked(draft, len(rows))
+        except Exception as error:  # a plugin may raise anything; the requests go on without drafts
+            self._failed(len(rows), f"propose raised {type(error).__name__}: {error}")
+            return
+        counts = self._lengths(token_ids, tree, known, room)
+        seconds = perf_counter() - start
+        self.counts.proposals += 1
+        self.counts.draft_seconds += seconds
+        if self.control is not None:
+            self.control.proposed(counts, seconds)
+            counts = self.control.lengths(rows, counts)
+        self._rows.draft(rows, token_ids, counts)
+        self._rows.tree = tree
+        if self._uniform and tree is None and counts.any():
+            self._fill(rows, known, room)
+        if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
+            self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
+            self._rows.draft_entry[rows] = np.arange(len(rows))
+
+    def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
+        """Add a step to the counts: the logits rows' requests [n], the drafts that each assumes, and which stand."""
+        drafted = (draft_positions > 0) & (draft_positions <= self._rows.num_guesses[rows])
+        first = np.flatnonzero(draft_positions == 0)
+        drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
+        some = drafts > 0
+        self.counts.steps += int(some.sum())
+        self.counts.proposed += int(drafted.sum())
+        accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
+        if self.control is not None and some.any():
+            self.control.judged(rows[first][some], drafts[some], stood[some])
+        self.counts.accepted += int(accepted.sum())
+        self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts, and what was decided about lengths where that is adaptive, as JSON types."""
+        return {**self.counts.to_json(), "adaptive": None if self.control is None else self.control.to_json()}
+
+    def _fill(self, rows: Int, known: Int, room: Int) -> None:
+        """Make all requests' drafts equally many, so that a captured graph fits: with the newest token again and again.
+
+        Any token may stand behind the guesses, since none stands that the model would not have sampled.
+        """
+        guesses = self._rows.num_guesses[rows]
+        most = np.minimum(np.minimum(room, self.num_tokens), self._rows.max_model_len - known)
+        newest = self._rows.token_ids[rows, known - 1]
+        for index in range(self.num_tokens):
+            open_ = (guesses <= index) & (index < most)
+            self._rows.token_ids[rows[open_], known[open_] + index] = newest[open_]
+        self._rows.num_drafts[rows] = np.maximum(guesses, most)
+
+    def _timed(self) -> None:
+        """The decoding step under way, if one is, is over."""
+        if self._decoding is None:
+            return
+        start, num_tokens, drafted = self._decoding
+        self._decoding, seconds = None, perf_counter() - start
+        self.counts.decodes[drafted] += 1
+        self.counts.decode_seconds[drafted] += seconds
+        if self.control is not None:
+            self.control.stepped(num_tokens, seconds, drafted=drafted)
+
+    def _computed(self, states: ComputedStates) -> ComputedTokens:
+        inputs = states.inputs
+        rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
+        first = inputs.seq_lens_cpu[: len(rows)] - counts
+        places = np.repeat(first - starts[:-1], counts) + np.arange(1, inputs.num_tokens + 1)
+        following = np.zeros(inputs.num_padded_tokens, np.int64)
+        following[: inputs.num_tokens] = self._rows.token_ids[
+            np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
+        ]
+        return ComputedTokens(
+            rows=torch.from_numpy(rows),
+            query_start_loc=torch.from_numpy(starts.astype(np.int64)),
+            token_ids=states.token_ids.to(self._device),
+            positions=inputs.positions.to(self._device),
+            next_token_ids=torch.from_numpy(following).to(self._device),
+            hidden_states=states.hidden if self.needs_hidden_states else None,
+            layer_hidden_states=states.layers,
+            attend=None if self.attention is None else states.attend,
+        )
+
+    def _batch(self, rows: Int, known: Int, hidden_states: HiddenStates | None) -> DraftBatch:
+        newest = self._rows.token_ids[rows, known - 1].astype(np.int64)
+        places = known[:, None] + np.arange(self.num_tokens)
+        return DraftBatch(
+            rows=torch.from_numpy(rows),
+            token_table=torch.from_numpy(self._rows.token_ids),
+            num_tokens=torch.from_numpy(known.astype(np.int32)),
+            last_token_ids=torch.from_numpy(newest).to(self._device),
+            positions=torch.from_numpy(known - 1).to(self._device),
+            hidden_states=None if hidden_states is None else hidden_states.last,
+            layer_hidden_states=None if hidden_states is None else hidden_states.layers,
+            computed_index=None if hidden_states is None else hidden_states.index,
+            attend=None if self.attention is None else self.attention.begin(rows, known - 1),
+            temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
+            uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
+        )
+
+    def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None]:
+        """The proposal as [count, k] int64 on the host; a token outside the vocabulary ends its row's drafts.
+
+        And its form, where it is a tree that is verified as one; else its first path is what is taken of it.
+
+        Raises:
+            ValueError: if its shape is not what the contract says.
+        """
+        token_ids = draft.token_ids.cpu().numpy()
+        if token_ids.ndim != 2 or token_ids.shape[0] != count or token_ids.shape[1] > self.num_tokens:
+            raise ValueError(f"token_ids has shape {token_ids.shape}, not [{count}, at most {self.num_tokens}]")
+        if draft.parents is not None and not self._proposes_trees:
+            raise ValueError("a tree was proposed where a chain was negotiated")
+        shape = (*token_ids.shape, self._vocab_size)
+        if draft.probabilities is not None and tuple(draft.probabilities.shape) != shape:
+            raise ValueError(f"probabilities has shape {tuple(draft.probabilities.shape)}, not {shape}")
+        outside = (token_ids < -1) | (token_ids >= self._vocab_size)
+        if outside.any():
+            lost = np.flatnonzero(outside.any(1))
+            token = int(token_ids[outside][0])
+            self._failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
+            token_ids = np.where(outside, -1, token_ids)
+        checked: Int = token_ids.astype(np.int64)
+        if draft.parents is None:
+            return checked, None
+        tree = DraftTree.of(draft.parents.cpu().numpy()[: token_ids.shape[1]])
+        return (checked, tree) if self._verifies_trees else (checked[:, tree.first_path], None)
+
+    def _lengths(self, token_ids: Int, tree: DraftTree | None, known: Int, room: Int) -> Int:
+        """Tokens of each row before its first -1, and before one that would stand behind its room."""
+        depths = np.arange(1, token_ids.shape[1] + 1) if tree is None else tree.depths
+        fits = (token_ids >= 0) & (depths <= room[:, None])
+        lengths: Int = np.cumprod(fits, axis=1).sum(axis=1)
+        return np.minimum(lengths, self._rows.max_model_len - known)
+
+    def _failed(self, count: int, what: str) -> None:
+        if self.counts.failures == 0:
+            logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
+        self.counts.failures += count
+        self.counts.last_failure = what

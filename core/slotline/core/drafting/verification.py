@@ -1,0 +1,128 @@
+"""Verification: which drafts stand, and which token follows them. What is drafted never changes what is generated.
+
+A step computes the logits after the known tokens and after each draft. Every position gets the token that it would
+have got without speculation, drawn with the position's own random number; drafts stand as long as they equal it. So a
+text is the same with and without drafts, sampled or greedy.
+
+A drafter that gives the distribution it drew from is verified by rejection sampling instead (Leviathan et al. 2023,
+algorithm 1; Chen et al. 2023): more drafts stand, and the text has the target's distribution, though not the text that
+the seed gives without drafts.
+
+Drafts may stand as a tree (`draft_tree.py`): the position's number is the same on each path, so the path that stands is
+the text without drafts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import frozen
+
+from slotline.core.drafting.tree import DraftTree
+from slotline.core.sampling.sampler import SamplingBatch, invert, uniforms
+from slotline.core.scheduling.rows import Rows
+
+Int = npt.NDArray[np.int64]
+Upload = Callable[[npt.NDArray[Any]], torch.Tensor]
+_ACCEPT = np.uint64(0x9E6C63D0876A9A4F)
+"""Sets the numbers that accept apart from those that draw."""
+_PLACE = np.dtype(
+    [
+        ("place", np.int64),  # among the logits rows
+        ("draft", np.int64),
+        ("entry", np.int64),  # of the request in the drafter's proposal
+        ("position", np.int64),  # of the draft in it
+        ("accept", np.float64),
+        ("draw", np.float64),
+    ]
+)
+PLACE_WIDTH = _PLACE.itemsize // 8
+"""int64 words of a place that rejection sampling decides."""
+
+
+def standing(
+    tokens: Int, drafts: Int, draft_positions: Int, tree: DraftTree | None = None, draft_nodes: Int | None = None
+) -> npt.NDArray[np.bool_]:
+    """Which logits rows give a token to their request: those all of whose assumed drafts stand.
+
+    Args:
+        tokens: [n] the token of each logits row.
+        drafts: [n] the draft that stands at that place, -1 where there is none.
+        draft_positions: [n] drafts assumed; 0 begins a request.
+        tree, draft_nodes: where drafts stand as a tree, its form and the node of each row; then `drafts` are theirs.
+    """
+    if tree is not None and draft_nodes is not None:
+        return tree.accepted(tokens, draft_nodes, drafts)
+    fell = (tokens != drafts).astype(np.int64)
+    before = np.cumsum(fell) - fell
+    first = np.maximum.accumulate(np.where(draft_positions == 0, np.arange(len(tokens)), 0))
+    stands: npt.NDArray[np.bool_] = before == before[first]
+    return stands
+
+
+@frozen(kw_only=True, eq=False)
+class Rejections:
+    """The places of a step that rejection sampling decides: drafts of sampled requests whose distribution is known.
+
+    Attributes:
+        packed: [m, 6] int64 on the device, see `_PLACE`; one array, so that it travels in the step's one copy.
+    """
+
+    packed: torch.Tensor
+
+    @classmethod
+    def gather(
+        cls, rows: Rows, batch: SamplingBatch, draft_positions: Int, drafts: Int, upload: Upload
+    ) -> Rejections | None:
+        """Those among the logits rows of `batch`; None for none. Host work, before the forward pass.
+
+        Args:
+            draft_positions, drafts: [n], as in `StepInputs`.
+        """
+        guessed = (drafts >= 0) & (draft_positions < rows.num_guesses[batch.rows])
+        places = np.flatnonzero(guessed & (batch.temperature > 0) & (rows.draft_entry[batch.rows] >= 0))
+        if len(places) == 0:
+            return None
+        seed, positions = batch.seed[places], batch.positions[places]
+        out = np.empty(len(places), _PLACE)
+        out["place"], out["draft"] = places, drafts[places]
+        out["entry"], out["position"] = rows.draft_entry[batch.rows[places]], draft_positions[places]
+        out["accept"], out["draw"] = uniforms(seed ^ _ACCEPT, positions), uniforms(seed, positions)
+        return cls(packed=upload(out.view(np.int64).reshape(-1, PLACE_WIDTH)))
+
+
+def drafted(rows: Rows, logits_rows: Int, draft_positions: Int) -> Int:
+    """The draft at the place of each logits row, [n]; -1 behind the last one of a request."""
+    last = np.append(draft_positions[1:] == 0, True)
+    places = np.minimum(rows.num_tokens[logits_rows] + draft_positions, rows.max_model_len - 1)
+    return np.where(last, -1, rows.token_ids[logits_rows, places])
+
+
+def reject(
+    logits: torch.Tensor, tokens: torch.Tensor, probabilities: torch.Tensor, rejections: Rejections
+) -> torch.Tensor:
+    """Replace the tokens of drafted places by rejection sampling; nothing waits for the device.
+
+    Args:
+        logits: [n, vocab_size] float32, scaled and masked.
+        tokens: [n] int64, as sampled from them.
+        probabilities: [entries, k, vocab_size], what the drafter drew its proposal from. Rows that do not sum to 1 are
+            made to; NaN and negative numbers count as 0.
+        rejections: the places that this decides.
+
+    Returns:
+        Tokens [n]: the draft where it is accepted, else one from what the target has more of than the drafter.
+    """
+    place, draft, entry, position = rejections.packed[:, :4].unbind(1)
+    accept, number = rejections.packed.view(torch.float64)[:, 4:].unbind(1)
+    target = logits[place].softmax(-1).double()
+    proposed = probabilities[entry, position].double().nan_to_num(0.0, 0.0, 0.0).clamp_min(0)
+    proposed = proposed / proposed.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
+    wanted, offered = (p.gather(1, draft[:, None]).squeeze(1) for p in (target, proposed))
+    rest = (target - proposed).clamp_min(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
+    return tokens.index_copy(0, place, torch.where(accept * offered < wanted, draft, invert(rest, number)))

@@ -1,0 +1,1 @@
+"""One step on the devices: inputs gathered and staged, layers routed to backends, graphs replayed."""

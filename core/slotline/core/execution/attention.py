@@ -1,0 +1,229 @@
+"""Attention as the model sees it: one callable that routes each layer to its group's backend and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any
+
+import torch
+from attrs import define, evolve
+
+from slotline.core.cache.kv_scales import KVScaleTable
+from slotline.core.planning.device import device_scope
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
+from slotline.registry.errors import ModelError
+
+Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+
+def unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a share in it, for what the memory pool of captured graphs may use again.
+
+    Replays run in the order of their capture, so memory that the forward gives back in the middle of a capture can
+    serve the rest of it, and every later capture, as it does in an eager run.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span * tensor.element_size()
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+@define(kw_only=True, eq=False)
+class AttentionGroup:
+    """Layers with equal needs on one device, and the backend that was built for them.
+
+    Attributes:
+        name: as in the plan.
+        backend: the built object.
+        writes_cache: whether `forward` stores the new keys and values itself.
+        batch: index of its batch in a step's, which hold the tables of its cache group on its device.
+        layers: in call order.
+        device: torch device string.
+        cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
+        plain_writes: whether the model may store new keys and values in the backend's place.
+    """
+
+    name: str
+    backend: AttentionBackend
+    writes_cache: bool
+    batch: int
+    layers: tuple[AttentionLayer, ...]
+    device: str = "cpu"
+    cascade: bool = False
+    cascade_captured: bool = False
+    plain_writes: bool = False
+
+
+@define(eq=False)
+class RoutedAttend:
+    """What a model gets as `attend`. Implements `slotline.registry.contracts.model_family.StoringAttend`."""
+
+    _router: AttentionRouter
+    _serve: Callable[..., torch.Tensor]
+    _broken: Container[int] = ()
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        return self._serve(layer, query, key, value, sinks, written)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
+
+        None where a graph is broken at the layer, since what its attention reads may lie elsewhere in each replay.
+        """
+        return None if layer.index in self._broken else self._router.slots(layer, key)
+
+
+class AttentionRouter:
+    """Plans each group once per step and then serves the layers' calls.
+
+    Attributes:
+        calculating: the scales that the next step's keys and values give; None once they are there.
+    """
+
+    def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
+        self.groups = tuple(groups)
+        self.calculating: KVScaleTable | None = None
+        self._plans: list[Any] = []
+        self._slot_mappings: list[torch.Tensor] = []
+        self._one_device = len({group.device for group in groups}) < 2
+        self._routes = {
+            layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
+            for position, group in enumerate(groups)
+            for layer in group.layers
+        }
+        self._may_be_captured = any(cache.key.is_cuda for cache in caches.values())
+
+    def part(self, layers: Sequence[AttentionLayer]) -> tuple[AttentionRouter, list[int]]:
+        """A router of some layers over the same caches, and which of a step's batches it is planned with, in order."""
+        groups = [group for group in self.groups if set(group.layers) & set(layers)]
+        read = sorted({group.batch for group in groups})
+        groups = [
+            evolve(g, layers=tuple(layer for layer in g.layers if layer in layers), batch=read.index(g.batch))
+            for g in groups
+        ]
+        return AttentionRouter(groups, {layer.index: self._routes[layer.index][2] for layer in layers}), read
+
+    def caches(self) -> list[KVCache]:
+        """The caches of all layers, in the layers' order."""
+        return [route[2] for _, route in sorted(self._routes.items())]
+
+    def plan(self, batches: Sequence[AttentionBatch]) -> Attend:
+        """Host work of every group for this step; returns the callable that the model's layers call.
+
+        Args:
+            batches: of the step, as the groups count them.
+
+        Raises:
+            ModelError: if a graph is being captured: host work would be missing from each of its replays.
+        """
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                "a step was called while a CUDA graph is captured",
+                fix="capture nothing around the engine: it captures its own graphs when it is built",
+            )
+        if self._one_device:  # the step's own
+            self._plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
+        else:
+            self._plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
+        self._slot_mappings = [batches[group.batch].slot_mapping for group in self.groups]
+        return RoutedAttend(self, self.attend)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """Where a model may store new keys like `key` and the values of a layer in the backend's place."""
+        write, _, cache, position = self._routes[layer.index]
+        if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
+            return None
+        return CacheSlots(cache, self._slot_mappings[position])
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
+
+        `written` says that the new keys and values are in the cache.
+        """
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        self._serve(layer, query, key, value, sinks, out, written)
+        return out
+
+    def breaking(
+        self, names: Container[str], cut: Callable[[Callable[[], None]], None], *, zeroed: bool = False
+    ) -> Attend:
+        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later.
+
+        Args:
+            zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
+                captured backend writes nothing there.
+        """
+        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
+
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+            written: bool = False,
+        ) -> torch.Tensor:
+            make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
+            out = make((query.shape[0], layer.num_heads, layer.head_size_v))
+            if layer.index in broken:
+                q, k, v, o = (unowned(tensor) for tensor in (query, key, value, out))
+                cut(lambda: self._serve(layer, q, k, v, sinks, o))
+            else:
+                self._serve(layer, query, key, value, sinks, out, written)
+            return out
+
+        return RoutedAttend(self, attend, broken)
+
+    def _serve(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        written: bool = False,
+    ) -> None:
+        write, forward, cache, position = self._routes[layer.index]
+        plan = self._plans[position]
+        if self.calculating is not None:
+            self.calculating.calculate(layer, key, value)
+        if write is not None and not written:
+            write(layer, key, value, cache, plan)
+        forward(layer, query, key, value, cache, plan, out, sinks)
+
+    @staticmethod
+    def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:
+        with device_scope(group.device):
+            return group.backend.plan(batch)
+
+    @staticmethod
+    def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
+        """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
+        return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write
+
+
+def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:
+    """The batch without its common prefix where the group serves none, as layers with a window over the same cache."""
+    if not batch.common_prefix_len or group.cascade:
+        return batch
+    return evolve(batch, common_prefix_len=0, common_prefix=None)

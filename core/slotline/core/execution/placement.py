@@ -1,0 +1,53 @@
+"""What of a step and of the memory each pipeline stage has: its batches, its arrays, its part of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotline.core.building.memory import DeviceMemory
+from slotline.core.building.stages import Stages
+from slotline.core.cache.block_tables import tables_for
+from slotline.core.cache.manager import CacheGroup
+from slotline.core.cache.memory import block_bytes
+from slotline.core.execution.feeds import Feed
+from slotline.core.execution.staging import Staging
+from slotline.core.planning.device import describe_device
+from slotline.registry.contracts import KVSpec
+from slotline.registry.negotiation import Plan
+
+
+def batches_of(plan: Plan, stages: Stages) -> list[tuple[int, int]]:
+    """The (stage, cache group) of each batch of a step, in the order of `StepInputs.batches`.
+
+    The first stage has all cache groups, a later one those that layers of it read. The batch of layers without a cache
+    comes behind these.
+    """
+    first = [(0, index) for index in range(len(plan.cache_groups))]
+    names = [group.name for group in plan.cache_groups]
+    read = {
+        (stage, names.index(group.cache_group))
+        for group in plan.groups
+        if group.cache_group
+        for stage, _ in stages.split(group.layers)
+    }
+    return first + sorted(pair for pair in read if pair[0] > 0)
+
+
+def later_feeds(plan: Plan, stages: Stages, groups: Sequence[CacheGroup], stagings: Sequence[Staging]) -> list[Feed]:
+    """The feed of each stage but the first; `stagings` are theirs."""
+    batches, feeds = batches_of(plan, stages), []
+    for stage, staging in enumerate(stagings, start=1):
+        read = tuple(group for of_stage, group in batches if of_stage == stage)
+        sizes = [plan.cache_groups[index].kernel_block_size for index in read]
+        tables = tables_for([groups[index] for index in read], sizes, staging, stages.stages[stage].device)
+        feeds.append(Feed(staging, tables, read))
+    return feeds
+
+
+def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec]) -> list[DeviceMemory]:
+    """Each device with its part of a block of the pool, before anything is measured."""
+    block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
+    return [
+        DeviceMemory(device=device, total=describe_device(device).total_memory, block=size)
+        for device, size in block.items()
+    ]

@@ -1,0 +1,312 @@
+"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; what it calls was built for it.
+
+A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
+starts what follows it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
+log-probabilities of a prompt are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates
+from slotline.core.drafting.verification import reject, standing
+from slotline.core.execution.attention import Attend, AttentionRouter
+from slotline.core.execution.graphs import GraphRunner
+from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.profiling import StepProfiler
+from slotline.core.execution.staging import Staging
+from slotline.core.execution.states import StateRouter
+from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
+from slotline.core.frontend.outputs import TokenLogprobs
+from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.sampling.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
+from slotline.core.sampling.pooling import Pooling
+from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.sampling.sampler import sample
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import Model, MultimodalModel
+
+Int = npt.NDArray[np.int64]
+_PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
+
+
+class Runner:
+    """Runs steps; the same functions serve profiling, warm-up and real requests.
+
+    Attributes:
+        staging: of the device where tokens are sampled; `earlier` those of the pipeline stages before it.
+        last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
+        pooling: what is done with hidden states where nothing is sampled, else None.
+        states: serves the model's state layers, where it has any.
+        grammars: says which tokens structured output lets come next, where a plugin for it is there.
+        adapters: joins adapters to the model, where any may be used.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        router: AttentionRouter,
+        rows: Rows,
+        pipeline: ProcessorPipeline,
+        staging: Staging,
+        profiler: StepProfiler,
+        drafting: Drafting | None = None,
+        last_tokens: LastTokens | None = None,
+        pooling: Pooling | None = None,
+        states: StateRouter | None = None,
+        grammars: StructuredOutputs | None = None,
+        adapters: AdapterSource | None = None,
+        *,
+        logprobs_mode: str = "raw_logprobs",
+        count_nans: bool = False,
+        earlier: Sequence[Staging] = (),
+    ) -> None:
+        self.model = model
+        self.router = router
+        self.rows = rows
+        self.pipeline = pipeline
+        self.staging = staging
+        self.earlier = tuple(earlier)
+        self.profiler = profiler
+        self.drafting = drafting
+        self.last_tokens = last_tokens
+        self.pooling = pooling
+        self.states = states
+        self.grammars = grammars
+        self.adapters = adapters
+        self.graphs: GraphRunner | None = None
+        self.taps = None if drafting is None else drafting.taps
+        when, _, what = logprobs_mode.partition("_")
+        self.raw_logprobs = when == "raw"
+        self.normalise_logprobs = what == "logprobs"
+        self.count_nans = count_nans
+
+    def run(self, inputs: StepInputs) -> StepOutput:
+        """One step from end to end."""
+        return self.finish(self.sample(self.launch(inputs)))
+
+    @torch.inference_mode()
+    def launch(self, inputs: StepInputs) -> Launched:
+        """Plan attention and start the forward pass."""
+        scope = self.profiler.scope
+        with scope("plan"):
+            attend = self.router.plan(inputs.batches)
+            if self.states is not None and inputs.states is not None:
+                self.states.plan(inputs.states)
+            if self.adapters is not None:
+                self.adapters.plan(inputs.lora_slots)
+            for staging in (*self.earlier, self.staging):
+                staging.mark()
+        whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
+        whole |= self.drafting is not None and self.drafting.needs_computed
+        with scope("forward"):
+            hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
+        return Launched(inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole)
+
+    @torch.inference_mode()
+    def sample(self, launched: Launched) -> Sampling | Answers:
+        """Start what follows the forward pass: logits, processors, the draws, and their way to the host; or pooling.
+
+        All tokens before must be known: processors look at them.
+        """
+        inputs, scope = launched.inputs, self.profiler.scope
+        if self.pooling is not None:
+            with scope("pool"):
+                return self.pooling.run(inputs, launched.hidden)
+        with scope("logits"):
+            states, logits = self._wanted(launched)
+        batch = inputs.sampling
+        with scope("process"):
+            processed = self.pipeline.apply(logits, batch.rows, inputs.draft_nodes, all_greedy=batch.all_greedy)
+        if self.grammars is not None:
+            with scope("grammar"):  # the host's work, done while the device runs the forward pass
+                processed = self.grammars.apply(processed, batch.rows, inputs.draft_positions)
+        with scope("sample"):
+            tokens, final = sample(
+                processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
+            )
+            tokens = self._reject(tokens, final, inputs)
+            if self.last_tokens is not None and inputs.stand_ins is not None:
+                self.last_tokens.record(inputs.stand_ins, tokens)
+            sampling = Sampling(
+                batch=batch,
+                draft_positions=inputs.draft_positions,
+                drafts=inputs.drafts,
+                tree=inputs.tree,
+                draft_nodes=inputs.draft_nodes,
+                tokens=self.staging.download(processed.mark(tokens)),
+                errors=processed.errors,
+                **({} if self.drafting is None else self._states_for(self.drafting, launched, states)),
+                num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
+            )
+        with scope("output"):
+            if inputs.scored is not None:
+                sampling.logprobs = self._logprobs(
+                    logits if self.raw_logprobs or final is None else final, tokens, inputs.scored
+                )
+            if launched.whole:
+                sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
+        return sampling
+
+    def finish(self, sampling: Sampling | Answers) -> StepOutput:
+        """Wait for a step's answers, or for its tokens, and see which of them stand."""
+        if isinstance(sampling, Answers):
+            with self.profiler.scope("wait"):
+                return sampling.wait(count_nans=self.count_nans)
+        with self.profiler.scope("wait"):
+            token_ids = sampling.tokens.wait()
+        rows, positions = sampling.batch.rows, sampling.draft_positions
+        places = np.arange(len(rows))
+        if positions is not None and sampling.drafts is not None and self.drafting is not None:
+            stands = standing(token_ids, sampling.drafts, positions, sampling.tree, sampling.draft_nodes)
+            self.drafting.count(rows, positions, stands)
+            places = np.flatnonzero(stands)
+            rows, token_ids, positions = rows[places], token_ids[places], positions[places]
+        failed: dict[int, str] = {}
+        if (token_ids < 0).any():
+            errors = [sampling.errors.get(place) for place in places.tolist()]
+            grammars = None if self.grammars is None else self.grammars.active
+            failed = self.pipeline.failures(rows, token_ids, errors, grammars)
+            given = token_ids >= 0
+            places, rows, token_ids = places[given], rows[given], token_ids[given]
+            positions = None if positions is None else positions[given]
+        output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed)
+        if sampling.tree is not None and sampling.draft_nodes is not None:
+            output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
+        output.prompt_logprobs = sampling.prompt_logprobs
+        if sampling.states is not None:
+            last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
+            output.hidden_states = sampling.states.take(last)
+        output.computed = sampling.computed
+        if sampling.logprobs is not None:
+            entries = sampling.logprobs.wait()
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                if place in entries:
+                    output.logprobs.setdefault(row, []).append(entries[place])
+        if sampling.num_nans is not None:
+            counts = sampling.num_nans.wait()[places]
+            output.num_nans = {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
+        return output
+
+    def forward(self, inputs: StepInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
+        if wanted is not None and len(wanted) == inputs.num_padded_tokens:
+            wanted = None  # each request has one token: all are wanted, in order
+        token_ids = self.token_ids(inputs)
+        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advance}
+        if self.taps is not None:
+            states["tap"] = self.taps
+        if inputs.encoder_states is not None:
+            states["encoder_states"] = inputs.encoder_states
+        if inputs.embeds is None:
+            return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
+        model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
+        embeds = inputs.embeds.merged(model, token_ids)
+        return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
+
+    def token_ids(self, inputs: StepInputs) -> torch.Tensor:
+        """The step's tokens [num_padded_tokens] int64, those of a step in flight included."""
+        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+
+    def _forward_or_replay(
+        self, inputs: StepInputs, attend: Attend, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`.
+
+        And the inputs of the layers that a drafter reads, always of all tokens.
+        """
+        if inputs.shape is not None and self.graphs is not None:
+            return self.graphs.replay(inputs)
+        wanted = None if whole else inputs.logits_indices
+        hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
+        self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
+        return hidden, None, None if self.taps is None else self.taps.take()
+
+    def _states_for(self, drafting: Drafting, launched: Launched, states: torch.Tensor) -> dict[str, Any]:
+        """What a drafter reads of the model: of the logits rows, and of all tokens where it reads these."""
+        inputs, layers = launched.inputs, launched.layers
+        own = HiddenStates(
+            last=states if drafting.needs_hidden_states else None,
+            layers=None if layers is None else layers[inputs.logits_indices],
+            index=inputs.logits_indices if drafting.needs_computed else None,
+        )
+        if not drafting.needs_computed:
+            return {"states": own}
+        token_ids, hidden = self.token_ids(inputs), launched.hidden
+        computed = ComputedStates(
+            inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
+        )
+        return {"states": own, "computed": computed}
+
+    def _wanted(self, launched: Launched) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits [num_logits, ...] of the tokens that sample."""
+        inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
+        count = len(inputs.logits_rows)
+        if inputs.shape is None and not launched.whole:
+            return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
+        in_order = count == inputs.num_tokens  # every real token samples, and they come first
+        states = hidden[:count] if in_order else hidden[inputs.logits_indices]
+        if logits is None:
+            return states, self._compute_logits(states, inputs, inputs.logits_indices)
+        return states, logits[:count] if in_order else logits[inputs.logits_indices]
+
+    def _compute_logits(self, states: torch.Tensor, inputs: StepInputs, indices: torch.Tensor) -> torch.Tensor:
+        """Logits of the hidden states of some of the step's tokens."""
+        if self.adapters is not None and inputs.lora_slots is not None:
+            self.adapters.plan_head(inputs.lora_slots, indices)
+        return self.model.compute_logits(states)
+
+    def _keeps_final(self, inputs: StepInputs) -> bool:
+        """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
+        return inputs.rejections is not None or (not self.raw_logprobs and inputs.scored is not None)
+
+    def _reject(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: StepInputs) -> torch.Tensor:
+        """The tokens [num_logits] after rejection sampling, where it applies."""
+        if inputs.rejections is None or final is None or self.drafting is None or self.drafting.probabilities is None:
+            return tokens
+        return reject(final, tokens, self.drafting.probabilities, inputs.rejections)
+
+    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
+        """Start scoring the sampled tokens of the places that ask for it."""
+        packed = self._scores(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
+        return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
+
+    def _prompt_logprobs(self, inputs: StepInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
+        starts = inputs.query_start_loc_cpu
+        result = {}
+        for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
+            row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
+            first = int(inputs.seq_lens_cpu[i]) - count
+            count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
+            if count <= 0:
+                continue
+            targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
+            chunk = hidden[int(starts[i]) : int(starts[i]) + count]
+            top = int(self.rows.num_prompt_logprobs[row])
+            places = torch.arange(int(starts[i]), int(starts[i]) + count, device=hidden.device)
+            result[row] = (first + 1, self._score(inputs, chunk, places, targets.to(hidden.device), top))
+        return result
+
+    def _score(
+        self, inputs: StepInputs, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, top: int
+    ) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        parts = (tensor.split(_PROMPT_LOGITS_AT_A_TIME) for tensor in (hidden, places, targets))
+        for states, indices, tokens in zip(*parts, strict=True):
+            logits = self._compute_logits(states, inputs, indices)
+            table = LogprobTable.unpack(self._scores(logits, tokens, top).cpu().numpy())
+            entries += [table.entry(i, top) for i in range(len(tokens))]
+        return entries
+
+    def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)

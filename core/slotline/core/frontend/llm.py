@@ -1,0 +1,429 @@
+"""`LLM`: the offline front end. Prompts in, `RequestOutput` out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from attrs import evolve
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.building.build import build_engine
+from slotline.core.building.progress import progress_bar
+from slotline.core.engine import Engine
+from slotline.core.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from slotline.core.frontend.best_of import best_of, check_best_of, single
+from slotline.core.frontend.lora_request import AdapterChoice, LoRARequest, as_lora_requests
+from slotline.core.frontend.multimodal import items_of, refuse_items
+from slotline.core.frontend.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from slotline.core.frontend.prompts import PROMPT_KEYS, Prompt, as_params, as_prompts, as_token_ids, of_task
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.planning.device import device_scope
+from slotline.core.scheduling.request import Request
+from slotline.registry.config import LoadedConfig, load_config
+from slotline.registry.contracts import PoolingParams
+from slotline.registry.errors import ConfigError, RequestError
+from slotline.registry.negotiation import Plan
+
+_SHORT = {
+    "backend": "attention.backend",
+    "block_size": "cache.block_size",
+    "kv_cache_dtype": "cache.dtype",
+    "memory": "cache.memory",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "max_model_len": "scheduler.max_model_len",
+    "max_num_seqs": "scheduler.max_requests",
+    "max_num_batched_tokens": "scheduler.max_batched_tokens",
+    "seed": "sampling.seed",
+}
+
+
+class LLM:
+    """A model behind its slots, ready to generate.
+
+    Example:
+        >>> llm = LLM()  # the small model that ships with slotline
+        >>> llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    Args:
+        config: a TOML file, a checkpoint folder, or None.
+        overrides: settings in the form `a.b=value`, as on the command line.
+        settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
+            mapping, `**{"cache.block_size": 32}`.
+
+    Raises:
+        SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
+    """
+
+    def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+        values = {_SHORT.get(key, key): value for key, value in settings.items()}
+        if config is not None and Path(config).is_dir():
+            values.setdefault("model", str(config))
+            config = None
+        self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
+        self.engine: Engine = build_engine(self.loaded)
+        self._ids = itertools.count()
+        self._weights: Path | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What runs and why."""
+        return self.engine.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: if the model has none.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
+        return self.engine.tokenizer
+
+    def update_config(self, **settings: Any) -> None:
+        """Change what the next `reload_weights` reads: `model`, the checkpoint's folder. The plan stays as it is.
+
+        Raises:
+            ConfigError: for any other setting, since what it decided has been built; nothing is changed then.
+        """
+        fixed = sorted(settings.keys() - {"model"})
+        if fixed:
+            raise ConfigError(f"{', '.join(fixed)} cannot change while the engine runs", fix="build a new LLM")
+        if "model" in settings:
+            self._weights = Path(settings["model"])
+
+    def reload_weights(self) -> None:
+        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+
+        They come from the folder that `update_config` named last, else from the model's own.
+
+        Raises:
+            RequestError: if a request is unfinished; or if the merged adapter cannot be merged into the new weights,
+                which stay without it then.
+            ModelError: if they are missing or do not fit; the old ones stay.
+        """
+        self.engine.reload_weights(self._weights)
+
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is needed; False if it was known already.
+
+        It takes a slot on the device if one is free or idle, else when its first request joins the batch.
+
+        Raises:
+            RequestError: if it cannot be held, or another one has its name or number.
+        """
+        known = lora_request.lora_int_id in self._adapters.numbers
+        with device_scope(self.engine.device):
+            self._adapters.add(lora_request)
+        return not known
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False if there is none of that number.
+
+        Raises:
+            RequestError: if a request uses it.
+        """
+        with device_scope(self.engine.device):
+            return self._adapters.remove(lora_id)
+
+    def pin_lora(self, lora_id: int) -> bool:
+        """Have a known adapter keep its slot on the device until it is removed.
+
+        Raises:
+            RequestError: if it is not known, or no slot can be had for it.
+        """
+        with device_scope(self.engine.device):
+            self._adapters.pin(lora_id)
+        return True
+
+    def list_loras(self) -> set[int]:
+        """The numbers of the known adapters, on the device or in host memory."""
+        return self._adapters.numbers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one or many; each a text, token ids, or a mapping with `prompt` or `prompt_token_ids` and
+                optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
+                modality such as ``image`` to an item or to a list, one for each of its placeholders in the prompt.
+            sampling_params: one for all, or one for each.
+            lora_request: the adapter for all, or one or None for each; the name of a loaded one will do.
+            progress: show a progress bar; by default as `observability.progress` says, on a terminal.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
+        """
+        given = as_prompts(prompts)
+        params = as_params(sampling_params, len(given), SamplingParams())
+        check_best_of(params, self.loaded.config.sampling.logprobs_mode)
+        groups = self._add_all(given, params, as_lora_requests(lora_request, len(given)))
+        self._run(groups, progress)
+        return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that a beam search finds, best first.
+
+        Every round is one step for all beams of all prompts; with prefix caching a beam computes its newest token and
+        what its last block lacks.
+
+        Args:
+            prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
+            params: the same for all.
+            lora_request: as for `generate`.
+            progress: show a progress bar, one round a step; by default as `observability.progress` says.
+
+        Raises:
+            RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
+        """
+        fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
+        for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
+            if adapter is not None:
+                one["lora_request"] = self._adapter(adapter)
+        return BeamSearch(self, params, fields).run(progress)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the hidden states of each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: one for all, or one for each.
+            pooling_task: the task of parameters that name none; one of both must name it.
+            lora_request, progress: as for `generate`.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
+                call runs then.
+        """
+        given = as_prompts(prompts)
+        params = as_params(pooling_params, len(given), PoolingParams())
+        tasked = [of_task(one, pooling_task) for one in params]
+        groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
+        self._run(groups, progress)
+        return [self.engine.pooling_output(request) for (request,) in groups]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
+        outputs = self.encode(
+            prompts, pooling_params, pooling_task="embed", lora_request=lora_request, progress=progress
+        )
+        return cast(list[EmbeddingRequestOutput], outputs)
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
+        outputs = self.encode(
+            prompts, pooling_params, pooling_task="classify", lora_request=lora_request, progress=progress
+        )
+        return cast(list[ClassificationRequestOutput], outputs)
+
+    def _run(self, groups: list[list[Request]], progress: bool | None) -> None:
+        """Step until the requests have ended; abort them if that is interrupted."""
+        wanted = {request.request_id for group in groups for request in group}
+        shown = self.loaded.config.observability.progress if progress is None else progress
+        with progress_bar(len(wanted), enabled=shown, forced=progress is True) as bar:
+            try:
+                while wanted:
+                    result = self.engine.step()
+                    bar.advance(len(result.finished), tokens=len(result.token_ids))
+                    wanted.difference_update(request.request_id for request in result.finished)
+            except BaseException:
+                for request_id in wanted:
+                    self.engine.abort(request_id)
+                raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn of one conversation or of many.
+
+        A message's content may be a list of parts, such as ``{"type": "text", "text": "..."}`` and
+        ``{"type": "image", "image": image}``, as in transformers.
+        """
+        first = messages[0] if messages else None
+        if first is None:
+            raise RequestError("the conversation has no messages", fix="give at least one message")
+        conversations: Iterable[Any] = [messages] if isinstance(first, Mapping) else messages
+        prompts = [
+            {
+                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, **template_options),
+                "multi_modal_data": items_of(conversation),
+            }
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
+    ) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
+        params = as_params(sampling_params, 1, SamplingParams())
+        if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
+            raise RequestError(
+                f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",
+                fix="leave best_of out, or use generate()",
+            )
+        (group,) = self._add_all(
+            [prompt], params, as_lora_requests(lora_request, 1), stream=True
+        )  # at once, so that a mistake shows here
+        return self._stream(group)
+
+    def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
+        try:
+            finished = False
+            while not finished:
+                if not all(request.finished for request in group):  # another caller's steps may have ended it
+                    self.engine.step()
+                output = self.engine.output(group)
+                finished = output.finished
+                yield output
+        finally:
+            for request in group:
+                self.engine.abort(request.request_id)
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[AdapterChoice],
+        *,
+        stream: bool = False,
+    ) -> list[list[Request]]:
+        """Queue every prompt, or none if one is wrong."""
+        groups: list[list[Request]] = []
+        try:
+            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
+                groups.append([])
+                self._add(prompt, one, adapter, groups[-1], stream=stream)
+        except BaseException as error:
+            for request in itertools.chain.from_iterable(groups):
+                self.engine.abort(request.request_id)
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
+            raise
+        return groups
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        adapter: AdapterChoice,
+        group: list[Request],
+        *,
+        stream: bool,
+    ) -> None:
+        """Queue one prompt; sampling ones `params.n` times, with seeds of their own."""
+        fields = self._fields(prompt)
+        if adapter is not None:
+            fields["lora_request"] = self._adapter(adapter)
+        request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
+        if isinstance(params, PoolingParams):
+            group.append(self.engine.add(request_id, params=params, **fields))
+            return
+        for index in range(count := params.best_of or params.n):
+            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+            one = evolve(single(params), seed=seed) if count > 1 else params
+            name = f"{request_id}/{index}" if index else request_id
+            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+
+    def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
+        """An adapter that may be named by the name of a loaded one."""
+        return self._adapters.named(adapter) if isinstance(adapter, str) else adapter
+
+    @property
+    def _adapters(self) -> AdapterSource:
+        """The engine's adapters.
+
+        Raises:
+            RequestError: if it has none.
+        """
+        if self.engine.adapters is None:
+            raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
+        return self.engine.adapters
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        """The arguments of `Engine.add` that a prompt stands for."""
+        if isinstance(prompt, str):
+            return {"prompt": prompt, "prompt_token_ids": self._encode(prompt)}
+        if not isinstance(prompt, Mapping):
+            return {"prompt_token_ids": prompt}
+        fields = dict(prompt)
+        unknown = set(fields) - PROMPT_KEYS
+        if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
+            raise RequestError(
+                f"a prompt with the keys {list(fields)} cannot be read",
+                fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
+                "'request_id'",
+            )
+        if "prompt_token_ids" not in fields:
+            fields["prompt_token_ids"] = self._encode(fields["prompt"])
+        data = fields.pop("multi_modal_data", None)
+        return fields | self._read_items(fields["prompt_token_ids"], data) if data else fields
+
+    def _read_items(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> dict[str, Any]:
+        """The prompt with its items in the place of their placeholders."""
+        if not isinstance(data, Mapping):
+            raise RequestError(f"multi_modal_data={data!r:.60} is no mapping", fix="give {'image': ...}")
+        if self.engine.encoding is None:
+            refuse_items(data)
+            return {}
+        expanded, features = self.engine.encoding.reader.read(as_token_ids(token_ids), data)
+        return {"prompt_token_ids": expanded, "features": features}
+
+    def _encode(self, text: str) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt={text!r:.60} is no text", fix="give a string, or 'prompt_token_ids'")
+        if not text:
+            raise RequestError("the prompt is empty", fix="give at least one character")
+        return self.tokenizer.encode(text)

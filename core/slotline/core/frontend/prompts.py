@@ -1,0 +1,68 @@
+"""What `LLM` takes: one prompt or many, and parameters for all of them or for each. Torch-free."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeVar
+
+from attrs import evolve
+
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.registry.contracts import PoolingParams
+from slotline.registry.errors import RequestError
+
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "priority", "cache_salt", "request_id"})
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """One prompt as a list of one; a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    try:
+        listed: list[Any] = list(prompts)
+    except TypeError as error:
+        raise RequestError(f"prompts={prompts!r:.60} cannot be read", fix="give text, token ids, or a list") from error
+    if not listed:
+        raise RequestError("no prompt was given", fix="give at least one; an empty list of token ids is no prompt")
+    return [listed] if isinstance(listed[0], Integral) else listed
+
+
+def of_task(params: PoolingParams, task: str | None) -> PoolingParams:
+    """The parameters with the task of the call."""
+    if task is None or params.task == task:
+        return params
+    if params.task is not None:
+        raise RequestError(
+            f"PoolingParams.task={params.task!r} in a call for {task!r}", fix="leave it out, or call encode()"
+        )
+    return evolve(params, task=task)
+
+
+def as_params(params: Params | Sequence[Params] | None, count: int, default: Params) -> Sequence[Params]:
+    """Parameters for each of `count` prompts, of the default's class."""
+    kind, what = type(default), "sampling" if isinstance(default, SamplingParams) else "pooling"
+    if params is None or isinstance(params, kind):
+        return [default if params is None else params] * count
+    listed = [params] if isinstance(params, SamplingParams | PoolingParams) else list(params)
+    wrong = [one for one in listed if not isinstance(one, kind)]
+    if wrong:
+        raise RequestError(f"{what}_params={wrong[0]!r:.60} is no {kind.__name__}", fix=f"give {kind.__name__}(...)")
+    if len(listed) != count:
+        raise RequestError(
+            f"{len(listed)} {what} parameters for {count} prompts", fix="give one, or one for each prompt"
+        )
+    return listed
+
+
+def as_token_ids(values: Sequence[int]) -> list[int]:
+    """The values as plain integers, numpy's included."""
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError as error:
+        raise RequestError(
+            f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
+        ) from error

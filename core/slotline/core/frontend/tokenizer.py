@@ -1,0 +1,107 @@
+"""The tokenizer: text to tokens, chat messages to prompts, tokens to text. A thin layer over transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from slotline.core.frontend.detokenizer import Detokenizer
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.registry.errors import ModelError, RequestError
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer folder.
+
+    Raises:
+        ModelError: if the folder has no tokenizer that can be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.path = path
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._fast = self._hf.backend_tokenizer
+        except Exception as error:
+            raise ModelError(
+                f"no tokenizer in {str(path)!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+                fix="put tokenizer.json and tokenizer_config.json there, or name another folder with tokenizer = '...'",
+            ) from error
+
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._hf
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt."""
+        token_ids: list[int] = self._hf.encode(text)
+        return token_ids
+
+    def encode_word(self, word: str) -> list[int]:
+        """The tokens of `word` as it stands inside a text: no special tokens."""
+        token_ids: list[int] = self._hf.encode(word, add_special_tokens=False)
+        return token_ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`."""
+        text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """The tokens of a conversation, by the tokenizer's chat template, ready for the assistant's turn.
+
+        Raises:
+            RequestError: if the tokenizer has no chat template or the template refuses the messages.
+        """
+        if not self._hf.chat_template:
+            raise RequestError(
+                f"the tokenizer in {str(self.path)!r} has no chat template",
+                fix="use generate() with a prompt of your own",
+            )
+        try:
+            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        except Exception as error:
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", fix="each message needs 'role' and 'content'"
+            ) from error
+        token_ids: list[int] = self._hf.encode(text, add_special_tokens=False)
+        return token_ids
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+        """An incremental detokeniser for one output."""
+        return Detokenizer(
+            self._fast,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+        )
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with the tokens of their `bad_words`, as given and behind a space, in `bad_words_token_ids`.
+
+    Raises:
+        RequestError: if there is no tokenizer, or it makes no token of a word.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"bad_words={list(params.bad_words)} needs a tokenizer and the model has none",
+            fix="use bad_words_token_ids",
+        )
+    words = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        stripped = word.lstrip()
+        for form in (word, stripped, f" {stripped}"):
+            token_ids = tuple(tokenizer.encode_word(form))
+            if not token_ids:
+                raise RequestError(f"bad_words: the tokenizer makes no token of {form!r}", fix="leave it out")
+            if token_ids not in words:
+                words.append(token_ids)
+    return evolve(params, bad_words_token_ids=words)

@@ -1,0 +1,65 @@
+"""What a plan holds of LoRA: whether the plugin that is named can be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slotline.core.planning.parts import device_need, texts_of
+from slotline.registry.config import LoadedConfig
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation import Need, part_reasons
+from slotline.registry.probing import probe
+
+
+def choose_lora(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int
+) -> Descriptor[Any] | None:
+    """The LoRA plugin that the configuration names, if any.
+
+    Raises:
+        NegotiationError: with every reason why it cannot be used.
+    """
+    config = loaded.config.lora
+    if not config.name:
+        if config.adapters:
+            raise NegotiationError(
+                f"[lora.adapters] ({loaded.origins['lora.adapters'].where}) without a LoRA plugin",
+                fix='set lora.name, for instance to "torch"',
+            )
+        return None
+    descriptor = registry.load(Kind.LORA, config.name, required=True)
+    offer = probe(descriptor, info)
+    if isinstance(offer, str):
+        raise NegotiationError(f"lora plugin {config.name!r} cannot run on {info.type}: {offer}", fix="name another")
+    rank, most = f"lora.max_rank = {config.max_rank}", f"lora.max_adapters = {config.max_adapters}"
+    needs = [
+        device_need(info),
+        Need(capability="max_rank", value=config.max_rank, origin=rank),
+        Need(capability="max_adapters", value=config.max_adapters, origin=most),
+    ]
+    texts = texts_of(part_reasons(offer, needs))
+    for module in config.target_modules:
+        need = Need(capability="target_modules", value=module, origin=f"lora.target_modules names {module!r}")
+        texts += texts_of(part_reasons(offer, [need]))
+    if not family.capabilities.adapters.support:
+        texts.append(f"model family {family.name!r} lets no adapters join its models")
+    if stages > 1:
+        texts.append("the model runs over pipeline stages, which this version does not adapt")
+    if texts:
+        raise NegotiationError(
+            f"lora plugin {config.name!r} cannot be used: {'; '.join(texts)}",
+            fix="change what the reasons name, take another LoRA plugin, or remove [lora]",
+        )
+    return descriptor
+
+
+def refuse_lora_dtype(lora: Descriptor[Any] | None, dtype: str) -> None:
+    """Refuse a LoRA plugin that has no products in the model's dtype.
+
+    Raises:
+        NegotiationError: naming the dtypes that it has.
+    """
+    if lora is not None and (refusal := lora.capabilities.dtypes.refusal(dtype)):
+        raise NegotiationError(f"lora plugin {lora.name!r}, dtype: {refusal}", fix="set dtype, or take another plugin")

@@ -1,0 +1,391 @@
+"""From a configuration to a plan: which model, which device, which plugins, and why. Reads no weights."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from slotline.core.building.stages import Stages, describe_devices, divide, pipeline_devices
+from slotline.core.execution.states import refuse_unfit_states, with_state_memory
+from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
+from slotline.core.planning.drafter import draft_layers
+from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
+from slotline.core.planning.measurements import load_measurements
+from slotline.core.planning.parts import (
+    StructuredOutputChoice,
+    choose_drafter,
+    choose_structured_output,
+    choose_task,
+    choose_tree,
+    refuse_processors,
+    refuse_variance,
+)
+from slotline.core.scheduling.whole_prompts import (
+    length_of_whole_prompts,
+    refuse_cache_dtype,
+    refuse_sharing,
+    whole_prompts,
+)
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.loading import resolve_factory, resolve_options
+from slotline.registry.negotiation import (
+    Asked,
+    Part,
+    Plan,
+    Setting,
+    attention_candidates,
+    kv_spec_candidates,
+    negotiate,
+    prepare_request,
+    review,
+    state_candidates,
+    with_measurements,
+)
+
+LONGEST_BY_DEFAULT = 8192
+SMALL_MODEL = Path(__file__).parents[1] / "small_model"
+"""The folder of the model that ships with slotline."""
+
+
+@frozen(kw_only=True, eq=False)
+class Planned:
+    """A plan and what building it needs.
+
+    Attributes:
+        loaded: the configuration.
+        registry: the plugins.
+        facts: what is known of the model.
+        task: what the engine runs, of `facts.tasks`.
+        family_descriptor, family: the model family that loads it.
+        processors: descriptors of the logits processors, in no order.
+        drafter, lora: descriptors of the drafter and of the LoRA plugin, or None.
+        draft_layers: the drafter's own attention layers, numbered behind the model's.
+        structured_output: the plugin for it, or why there is none.
+        stages: where each part of the model lies.
+        max_model_len: tokens.
+        asynchronous: whether a step is prepared while the one before runs.
+        trees: whether drafts that form trees are verified as such.
+        plan: the negotiated plan.
+    """
+
+    loaded: LoadedConfig
+    registry: PluginRegistry
+    facts: ModelFacts
+    task: str
+    family_descriptor: Descriptor[Any]
+    family: ModelFamily
+    processors: tuple[Descriptor[Any], ...]
+    drafter: Descriptor[Any] | None
+    draft_layers: tuple[AttentionLayer, ...]
+    structured_output: StructuredOutputChoice
+    lora: Descriptor[Any] | None
+    stages: Stages
+    max_model_len: int
+    asynchronous: bool
+    trees: bool
+    plan: Plan
+
+    @property
+    def device(self) -> str:
+        """The torch device string where logits come out and tokens are sampled: the last stage's."""
+        return self.stages.stages[-1].device
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """All attention layers that the plan serves, by index: the model's, then the drafter's."""
+        return self.facts.layers + self.draft_layers
+
+    def options(self, descriptor: Descriptor[Any]) -> Any:
+        """A plugin's own table, typed by the plugin."""
+        return self.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
+
+    @property
+    def chunked_prefill(self) -> bool:
+        """Whether long prompts may be split over steps."""
+        return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
+
+
+def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
+    """Discover, look at the model, negotiate.
+
+    Args:
+        use_measurements: whether what `slotline tune` measured decides where nothing was asked.
+
+    Raises:
+        SlotlineError: of the kind that fits; nothing has been allocated then.
+    """
+    config = loaded.config
+    registry = PluginRegistry.discover(loaded)
+    _load_named(loaded, registry)
+    devices = pipeline_devices(loaded)
+    info = describe_devices(devices)
+    path = loaded.path("model") or SMALL_MODEL
+    family_descriptor, family = family_for(registry, path)
+    facts = family.inspect(path)
+    _refuse_windows(facts)
+    refuse_unfit_states(facts.state_layers)
+    refuse_variance(loaded, facts, family_descriptor)
+    setting = choose_task(loaded, facts, family_descriptor)
+    task = setting.resolved
+    stages = divide(loaded, devices, facts, family_descriptor)
+    max_model_len = _max_model_len(loaded, facts)
+    if whole_prompts(facts):
+        max_model_len = length_of_whole_prompts(loaded, max_model_len)
+    processors = _processors(loaded, registry) if task == "generate" else ()
+    drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
+    own_layers = draft_layers(
+        loaded,
+        drafter,
+        facts,
+        max_model_len,
+        lambda other: family_for(registry, other)[1].inspect(other),
+        divided=bool(stages.divided),
+    )
+    stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
+    refuse_processors(loaded, processors, info, drafting=drafter is not None)
+    grammars = choose_structured_output(loaded, registry, info, task)
+    asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
+    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
+    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora)))
+    request = prepare_request(
+        loaded,
+        evolve(facts, layers=facts.layers + own_layers),
+        info,
+        max_model_len=max_model_len,
+        dtype_fallbacks=_dtype_fallbacks(facts, info),
+        draft_tokens=config.drafter.tokens if drafter else 0,
+        parts=tuple(_part(registry, d, loaded) for d in parts),
+        settings=(setting, asynchronous, grammars.setting),
+    )
+    request = evolve(request, stages=stages.divided)
+    if whole_prompts(facts):
+        refuse_cache_dtype(loaded, facts)
+        request = evolve(request, prefix_caching=refuse_sharing(loaded))
+    attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
+    if use_measurements:
+        dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
+        measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
+        request = with_measurements(request, measured, attention)
+    states = state_candidates(registry, info) if facts.state_layers else ()
+    plan = negotiate(request, attention, specs, states)
+    if plan.graphs.resolved != "none" and (refusal := _capture_refusal(family, facts, stages, plan, task)):
+        _refuse_explicit_graphs(request.graphs, refusal)
+        if task == "generate":
+            request = evolve(request, uncaptured=refusal)
+        else:  # no downgrade: there is nothing to decode
+            request = evolve(request, graphs=Asked("none", refusal))
+        plan = negotiate(request, attention, specs, states)
+    plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
+    plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
+    tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
+    plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
+    plan = review(plan, request, registry.hooks)
+    refuse_lora_dtype(lora, plan.dtype)
+    _mark_selected(registry, plan)
+    return Planned(
+        loaded=loaded,
+        registry=registry,
+        facts=facts,
+        task=task,
+        family_descriptor=family_descriptor,
+        family=family,
+        processors=processors,
+        drafter=drafter,
+        draft_layers=own_layers,
+        structured_output=grammars,
+        lora=lora,
+        stages=stages,
+        max_model_len=max_model_len,
+        asynchronous=asynchronous.resolved == "true",
+        trees=tree is not None and tree.resolved == "tree",
+        plan=plan,
+    )
+
+
+def _refuse_windows(facts: ModelFacts) -> None:
+    """Refuse a window or a chunk without a token: a query always sees itself.
+
+    Raises:
+        ModelError: naming the layers.
+    """
+    for what in ("window", "chunk"):
+        wrong = [layer for layer in facts.layers if (reach := getattr(layer, what)) is not None and reach < 1]
+        if wrong:
+            raise ModelError(
+                f"attention layers {', '.join(layer.name for layer in wrong)} of {str(facts.path)!r} have a {what} of "
+                f"{getattr(wrong[0], what)} tokens",
+                fix=f"correct the checkpoint's config.json: a {what} counts the query itself; null is none",
+            )
+
+
+def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setting:
+    """Whether a step is prepared while the one before runs, and why.
+
+    Raises:
+        NegotiationError: if it was asked for and a drafter forbids it.
+    """
+    asked, origin = loaded.config.scheduler.async_, loaded.origins["scheduler.async"]
+    drafter = f"drafter.name = {loaded.config.drafter.name!r}: drafts are made from the step before's tokens"
+    if asked is True and drafting:
+        raise NegotiationError(
+            f"scheduler.async = true ({origin.where}) cannot hold beside {drafter}",
+            fix='set scheduler.async to "auto" or false, or remove [drafter]',
+        )
+    resolved, because = asked, origin.where
+    if asked == "auto":
+        resolved = device.startswith("cuda") and not drafting
+        because = "auto: the host works while the device does"
+        if not resolved:
+            because = f"auto: {drafter}" if drafting else "auto: the device's cores are the host's"
+    return Setting(
+        key="scheduler.async",
+        asked="auto" if asked == "auto" else str(asked).lower(),
+        resolved=str(resolved).lower(),
+        origin=because,
+        explicit=asked != "auto",
+    )
+
+
+def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, plan: Plan, task: str) -> str | None:
+    """Why nothing can be captured, in a sentence, or None."""
+    if task != "generate":
+        return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
+    if stages.divided:
+        return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
+    if of_encoder(facts.layers):
+        return "the keys of cross-attention come with the step in which a request begins, and a graph takes none"
+    refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
+    return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
+
+
+def _refuse_explicit_graphs(asked: Asked[str], refusal: str) -> None:
+    """Refuse graphs that were asked for by name.
+
+    Raises:
+        NegotiationError: with the reason why there can be none.
+    """
+    if asked.explicit and asked.value != "auto":
+        raise NegotiationError(
+            f"graphs.mode = {asked.value!r} ({asked.origin}): {refusal}",
+            fix='set graphs.mode to "auto" or "none"',
+        )
+
+
+def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
+    """Note in the plugin list what the plan uses."""
+    for group in plan.groups:
+        registry.mark_selected(Kind.ATTENTION, group.backend)
+    for state_group in plan.state_groups:
+        registry.mark_selected(Kind.STATE, state_group.backend)
+    for cache_group in plan.cache_groups:
+        registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
+    for part in plan.parts:
+        registry.mark_selected(Kind(part.kind), part.name)
+
+
+def family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
+    """The model family that serves the checkpoint's architecture."""
+    architectures = _architectures(path)
+    candidates = registry.candidates(Kind.MODEL_FAMILY)
+    for descriptor in candidates:
+        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
+            return descriptor, resolve_factory(descriptor)()
+    served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
+    close = difflib.get_close_matches(architectures[0], served, n=1)
+    hint = f"; the closest served one is {close[0]}" if close else ""
+    raise ModelError(
+        f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
+        fix=f"served: {', '.join(served)}; others need a model_family plugin",
+    )
+
+
+def _architectures(path: Path) -> list[str]:
+    """The names under `architectures` in config.json."""
+    file = path / "config.json"
+    if not path.is_dir():
+        raise ModelError(
+            f"there is no folder {str(path)!r}",
+            fix="model must name a local Hugging Face folder; leave it out for the small model",
+        )
+    if not file.is_file():
+        raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
+    try:
+        names: list[str] = json.loads(file.read_text()).get("architectures") or []
+    except (json.JSONDecodeError, AttributeError) as error:
+        raise ModelError(
+            f"{str(file)!r} is not a JSON object: {error}", fix="restore the checkpoint's config.json"
+        ) from error
+    if not names:
+        raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
+    return names
+
+
+def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
+    asked = loaded.config.scheduler.max_model_len
+    if asked == "auto":
+        return min(facts.max_model_len, LONGEST_BY_DEFAULT)
+    if asked > facts.max_model_len:
+        raise NegotiationError(
+            f"scheduler.max_model_len = {asked}, but the model's positions end at {facts.max_model_len}",
+            fix=f"set scheduler.max_model_len = {facts.max_model_len} or less",
+        )
+    return asked
+
+
+def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
+    """Dtypes to try where none is named: the checkpoint's first, unless this processor has no arithmetic for it."""
+    if info.type == "cpu" and (
+        facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
+    ):
+        return ("float32",)
+    return (facts.dtype, "float32")
+
+
+def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descriptor[Any], ...]:
+    """The default logits processors and those that the configuration names."""
+    named = loaded.config.logits_processors
+    chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
+    for name in named:
+        chosen[name] = registry.load(Kind.LOGITS_PROCESSOR, name, required=True)
+    return tuple(chosen.values())
+
+
+def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
+    """Load every backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
+    for kind, named in (
+        (Kind.ATTENTION, _names(loaded.config.attention.backend)),
+        (Kind.STATE, _names(loaded.config.state.backend)),
+        (Kind.KV_SPEC, loaded.config.cache.kv_spec.values()),
+    ):
+        for name in named:
+            if name != "auto":
+                registry.load(kind, name, required=True)
+
+
+def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
+    """Every name in a choice of backends."""
+    choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+    return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
+
+
+def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
+    record = registry.record(descriptor.kind, descriptor.name)
+    keys = {Kind.DRAFTER: "drafter.name", Kind.LORA: "lora.name", Kind.STRUCTURED_OUTPUT: "structured_output.backend"}
+    key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
+    origin = loaded.origins.get(key)
+    return Part(
+        kind=descriptor.kind.value,
+        name=descriptor.name,
+        distribution=record.distribution,
+        version=record.version,
+        origin="default" if origin is None or origin.kind == "default" else f"{origin.where} {key}",
+    )

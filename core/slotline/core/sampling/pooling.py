@@ -1,0 +1,235 @@
+"""Pooling: from the hidden states of prompts to one vector for each request, over as many steps as a prompt takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.staging import Staging
+from slotline.core.execution.step import Answers
+from slotline.core.frontend.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
+from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import Pooler, PoolingParams
+from slotline.registry.errors import ContractError, RequestError
+
+if TYPE_CHECKING:
+    from slotline.core.scheduling.request import Request
+
+Int = npt.NDArray[np.int64]
+UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False)
+"""What stands in for the sampling parameters of a request that samples nothing."""
+_OUTPUTS: Mapping[str | None, type[PoolingOutput]] = {"embed": EmbeddingOutput, "classify": ClassificationOutput}
+
+
+class Pooling:
+    """Gathers hidden states by the pooler's method and asks it for answers.
+
+    Args:
+        task: of the engine.
+        pooler: the model's.
+        hidden_size: of the model.
+        device: torch device string; what is kept between the chunks of a prompt lies there.
+
+    Raises:
+        ContractError: if the pooler asks for a method that there is not.
+    """
+
+    def __init__(
+        self, task: str, pooler: Pooler, rows: Rows, staging: Staging, *, hidden_size: int, device: str
+    ) -> None:
+        if pooler.method not in _GATHERERS:
+            raise ContractError(
+                f"a pooler asks for the pooling {pooler.method!r}", fix=f"use one of {', '.join(_GATHERERS)}"
+            )
+        self.task = task
+        self._pooler = pooler
+        self._rows = rows
+        self._gatherer = _GATHERERS[pooler.method](rows, hidden_size, device)
+        self._staging = staging
+        self._default = pooler.adjust(PoolingParams(task=task))
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every position of a prompt must be computed, so that no cached prefix may be taken."""
+        return self._gatherer.whole_prompt
+
+    def adjust(self, params: PoolingParams) -> PoolingParams:
+        """A request's parameters with the model's choice where they leave it open.
+
+        Raises:
+            RequestError: if the model cannot do what they ask.
+        """
+        return self._pooler.adjust(params)
+
+    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+        """[n] int64, the tokens whose hidden states `run` needs; None for all."""
+        return self._gatherer.wanted(inputs)
+
+    def run(self, inputs: StepInputs, hidden: torch.Tensor) -> Answers:
+        """Take in a step's hidden states of the `wanted` tokens, and start the answers of prompts it completes."""
+        states = self._gatherer.gather(inputs, hidden)  # [n, hidden_size] float32
+        if len(inputs.logits_rows) == 0:
+            return Answers(rows=inputs.logits_rows, vectors=None)
+        vectors = self._pooler.pool(states, [self._params(row) for row in inputs.logits_rows.tolist()])
+        return Answers(rows=inputs.logits_rows, vectors=self._staging.download(vectors))
+
+    def _params(self, row: int) -> PoolingParams:
+        request = self._rows.requests[row]  # None in profiling and warm-up
+        return self._default if request is None or request.pooling_params is None else request.pooling_params
+
+
+class Gatherer(Protocol):
+    """Pools the hidden states of requests over their chunks."""
+
+    whole_prompt: bool
+
+    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None: ...
+
+    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+        """See `Pooling.wanted`."""
+        ...
+
+    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] float32, the pooled states of the requests in `inputs.logits_rows`."""
+        ...
+
+
+class LastToken:
+    """The last token's state: it is in the step that completes the prompt, so nothing is kept."""
+
+    whole_prompt = False
+
+    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+        """Nothing to prepare."""
+
+    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+        """The last token of each completed prompt."""
+        return inputs.logits_indices
+
+    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """The states as they come."""
+        return hidden.float()
+
+
+class _Kept:
+    """What a request's earlier chunks gave, by permanent row: [max_requests, hidden_size] float32 on the device."""
+
+    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+        self._states = torch.zeros((rows.max_requests, hidden_size), device=device)
+
+    def update(self, inputs: StepInputs, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """Keep what `merge` makes of the step's requests; returns that of the completed ones [n, hidden_size].
+
+        `merge` gets what was kept [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
+        that starts over after preemption has not: what its first attempt left, or another's, does not count.
+        """
+        states = self._states
+        begun = _upload(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
+        rows = _upload(inputs.rows, states.device)
+        states[rows] = merge(states[rows], begun[:, None])
+        return states[_upload(inputs.logits_rows, states.device)]
+
+
+class FirstToken:
+    """The first token's state, kept until the prompt is complete."""
+
+    whole_prompt = True
+
+    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+        self._kept = _Kept(rows, hidden_size, device)
+
+    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+        """The first token of each chunk."""
+        return inputs.query_start_loc[: len(inputs.rows)].long()
+
+    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """A prompt's first chunk decides."""
+        states = hidden.float()  # [num_requests, hidden_size]
+        return self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, states))
+
+
+class Mean:
+    """The mean over the prompt's tokens: sums are kept until it is complete."""
+
+    whole_prompt = True
+
+    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+        self._kept = _Kept(rows, hidden_size, device)
+        self._rows = rows
+
+    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+        """All tokens."""
+        return None
+
+    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+        """The step's sums by request, added to those of its earlier chunks, all in float32."""
+        counts = _upload(inputs.num_scheduled, hidden.device)
+        # `unsafe` leaves out a check of the counts that would wait for the device.
+        sums = torch.segment_reduce(hidden[: inputs.num_tokens].float(), "sum", lengths=counts, axis=0, unsafe=True)
+        done = self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, 0.0) + sums)
+        lengths = np.maximum(self._rows.num_tokens[inputs.logits_rows], 1)  # dummy rows have no tokens
+        return done / _upload(lengths, hidden.device)[:, None]
+
+
+_GATHERERS: Mapping[str, type[Gatherer]] = {"last": LastToken, "cls": FirstToken, "mean": Mean}
+
+
+def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """The array on the device; through pinned memory, since a copy from any other may wait for the device."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def params_by_task(
+    params: SamplingParams | PoolingParams, pooling: Pooling | None, tasks: Sequence[str]
+) -> tuple[SamplingParams, PoolingParams | None]:
+    """What a request samples by and what it pools by, if the engine runs that task.
+
+    Args:
+        params: the request's.
+        pooling: the engine's, None where it generates.
+        tasks: what the model serves; an engine runs one of them.
+
+    Raises:
+        RequestError: for another task than the engine's, for none, or for parameters that the model refuses.
+    """
+    runs = "generate" if pooling is None else pooling.task
+    asked = "generate" if isinstance(params, SamplingParams) else params.task
+    if asked != runs:
+        raise _other_task(asked, runs, tasks)
+    if isinstance(params, SamplingParams):
+        return params, None
+    assert pooling is not None  # the task is not `generate`
+    return UNSAMPLED, pooling.adjust(params)
+
+
+def _other_task(asked: str | None, runs: str, tasks: Sequence[str]) -> RequestError:
+    serves = f"the model serves {', '.join(tasks)}, and this engine runs {runs!r}"
+    if asked is None:
+        return RequestError(f"PoolingParams.task is missing; {serves}", fix=f"give PoolingParams(task={runs!r})")
+    elsewhere = f'build an engine with task = "{asked}"' if asked in tasks else "take a model that serves it"
+    return RequestError(
+        f"a request for the task {asked!r} cannot run: {serves}", fix=f"{elsewhere}, or ask for {runs!r}"
+    )
+
+
+def pooling_output(request: Request) -> PoolingRequestOutput[PoolingOutput]:
+    """The public form of a pooling request."""
+    params, vector = request.pooling_params, request.pooled
+    assert params is not None
+    return PoolingRequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt,
+        prompt_token_ids=request.prompt_token_ids,
+        outputs=None if vector is None else _OUTPUTS[params.task](data=torch.from_numpy(vector[: params.dimensions])),
+        finished=request.finished,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        metrics=request.metrics,
+    )

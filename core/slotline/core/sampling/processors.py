@@ -1,0 +1,248 @@
+"""The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for.
+
+What a processor does wrong ends the requests that it does it to, and no other. The step pays for that only when
+something changed the logits: one look at their largest number, whose result travels with the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field, frozen
+
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import LogitsBatch, LogitsProcessor, LogitsProcessorCapabilities
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import typed_failures
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
+"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned."""
+
+
+@define(kw_only=True, eq=False)
+class ProcessorSlot:
+    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are."""
+
+    name: str
+    processor: LogitsProcessor
+    capabilities: LogitsProcessorCapabilities
+    active: npt.NDArray[np.bool_] = field()
+    num_active: int = 0
+
+    def set_active(self, row: int, active: bool) -> None:
+        """Whether there is work for a row from now on."""
+        self.num_active += int(active) - int(self.active[row])
+        self.active[row] = active
+
+
+@frozen(kw_only=True, eq=False)
+class Processed:
+    """Logits behind the processors.
+
+    Attributes:
+        logits: [n, vocab_size] float32; `raw` the same before any of them.
+        touched: [n] bool, which rows of the logits some processor had work for; None for none.
+        errors: by place in the batch, why those logits could not be processed.
+    """
+
+    logits: torch.Tensor
+    raw: torch.Tensor
+    touched: npt.NDArray[np.bool_] | None = None
+    errors: dict[int, str] = field(factory=dict)
+
+    def mark(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for."""
+        if self.touched is None:
+            return tokens
+        best, place = self.logits.max(dim=-1)  # of NaN, if there is one
+        made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
+        marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
+        if self.errors:
+            marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
+        if self.touched.all():
+            return marked
+        return torch.where(torch.from_numpy(self.touched).to(tokens.device), marked, tokens)
+
+
+class ProcessorPipeline:
+    """Applies the processors to logits and keeps their state in step with the rows."""
+
+    def __init__(self, slots: Sequence[ProcessorSlot], rows: Rows, known_parameters: frozenset[str]) -> None:
+        self.slots = tuple(sorted(slots, key=lambda s: (s.capabilities.order, s.name)))
+        self._rows = rows
+        self._known = known_parameters
+        self._handled = frozenset(p for s in slots for p in s.capabilities.parameters)
+
+    def validate(self, request: Request) -> None:
+        """Let every processor check the request, and refuse parameters that nobody here handles.
+
+        Raises:
+            RequestError: naming the parameter, its value and what is allowed.
+            PluginError: if a processor fails in another way.
+        """
+        params = request.params.as_mapping()
+        for name in request.params.extra_args or ():
+            if name not in self._handled:
+                raise RequestError(
+                    f"extra_args names {name!r}, which no logits processor of this run takes",
+                    fix=f"name it under [logits_processors]; this run takes: {', '.join(sorted(self._handled))}",
+                )
+        defaults = type(request.params)().as_mapping()
+        for name in self._known - self._handled:
+            if params.get(name) != defaults.get(name):
+                raise RequestError(
+                    f"{name}={params[name]!r} needs a logits processor that this run does not have",
+                    fix="name one that takes it under [logits_processors], see `slotline plugins`",
+                )
+        for slot in self.slots:
+            with typed_failures(
+                f"logits processor {slot.name!r} failed to check a request",
+                fix="change the parameters that it takes, or do without it",
+            ):
+                slot.processor.validate(params)
+
+    def admit(self, request: Request) -> None:
+        """A request took its row."""
+        if not self.slots:
+            return
+        row = request.row
+        params = {**request.params.as_mapping(), "seed": int(self._rows.seed[row])}
+        for slot in self.slots:
+            slot.set_active(row, bool(slot.processor.admit(row, params, request.prompt_token_ids)))
+
+    def release(self, row: int) -> None:
+        """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
+        for slot in self.slots:
+            if slot.active[row]:
+                slot.set_active(row, False)
+                try:
+                    slot.processor.release(row)
+                except Exception:  # a plugin's code may raise anything
+                    logger.exception("logits processor %r failed to release row %d", slot.name, row)
+
+    def apply(self, logits: torch.Tensor, rows: Int, draft_nodes: Int | None = None, *, all_greedy: bool) -> Processed:
+        """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed.
+
+        `draft_nodes` [n] says which of its row's drafts each stands behind, as in `StepInputs`; None for none. If a
+        processor fails, the logits that it fails on are found by processing each row of them alone.
+        """
+        slots = [
+            slot
+            for slot in self.slots
+            if slot.num_active
+            and not (all_greedy and slot.capabilities.argmax_invariant)
+            and bool(slot.active[rows].any())
+        ]
+        if not slots:
+            return Processed(logits=logits, raw=logits)
+        errors: dict[int, str] = {}
+        try:
+            result = self._run(slots, logits, rows, draft_nodes)
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("a logits processor failed; processing each row of logits alone")
+            result, errors = self._run_alone(slots, logits, rows, draft_nodes)
+        touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
+        return Processed(logits=result, raw=logits, touched=touched, errors=errors)
+
+    def failures(
+        self,
+        rows: Int,
+        token_ids: Int,
+        errors: Sequence[str | None],
+        grammars: npt.NDArray[np.bool_] | None = None,
+    ) -> dict[int, str]:
+        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
+
+        `grammars` [max_requests] are the rows whose tokens structured output restricts.
+        """
+        found: dict[int, str] = {}
+        for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
+            if token < 0:
+                names = [slot.name for slot in self.slots if slot.active[row]]
+                names += ["structured_outputs"] if grammars is not None and grammars[row] else []
+                found[row] = error or _unusable(token, names)
+        return found
+
+    def _run(
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
+    ) -> torch.Tensor:
+        logits = logits.clone()
+        for slot in slots:
+            wanted = slot.active[rows]
+            if wanted.all():
+                logits = _applied(slot, logits, self._batch(rows, draft_nodes))
+            elif wanted.any():
+                index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)
+                assumed = None if draft_nodes is None else draft_nodes[wanted]
+                logits[index] = _applied(slot, logits[index], self._batch(rows[wanted], assumed))
+        return logits
+
+    def _run_alone(
+        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Each row of the logits processed without the others, or left as it was, and why, by place."""
+        result, errors = logits.clone(), dict[int, str]()
+        for i in range(len(rows)):
+            assumed = None if draft_nodes is None else draft_nodes[i : i + 1]
+            try:
+                result[i : i + 1] = self._run(slots, logits[i : i + 1], rows[i : i + 1], assumed)
+            except Exception as error:  # a plugin's code may raise anything
+                errors[i] = f"{type(error).__name__}: {error}"
+        return result, errors
+
+    def _batch(self, rows: Int, draft_nodes: Int | None) -> LogitsBatch:
+        drafts, draft_positions = None, draft_nodes
+        if draft_nodes is not None:
+            tree = self._rows.tree
+            index = np.arange(int(draft_nodes.max(initial=0)))
+            path = np.where(index < draft_nodes[:, None], index, -1)
+            if tree is not None:
+                path = np.where(draft_nodes[:, None] > 0, tree.paths[draft_nodes - 1], -1)
+                draft_positions = (path >= 0).sum(1)
+            places = np.minimum(self._rows.num_tokens[rows][:, None] + path, self._rows.max_model_len - 1)
+            drafts = np.where(path >= 0, self._rows.token_ids[rows[:, None], places], -1)
+        return LogitsBatch(
+            rows=rows,
+            draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
+            token_table=self._rows.token_ids,
+            num_tokens=self._rows.num_tokens[rows],
+            num_prompt_tokens=self._rows.num_prompt_tokens[rows],
+            draft_token_ids=drafts,
+        )
+
+
+def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    """What a processor makes of logits.
+
+    Raises:
+        ContractError: if it has another form.
+    """
+    want = (logits.shape, logits.dtype, logits.device)
+    found = slot.processor.apply(logits, batch)
+    if not isinstance(found, torch.Tensor):
+        raise ContractError(f"logits processor {slot.name!r} returned {type(found).__name__}", fix="return the logits")
+    if (found.shape, found.dtype, found.device) != want:
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {found.dtype} {list(found.shape)} on {found.device}",
+            fix=f"return {want[1]} {list(want[0])} on {want[2]}",
+        )
+    return found
+
+
+def _unusable(mark: int, names: Sequence[str]) -> str:
+    working = f"the logits processors with work for this request ({', '.join(names)})"
+    if mark == NONE_LEFT:
+        error = RequestError(
+            f"no token is left to sample: {working} ban all of them",
+            fix="loosen what bans tokens: allowed_token_ids, bad_words, logit_bias, or a processor of your own",
+        )
+        return f"RequestError: {error}"
+    return f"ContractError: {working} made NaN or infinity of a logit"

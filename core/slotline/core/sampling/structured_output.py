@@ -1,0 +1,234 @@
+"""Structured output: which tokens a request's grammar lets come next, by permanent row.
+
+The masks of a step are made while its forward pass runs: every token before them has been handed out by then, under
+asynchronous scheduling too. Drafts are walked, one mask for each, and the state goes back to where it was. A grammar
+advances by the tokens that are handed out and by nothing else, so preemption and rejected drafts need no care.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve
+
+from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.core.sampling.grammars import GrammarCompiler
+from slotline.core.sampling.processors import Processed
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.config import StructuredOutputConfig
+from slotline.registry.contracts import (
+    GrammarState,
+    StructuredOutput,
+    StructuredOutputCapabilities,
+    StructuredOutputContext,
+)
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import label_of, resolve_factory, typed_failures
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+
+class StructuredOutputs:
+    """The plugin's states of all rows, and what the steps ask of them.
+
+    Attributes:
+        name: the plugin's.
+        compiler: where requests wait for their grammars.
+        active: [max_requests] bool, rows with a grammar.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        capabilities: StructuredOutputCapabilities,
+        compiler: GrammarCompiler,
+        rows: Rows,
+        *,
+        vocab_size: int,
+        eos_token_ids: tuple[int, ...],
+    ) -> None:
+        self.name = name
+        self.compiler = compiler
+        self.active = np.zeros(rows.max_requests, bool)
+        self._capabilities = capabilities
+        self._rows = rows
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._states: list[GrammarState | None] = [None] * rows.max_requests
+
+    def validate(self, request: Request) -> None:
+        """Refuse what the plugin cannot do, as far as that can be seen at once.
+
+        Raises:
+            RequestError: with the position of the error.
+            PluginError: if the plugin fails in another way.
+        """
+        wanted = request.params.structured_outputs
+        if wanted is None:
+            return
+        kind = wanted.constraint.kind
+        if refusal := self._capabilities.constraints.refusal(kind):
+            raise RequestError(
+                f"structured_outputs.{kind}: the plugin {self.name!r} does not take it ({refusal})",
+                fix="name another plugin with structured_output.backend",
+            )
+        if self.compiler.knows(wanted.constraint):
+            return
+        backend = self.compiler.backend
+        with typed_failures(
+            f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}",
+            fix="change the constraint, or name another plugin with structured_output.backend",
+        ):
+            backend.check(wanted.constraint)
+
+    def admit(self, request: Request) -> None:
+        """A request took its row, and its grammar is compiled."""
+        if request.params.structured_outputs is not None:
+            self._states[request.row] = self.compiler.backend.start(self.compiler.take(request))
+            self.active[request.row] = True
+
+    def release(self, request: Request) -> None:
+        """The request leaves, be it from a row or before it got one."""
+        if request.params.structured_outputs is not None:
+            self.compiler.forget(request)
+            if request.row >= 0:
+                self._states[request.row] = None
+                self.active[request.row] = False
+
+    def apply(self, processed: Processed, rows: Int, draft_positions: Int | None) -> Processed:
+        """The logits of permanent rows [n] with every token banned that a grammar does not let come next.
+
+        `draft_positions` [n] says how many of its row's drafts each assumes; None for none.
+        """
+        masked = self.active[rows]
+        if not masked.any():
+            return processed
+        places = np.flatnonzero(masked)
+        bitmask = TokenBitmask(len(places), self._vocab_size, processed.logits.device)
+        bitmask.places[:] = places
+        begins = places if draft_positions is None else places[draft_positions[places] == 0]
+        firsts = np.searchsorted(places, begins)
+        counts = np.diff(np.append(firsts, len(places))) - 1
+        failed = self._fill(rows[begins], counts, firsts, bitmask)
+        bitmask.ban(self._rows.ignore_eos[rows[places]], self._eos_token_ids)
+        errors = dict(processed.errors)
+        for row, error in failed.items():
+            errors.update(dict.fromkeys(np.flatnonzero(rows == row).tolist(), error))
+        touched = masked if processed.touched is None else masked | processed.touched
+        return evolve(processed, logits=bitmask.apply(processed.logits), touched=touched, errors=errors)
+
+    def advance(self, rows: Int, token_ids: npt.NDArray[np.int32], stopped: Sequence[int]) -> dict[int, str | None]:
+        """Advance the grammars of distinct rows [n] by a token each; not of those that a stop token or text `stopped`.
+
+        Returns:
+            Rows whose text is over: None where it is complete, else what went wrong.
+        """
+        over: dict[int, str | None] = {}
+        for i in np.flatnonzero(self.active[rows]).tolist():
+            row, token = int(rows[i]), int(token_ids[i])
+            if row in stopped:
+                continue
+            try:
+                if self._state(row).accept([token]) == 0:
+                    raise ContractError(f"structured-output plugin {self.name!r} let token {token} pass its mask")
+                if self._state(row).finished:
+                    over[row] = None
+            except Exception as error:  # a plugin's code may raise anything
+                over[row] = f"{type(error).__name__}: {error}"
+        return over
+
+    def draft(self, rows: Int, most: int) -> None:
+        """Draft what the grammars of rows [n] force, up to `most` tokens each; where they force nothing, cut the drafts
+        that are there from the first one on that is banned, which cannot stand.
+
+        Of a tree the first nodes remain that form a chain: a grammar's states follow one path.
+
+        None of these drafts is verified by rejection sampling. Which are cut hangs on what was drawn, so those that are
+        left were not drawn from the distribution that the drafter names, and the text would lean towards them.
+        """
+        self._rows.draft_entry[rows[self.active[rows]]] = -1
+        most = most if (tree := self._rows.tree) is None else min(most, tree.num_chained)
+        room = np.minimum(self._rows.length_limit[rows] - self._rows.num_tokens[rows] - 1, most)
+        for row, longest in zip(rows.tolist(), room.tolist(), strict=True):
+            if not self.active[row] or longest <= 0:
+                continue
+            state = self._state(row)
+            self._rows.num_drafts[row] = min(int(self._rows.num_drafts[row]), longest)
+            try:
+                forced = list(state.forced())[:longest]
+                if forced:
+                    count = state.count_legal(forced)
+                    self._rows.draft(np.array([row]), np.array([forced]), np.array([count]))
+                elif self._rows.num_drafts[row]:
+                    self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
+            except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
+                logger.exception("structured-output plugin %r failed on drafts", self.name)
+                self._rows.num_drafts[row] = 0
+
+    def _fill(self, rows: Int, counts: Int, firsts: Int, bitmask: TokenBitmask) -> dict[int, str]:
+        """Write the masks of rows [m], with `counts` [m] drafts each, from places `firsts` [m] on; why some failed."""
+        drafts = [self._drafts(row)[:count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+        states, backend = [self._state(row) for row in rows.tolist()], self.compiler.backend
+        try:
+            backend.fill(states, drafts, firsts.tolist(), bitmask.words)
+            return {}
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("structured-output plugin %r failed; filling each request's masks alone", self.name)
+        errors = {}
+        for i, (row, first, count) in enumerate(zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True)):
+            own = bitmask.words[first : first + 1 + count]
+            own[:] = -1
+            try:
+                backend.fill(states[i : i + 1], drafts[i : i + 1], [0], own)
+            except Exception as error:  # a plugin's code may raise anything
+                errors[row] = f"{type(error).__name__}: {error}"
+        return errors
+
+    def _drafts(self, row: int) -> list[int]:
+        known = int(self._rows.num_tokens[row])
+        drafts: list[int] = self._rows.token_ids[row, known : known + self._rows.num_drafts[row]].tolist()
+        return drafts
+
+    def _state(self, row: int) -> GrammarState:
+        state = self._states[row]
+        if state is None:
+            raise ContractError(f"row {row} has no grammar", fix="report it: this is a bug in slotline")
+        return state
+
+
+def build_structured_output(
+    descriptor: Descriptor[StructuredOutputCapabilities],
+    context: StructuredOutputContext,
+    rows: Rows,
+    config: StructuredOutputConfig,
+) -> StructuredOutputs:
+    """Structured output with a plugin, which is built now if the configuration names it, else when it is needed.
+
+    Raises:
+        PluginError: if a named plugin cannot be built.
+    """
+
+    def build() -> StructuredOutput:
+        with typed_failures(
+            f"{label_of(descriptor)} cannot be built for this model",
+            fix="name another plugin with structured_output.backend",
+        ):
+            return resolve_factory(descriptor)(context)  # type: ignore[no-any-return]
+
+    compiler = GrammarCompiler(build, threads=config.compile_threads, capacity=config.cached_grammars)
+    if config.backend != "auto":
+        compiler.build()
+    return StructuredOutputs(
+        descriptor.name,
+        descriptor.capabilities,
+        compiler,
+        rows,
+        vocab_size=context.vocab_size,
+        eos_token_ids=context.eos_token_ids,
+    )

@@ -1,0 +1,187 @@
+"""Permanent rows: the numbers of all admitted requests, as arrays.
+
+A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never
+moved; each step gathers what it needs from them. That makes the host work of a step a handful of array operations,
+whatever the number of requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.drafting.tree import DraftTree
+from slotline.core.scheduling.request import Request
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+NO_LIMIT = np.iinfo(np.int64).max
+
+
+class Rows:
+    """Struct of arrays, indexed by row.
+
+    Attributes:
+        token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
+        num_tokens: known tokens, prompt and sampled, and one more where a step in flight will give it.
+        num_pending: 1 where that is so; the token's place holds a stand-in until it is known.
+        generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
+            the results of a step in flight can be told from those of a later request in the same row.
+        num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
+        num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
+        draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
+        num_guesses: of the drafts, those that a drafter proposed; what is behind them fills a captured batch.
+        tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
+        num_prompt_tokens: of those, the prompt's.
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        encoder_len: tokens of the encoder that cross-attention reads; 0 for none.
+        next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
+        length_limit: number of tokens at which the request stops for length.
+        min_length: number of tokens below which no stop token counts.
+        temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
+        seed: uint64, one per request.
+        num_logprobs, num_prompt_logprobs: -1 for none.
+        lora_slot: slot of the request's adapter, -1 for none.
+        ignore_eos, has_stop_tokens, streams: flags; `streams` rows are detokenised in every step.
+        requests: the request of each row, or None.
+    """
+
+    def __init__(self, max_requests: int, max_model_len: int) -> None:
+        self.max_requests = max_requests
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
+        self.num_tokens = np.zeros(max_requests, np.int64)
+        self.num_pending = np.zeros(max_requests, np.int64)
+        self.generation = np.zeros(max_requests, np.int64)
+        self.num_accepted = np.ones(max_requests, np.int64)
+        self.num_drafts = np.zeros(max_requests, np.int64)
+        self.num_guesses = np.zeros(max_requests, np.int64)
+        self.tree: DraftTree | None = None
+        self.draft_entry = np.full(max_requests, -1, np.int64)
+        self.num_prompt_tokens = np.zeros(max_requests, np.int64)
+        self.num_computed_tokens = np.zeros(max_requests, np.int64)
+        self.encoder_len = np.zeros(max_requests, np.int64)
+        self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)
+        self.length_limit = np.zeros(max_requests, np.int64)
+        self.min_length = np.zeros(max_requests, np.int64)
+        self.temperature = np.zeros(max_requests, np.float32)
+        self.top_k = np.zeros(max_requests, np.int64)
+        self.top_p = np.ones(max_requests, np.float32)
+        self.min_p = np.zeros(max_requests, np.float32)
+        self.seed = np.zeros(max_requests, np.uint64)
+        self.num_logprobs = np.full(max_requests, -1, np.int64)
+        self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
+        self.lora_slot = np.full(max_requests, -1, np.int64)
+        self.ignore_eos = np.zeros(max_requests, bool)
+        self.has_stop_tokens = np.zeros(max_requests, bool)
+        self.streams = np.zeros(max_requests, bool)
+        self.requests: list[Request | None] = [None] * max_requests
+        self._free = list(range(max_requests))  # a heap: the lowest free row is taken first
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request holds."""
+        return len(self._free)
+
+    def admit(self, request: Request, default_seed: int) -> int:
+        """Give the request the lowest free row and write its numbers there."""
+        row = heapq.heappop(self._free)
+        request.row = row
+        self.requests[row] = request
+        self._write_lengths(row, request)
+        self._write_sampling(row, request, default_seed)
+        return row
+
+    def release(self, request: Request) -> None:
+        """Take the row back; its numbers are stale from now on.
+
+        Raises:
+            IntegrityError: if the request does not hold the row.
+        """
+        row = request.row
+        if row < 0 or self.requests[row] is not request:
+            raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
+        self.requests[row] = None
+        self.give_up(row)
+        self.num_tokens[row] = 0
+        request.row = -1
+        heapq.heappush(self._free, row)
+
+    def draft(self, rows: Int, token_ids: Int, counts: Int) -> None:
+        """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        self.num_drafts[rows] = self.num_guesses[rows] = counts
+        for index in range(token_ids.shape[1]):
+            taken = counts > index
+            self.token_ids[rows[taken], self.num_tokens[rows[taken]] + index] = token_ids[taken, index]
+
+    def give_up(self, row: int) -> None:
+        """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
+        self.num_tokens[row] -= self.num_pending[row]
+        self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.num_accepted[row] = 1
+        self.generation[row] += 1
+
+    def expect(self, rows: Int, stand_ins: Int) -> None:
+        """Count a token for each of `rows`, which are distinct, that is sampled but not known yet."""
+        self.token_ids[rows, self.num_tokens[rows]] = stand_ins
+        self.num_tokens[rows] += 1
+        self.num_pending[rows] = 1
+
+    def num_known(self, rows: Int) -> Int:
+        """Tokens [n] of `rows` whose ids are on the host."""
+        known: Int = self.num_tokens[rows] - self.num_pending[rows]
+        return known
+
+    def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
+        """Add one sampled token, the expected one if any, to each of `rows`, which are distinct."""
+        known = self.num_known(rows)
+        self.token_ids[rows, known] = token_ids
+        self.num_tokens[rows] = known + 1
+        self.num_pending[rows] = 0
+
+    def find_next_feature(self, row: int) -> None:
+        """Look for the row's `next_feature` again, after its computed tokens changed."""
+        computed = self.num_computed_tokens[row]
+        left = (feature.start for feature in self.request(row).features if feature.end > computed)
+        self.next_feature[row] = next(left, NO_LIMIT)
+
+    def output_token_ids(self, row: int) -> list[int]:
+        """The tokens sampled so far."""
+        end = self.num_tokens[row] - self.num_pending[row]
+        tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : end].tolist()
+        return tokens
+
+    def request(self, row: int) -> Request:
+        """The request that holds `row`."""
+        request = self.requests[row]
+        if request is None:
+            raise IntegrityError(f"row {row} is free but was scheduled")
+        return request
+
+    def _write_lengths(self, row: int, request: Request) -> None:
+        num_prompt, params = len(request.prompt_token_ids), request.params
+        self.token_ids[row, :num_prompt] = request.prompt_token_ids
+        self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
+        self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.lora_slot[row] = -1  # until its adapter is in one
+        self.find_next_feature(row)
+        self.encoder_len[row] = request.encoder_len
+        limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
+        # A pooling request has no token to come, so its prompt may be as long as the model allows.
+        self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT
+        self.min_length[row] = num_prompt + params.min_tokens
+
+    def _write_sampling(self, row: int, request: Request, default_seed: int) -> None:
+        params = request.params
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = (default_seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.ignore_eos[row] = params.ignore_eos
+        self.has_stop_tokens[row] = bool(params.stop_token_ids)
+        self.streams[row] = request.detokenizer is not None

@@ -1,0 +1,345 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
+difference, and the drafts behind it. Running requests go first, in order; then waiting ones are admitted while tokens,
+rows and blocks last. When blocks run out, drafts are dropped first; then the running request that is last in order
+loses its blocks and is computed again later.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve, field, frozen
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.cache.encoder_cache import EncoderCache
+from slotline.core.cache.manager import CacheManager
+from slotline.core.frontend.multimodal import Feature
+from slotline.core.scheduling.request import Request, Status
+from slotline.core.scheduling.rows import Rows
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(kw_only=True, eq=False)
+class Schedule:
+    """What one step computes.
+
+    Attributes:
+        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first, those with the
+            most computed tokens at the front.
+        num_scheduled: [num_requests] int64, tokens of each, at least 1.
+        num_computed: [num_requests] int64, tokens of each that were computed before.
+        num_tokens: sum of `num_scheduled`, drafts included.
+        num_decodes: leading requests with one token.
+        admitted, preempted: requests that joined or lost their blocks in this step.
+        encode: items to encode before the step's forward.
+        dropped: hashes of items whose embeddings are let go before that.
+        features: items with embeddings among the step's tokens, each with its row.
+    """
+
+    rows: Int
+    num_scheduled: Int
+    num_computed: Int
+    num_tokens: int
+    num_decodes: int
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = field(default=())
+    encode: tuple[Feature, ...] = ()
+    dropped: tuple[str, ...] = ()
+    features: tuple[tuple[int, Feature], ...] = ()
+
+    def without(self, rows: Sequence[int] | Int) -> Schedule:
+        """The same step without some of its rows."""
+        if len(rows) == 0:
+            return self
+        kept = ~np.isin(self.rows, rows)
+        counts = self.num_scheduled[kept]
+        return evolve(
+            self,
+            rows=self.rows[kept],
+            num_scheduled=counts,
+            num_computed=self.num_computed[kept],
+            num_tokens=int(counts.sum()),
+            num_decodes=int((counts == 1).sum()),
+            features=tuple((row, feature) for row, feature in self.features if row not in rows),
+        )
+
+
+class Scheduler:
+    """Token budget, first-come-first-served or priority order, preemption by recomputation.
+
+    Attributes:
+        lookahead: tokens behind a step's own that a request gets blocks for where there are any, since a drafter's
+            attention writes there.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        cache: CacheManager,
+        *,
+        max_batched_tokens: int,
+        chunked_prefill: bool = True,
+        default_seed: int = 0,
+        encoder_cache: EncoderCache | None = None,
+        lookahead: int = 0,
+        adapters: AdapterSource | None = None,
+    ) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.max_batched_tokens = max_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.default_seed = default_seed
+        self.encoder_cache = encoder_cache
+        self.lookahead = lookahead
+        self.adapters = adapters
+        self.running: list[Request] = []
+        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._running_rows: Int = np.zeros(0, np.int64)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: new and preempted ones."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
+        heapq.heappush(self._waiting, (request.order, request))
+
+    def schedule(self) -> Schedule:
+        """Choose the next step's tokens and give their requests rows and blocks."""
+        self.cache.keep_states(self.rows, self._running_rows)
+        rows, counts, preempted = self._schedule_running()
+        admitted: list[Request] = []
+        if self._waiting and not preempted:
+            admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+            rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)])
+            counts = np.concatenate([counts, np.array(more, np.int64)])
+        schedule = self._in_batch_order(rows, counts, admitted, preempted)
+        return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give back its row and blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._refresh()
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        self._leave(request)
+
+    def remove_running(self, requests: list[Request]) -> None:
+        """The same for many running requests at once."""
+        leaving = set(map(id, requests))
+        self.running = [r for r in self.running if id(r) not in leaving]
+        self._refresh()
+        for request in requests:
+            self._leave(request)
+
+    def _schedule_running(self) -> tuple[Int, Int, list[Request]]:
+        rows = self._running_rows
+        counts = self._counts(rows)
+        after = self.rows.num_computed_tokens[rows] + counts
+        ahead = np.minimum(after + self.lookahead, self.rows.max_model_len)
+        preempted: list[Request] = []
+        undrafted = False
+        for position in self.cache.rows_short(rows, ahead).tolist():
+            request = self.running[position] if position < len(self.running) else None
+            if request is None:  # preempted below by a request before it
+                break
+            if self.lookahead and self.cache.try_grow(request.row, int(ahead[position])):
+                continue
+            while not self.cache.try_grow(request.row, int(after[position])):
+                if self.rows.num_drafts[request.row]:  # a guess is not worth a preemption
+                    self.rows.num_drafts[request.row] = 0
+                    after[position] = min(after[position], self.rows.num_tokens[request.row])
+                    undrafted = True
+                    continue
+                victim = self._preempt_last()
+                preempted.append(victim)
+                if victim is request:
+                    break
+        if preempted or undrafted:
+            rows = self._running_rows
+            counts = self._counts(rows, counts[: len(rows)])
+        scheduled = counts > 0
+        return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
+
+    def _counts(self, rows: Int, most: Int | None = None) -> Int:
+        """Tokens of each running row in this step: what is left to compute, `most` at most, cut where the budget ends
+        and before items that cannot be encoded in this step."""
+        known = self.rows.num_tokens[rows]
+        left = known - self.rows.num_computed_tokens[rows]
+        left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
+        drafts = self.rows.num_drafts[rows]
+        if drafts.any():
+            if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
+                self.rows.num_drafts[rows] = 0  # every decode goes before any guess
+            else:
+                left = left + drafts
+        if most is not None:
+            left = np.minimum(left, most)  # the rows' blocks hold no more
+        if self.encoder_cache is not None:
+            left = self._before_unencoded(self.encoder_cache, rows, left)
+        left = self._up_to_checkpoints(rows, left)
+        if int(left.sum()) <= self.max_batched_tokens:
+            return left
+        before = np.cumsum(left) - left
+        return self._up_to_checkpoints(rows, np.clip(self.max_batched_tokens - before, 0, left))
+
+    def _up_to_checkpoints(self, rows: Int, counts: Int) -> Int:
+        """`counts`, cut where a state is to be kept; it can be copied between two steps alone."""
+        if self.cache.checkpoints is None:
+            return counts
+        return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
+
+    def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
+        """`left`, cut in each row before the first item that cannot be encoded in this step."""
+        computed, left = self.rows.num_computed_tokens[rows], left.copy()
+        for position in np.flatnonzero(self.rows.next_feature[rows] < computed + left).tolist():
+            budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
+            count = min(int(left[position]), budget)
+            left[position] = encoder_cache.reach(self.running[position], int(computed[position]), count)
+            self.rows.find_next_feature(int(rows[position]))
+        return left
+
+    def _with_features(self, schedule: Schedule, encoder_cache: EncoderCache) -> Schedule:
+        """The step with what it encodes, and the items that its tokens touch."""
+        firsts, ends = schedule.num_computed, schedule.num_computed + schedule.num_scheduled
+        touching = np.flatnonzero(self.rows.next_feature[schedule.rows] < ends).tolist()
+        features = tuple(
+            (int(schedule.rows[i]), feature)
+            for i in touching
+            for feature in self.rows.request(int(schedule.rows[i])).features
+            if feature.start < ends[i] and feature.end > firsts[i]
+        )
+        encode, dropped = encoder_cache.take()
+        return evolve(schedule, encode=encode, dropped=dropped, features=features)
+
+    def _preempt_last(self) -> Request:
+        """Take the blocks of the running request that is last in order and queue it again."""
+        victim = self.running.pop()
+        self._release(victim)
+        self.rows.give_up(victim.row)
+        victim.status = Status.PREEMPTED
+        victim.metrics.num_preemptions += 1
+        heapq.heappush(self._waiting, (victim.order, victim))
+        self._refresh()
+        return victim
+
+    def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
+        admitted: list[Request] = []
+        counts: list[int] = []
+        aside: list[tuple[tuple[int, int], Request]] = []  # they wait for an adapter's slot
+        while self._waiting and budget > 0:
+            request = self._waiting[0][1]
+            if request.row < 0 and self.rows.num_free == 0:
+                break
+            # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
+            if request.lora_request and request.row < 0 and (aside or not self._acquire(request)):
+                aside.append(heapq.heappop(self._waiting))
+                continue
+            count = self._try_admit(request, budget)
+            if count == 0:
+                if request.row < 0 and self.adapters is not None:
+                    self.adapters.release(request)
+                break
+            heapq.heappop(self._waiting)
+            admitted.append(request)
+            counts.append(count)
+            budget -= count
+        for entry in aside:
+            heapq.heappush(self._waiting, entry)
+        if admitted:
+            self.running.extend(admitted)
+            self.running.sort(key=lambda r: r.order)
+            self._refresh()
+        return admitted, counts
+
+    def _acquire(self, request: Request) -> bool:
+        return self.adapters is None or self.adapters.acquire(request)
+
+    def _try_admit(self, request: Request, budget: int) -> int:
+        """Tokens of the request that fit into this step; 0 if it has to wait, and nothing is taken then."""
+        known = self._known_tokens(request)
+        hit, prefix = self.cache.find_prefix(request, known)
+        count = len(known) - hit
+        if count > budget:
+            if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
+                return 0
+            count = budget
+        if request.features and self.encoder_cache is not None:
+            whole, count = count, self.encoder_cache.reach(request, hit, count)
+            if count == 0 or (count < whole and not self.chunked_prefill):
+                self.encoder_cache.release(request)
+                return 0
+        fresh = request.row < 0
+        row = self.rows.admit(request, self._seed(request)) if fresh else request.row
+        checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
+        if checkpoints is not None:
+            divisible = self.chunked_prefill and not request.whole_prompt
+            count = checkpoints.aim(row, units, hit, count, divisible=divisible)
+        ahead = min(hit + count + self.lookahead, self.rows.max_model_len)
+        if not self.cache.try_admit(row, prefix, ahead) and not self.cache.try_admit(row, prefix, hit + count):
+            if fresh:
+                self.rows.release(request)
+            if self.encoder_cache is not None:
+                self.encoder_cache.release(request)
+            return 0
+        if checkpoints is not None:
+            checkpoints.begin(row, units, hit)
+        self.rows.num_computed_tokens[row] = hit
+        self.rows.find_next_feature(row)
+        if request.status is Status.WAITING:
+            request.metrics.num_cached_tokens = hit
+        request.status = Status.RUNNING
+        return count
+
+    def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
+        if request.row < 0:
+            return np.asarray(request.prompt_token_ids, np.int32)
+        return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
+
+    def _seed(self, request: Request) -> int:
+        """A seed of its own for a request that brings none, from the engine's seed and its order of arrival."""
+        return (
+            self.default_seed * 0xDA942042E4DD58B5 + request.arrival * 0xD1342543DE82EF95 + request.index + 1
+        ) % 2**64
+
+    def _in_batch_order(self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]) -> Schedule:
+        computed, longer = self.rows.num_computed_tokens[rows], counts > 1
+        # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun
+        # longest first leaves no multiprocessor with a long remainder at the end (Graham 1969).
+        order = np.argsort(np.where(longer, 1, -computed), kind="stable")
+        counts = counts[order]
+        return Schedule(
+            rows=rows[order],
+            num_scheduled=counts,
+            num_computed=computed[order],
+            num_tokens=int(counts.sum()),
+            num_decodes=len(counts) - int(longer.sum()),
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+        )
+
+    def _refresh(self) -> None:
+        self._running_rows = np.array([r.row for r in self.running], np.int64)
+
+    def _leave(self, request: Request) -> None:
+        if request.row >= 0:
+            self._release(request)
+            self.rows.release(request)
+            if self.adapters is not None:
+                self.adapters.release(request)
+        request.status = Status.FINISHED
+
+    def _release(self, request: Request) -> None:
+        """Give back the request's blocks and encoder outputs."""
+        self.cache.release(request.row)
+        if self.encoder_cache is not None:
+            self.encoder_cache.release(request)
