@@ -18,6 +18,7 @@ AUX = (1, 2, 3)
 def build(folder: Path, model: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     """A folder as the authors of EAGLE publish them, with random weights."""
     target = json.loads((model / "config.json").read_text())
+    target = target.get("text_config", target)
     config = {
         "architectures": ["LlamaForCausalLM" if kind == "eagle" else "LlamaForCausalLMEagle3"],
         "model_type": "llama",

@@ -199,7 +199,7 @@ def test_streamed_text_with_drafts_is_the_text(tiny: Tiny, engines: Engines) -> 
 # ---- rows and schedule
 
 
-@pytest.mark.behaviour(44)
+@pytest.mark.behaviour(44, 117)
 def test_drafts_stand_behind_the_known_tokens_and_are_cleared(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"), **NGRAM)
     prompts = random_prompts((9,), seed=2)
@@ -337,6 +337,7 @@ def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
 # ---- refusals
 
 
+@pytest.mark.behaviour(15)
 def test_an_unknown_drafter_is_named_with_those_that_exist(tiny: Tiny) -> None:
     with pytest.raises(PluginNotFoundError, match=r"ngrm(.|\n)*ngram"):
         LLM(tiny("llama"), **{"drafter.name": "ngrm"})
@@ -378,6 +379,7 @@ def test_the_drafts_that_stand_are_those_before_the_first_wrong_one(matches: lis
     assert stands.tolist() == expected
 
 
+@pytest.mark.behaviour(104)
 def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     """Chi-square over 40,000 draws of 6 tokens: the 99.9 % point of 5 degrees of freedom is 20.5."""
     n, generator = 40_000, torch.Generator().manual_seed(0)
@@ -424,6 +426,7 @@ def plain_lookup(tokens: list[int], shortest: int, longest: int, count: int) -> 
     return [] if place is None else tokens[place : place + count]
 
 
+@pytest.mark.behaviour(118)
 @given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=40), min_size=1, max_size=5), st.integers(1, 3))
 @settings(max_examples=300, deadline=None)
 def test_the_ngram_drafter_looks_up_the_longest_latest_match(texts: list[list[int]], shortest: int) -> None:

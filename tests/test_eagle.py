@@ -92,6 +92,7 @@ def test_a_head_drafts_from_its_cache_what_it_drafts_without(
     assert agree(seen, Expected(head, path, kind)) == 1
 
 
+@pytest.mark.behaviour(70)
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "mixtral", "deepseek_v3", "gpt_oss", "llama4", "bamba"])
 def test_its_layers_go_beside_any_models(tiny: Tiny, engines: Engines, folder: Any, family: str) -> None:
     """Windows, chunks, latent attention and states have cache groups of their own; the head's layer is a plain one."""

@@ -227,6 +227,31 @@ def test_the_number_of_single_token_requests_at_the_front_is_told() -> None:
     assert batch_of(gatherer_of(bench).dummy([4, 1])).num_decodes == 0
 
 
+@pytest.mark.behaviour(63)
+def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None:
+    rows, counts, drafts = Rows(5, 128), [4, 100, 3, 100, 2], [3, 0, 2, 0, 1]
+    cache = cache_of(64, block_size=16, max_requests=5, max_model_len=128)
+    rows.token_ids[:] = np.arange(5 * 128).reshape(5, 128)
+    for row, (count, guessed) in enumerate(zip(counts, drafts, strict=True)):
+        rows.num_tokens[row] = 10 if guessed else count
+        rows.num_computed_tokens[row] = rows.num_tokens[row] + guessed - count
+        rows.num_drafts[row] = guessed
+        assert cache.try_grow(row, int(rows.num_computed_tokens[row]) + count)
+    gatherer = InputGatherer(
+        rows, cache.groups, [16], CpuStaging(), HostTables(cache.groups, [16]), max_tokens=256, max_drafts=3
+    )
+    inputs = gatherer.gather(schedule_of(rows, list(enumerate(counts))))
+    assert inputs.logits_indices.tolist() == [0, 1, 2, 3, 103, 104, 105, 106, 206, 207, 208]
+    assert inputs.draft_positions is not None
+    assert inputs.drafts is not None
+    assert inputs.draft_positions.tolist() == [0, 1, 2, 3, 0, 0, 1, 2, 0, 0, 1]
+    judged = inputs.drafts.tolist()
+    assert [place for place, draft in enumerate(judged) if draft < 0] == [3, 4, 7, 8, 10]  # the bonus tokens'
+    assert [draft for draft in judged if draft >= 0] == [10, 11, 12, 2 * 128 + 10, 2 * 128 + 11, 4 * 128 + 10]
+    scored = inputs.input_ids[inputs.logits_indices.tolist()]
+    assert scored.tolist() == [9, 10, 11, 12, 128 + 99, 256 + 9, 256 + 10, 256 + 11, 384 + 99, 512 + 9, 512 + 10]
+
+
 @given(data=st.data(), block_size=st.sampled_from([2, 4, 8]), ratio=st.sampled_from([1, 2]))
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @pytest.mark.behaviour(24, 48, 52, 53, 56, 57, 58, 62)

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
+from head_folders import build as build_head
 from tiny_vision import TOKENS_PER_IMAGE, VARIANTS, greedy_reference, image
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.execution.encoding import Encoding
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,3 +299,55 @@ def test_steps_without_items_take_the_text_path(tiny_vision_model: Vision, engin
     finally:
         del model.forward
     assert seen == [True] + [False] * 19  # the prompt, then one token at a time
+
+
+# ---- drafters
+
+
+@pytest.mark.behaviour(121)
+@pytest.mark.parametrize("tokens_per_step", [64, 24], ids=["whole", "chunks"])
+def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
+    tokens_per_step: int,
+    tiny_vision_model: Vision,
+    engines: Engines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tiny_vision_model(VARIANTS[0])
+    head = build_head(tmp_path / "head", path, "eagle")
+    settings = {"drafter.name": "eagle", "drafter.path": str(head), "drafter.tokens": 3}
+    llm = engines(path, **settings, max_num_batched_tokens=tokens_per_step)
+    encoding, drafting = llm.engine.encoding, llm.engine.drafting
+    assert encoding is not None
+    assert drafting is not None
+    drafter: Any = drafting.drafter
+    seen, ahead = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()  # by (row, position) of the image's token
+    observe, embeds = drafter.observe, Encoding.embeds
+
+    def watched(self: Encoding, schedule: Any) -> Any:
+        found = embeds(self, schedule)
+        if found is not None:
+            spans = zip(schedule.rows.tolist(), schedule.num_computed.tolist(), schedule.num_scheduled, strict=True)
+            places = [(row, position) for row, first, n in spans for position in range(first, first + n)]
+            for index, value in zip(found.index.tolist(), found.values, strict=True):
+                seen[places[index]] = value.clone()
+        return found
+
+    def observed(computed: Any) -> None:
+        embed = encoding.model.embed(computed.next_token_ids)
+        shown = embed if computed.next_embeds is None else computed.next_embeds
+        starts = computed.query_start_loc.tolist()
+        for row, start, end in zip(computed.rows.tolist(), starts[:-1], starts[1:], strict=True):
+            for i in range(start, end):
+                if not bool((shown[i] == embed[i]).all()):
+                    ahead[row, int(computed.positions[i]) + 1] = shown[i].clone()
+        observe(computed)
+
+    monkeypatch.setattr(Encoding, "embeds", watched)
+    monkeypatch.setattr(drafter, "observe", observed)
+    assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
+    assert drafting.counts.failures == 0
+    assert len(ahead) > 3 * TOKENS_PER_IMAGE
+    assert all(bool((seen[place] == value).all()) for place, value in ahead.items())
+    missed = seen.keys() - ahead.keys()  # an item's first token where a step ends in front of it, or a prompt's first
+    assert len(missed) <= len([0 for _, seeds in PROMPTS for _ in seeds])

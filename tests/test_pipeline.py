@@ -91,6 +91,7 @@ def test_preempted_requests_go_on_over_stages(tiny: Tiny, engines: Engines, gree
     assert sum(o.metrics.num_preemptions for o in outputs) > 0
 
 
+@pytest.mark.behaviour(15)
 def test_drafts_and_log_probabilities_are_those_of_one_stage(tiny: Tiny, engines: Engines) -> None:
     path, drafting = tiny("llama"), {"drafter.name": "ngram", "drafter.tokens": 3}
     repeating = [[5, 6, 7, 8] * 8, *PROMPTS]

@@ -386,6 +386,8 @@ class Engine:
             inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
             if self.encoding is not None:
                 inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
+                if self.drafting is not None and self.drafting.needs_computed:
+                    inputs.following = self.encoding.following(schedule)
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if self.checkpoints is not None:

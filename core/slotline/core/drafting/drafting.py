@@ -7,6 +7,7 @@ the vocabulary, costs the request its drafts in that step and is counted.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -111,6 +112,7 @@ class Drafting:
         control: DraftControl | None = None,
         trees: bool = False,
         uniform: bool = False,
+        embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.drafter = drafter
         self.control = control
@@ -129,6 +131,7 @@ class Drafting:
         self._rows = rows
         self._vocab_size = vocab_size
         self._device = device
+        self._embed = embed
         self._served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
         self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
@@ -275,12 +278,17 @@ class Drafting:
         following[: inputs.num_tokens] = self._rows.token_ids[
             np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
         ]
+        next_token_ids = torch.from_numpy(following).to(self._device)
+        next_embeds = None
+        if inputs.following is not None and self._embed is not None:
+            next_embeds = inputs.following.merged(self._embed, next_token_ids)
         return ComputedTokens(
             rows=torch.from_numpy(rows),
             query_start_loc=torch.from_numpy(starts.astype(np.int64)),
             token_ids=states.token_ids.to(self._device),
             positions=inputs.positions.to(self._device),
-            next_token_ids=torch.from_numpy(following).to(self._device),
+            next_token_ids=next_token_ids,
+            next_embeds=next_embeds,
             hidden_states=states.hidden if self.needs_hidden_states else None,
             layer_hidden_states=states.layers,
             attend=None if self.attention is None else states.attend,

@@ -6,7 +6,7 @@ The device's side of the encoder cache: it keeps the tensors, encodes what a sch
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
 
 import numpy as np
@@ -38,9 +38,9 @@ class Embeds:
     index: torch.Tensor
     values: torch.Tensor
 
-    def merged(self, model: MultimodalModel, input_ids: torch.Tensor) -> torch.Tensor:
+    def merged(self, embed: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor) -> torch.Tensor:
         """The embeddings [num_tokens, hidden_size] of a step with these in their places."""
-        return model.embed(input_ids).index_copy_(0, self.index, self.values)
+        return embed(input_ids).index_copy_(0, self.index, self.values)
 
 
 @define(eq=False)
@@ -111,10 +111,14 @@ class Encoding:
 
     def embeds(self, schedule: Schedule) -> Embeds | None:
         """The embeddings that the step's tokens take; None if they take none."""
-        if all(feature.cross for _, feature in schedule.features):
-            return None
-        index, values = zip(*self._overlaps(schedule), strict=True)
-        return Embeds(torch.from_numpy(np.concatenate(index)).to(self.device, non_blocking=True), torch.cat(values))
+        return self._embeds(schedule)
+
+    def following(self, schedule: Schedule) -> Embeds | None:
+        """The embeddings of what follows the step's tokens, for drafters that look one token ahead.
+
+        What follows a request's last token of the step is among them where it belongs to an item of the step.
+        """
+        return self._embeds(schedule, shift=1)
 
     def states(self, schedule: Schedule) -> torch.Tensor | None:
         """What cross-attention stores in this step [n, hidden_size], in the batch's order; None for nothing."""
@@ -164,17 +168,24 @@ class Encoding:
             )
         self.outputs |= {feature.mm_hash: output for feature, output in zip(features, outputs, strict=True)}
 
-    def _overlaps(self, schedule: Schedule) -> Iterator[tuple[Int, torch.Tensor]]:
-        """For each item among the step's tokens: which of them take embeddings, and those."""
+    def _embeds(self, schedule: Schedule, shift: int = 0) -> Embeds | None:
+        found = list(self._overlaps(schedule, shift))
+        if not found:
+            return None
+        index, values = zip(*found, strict=True)
+        return Embeds(torch.from_numpy(np.concatenate(index)).to(self.device, non_blocking=True), torch.cat(values))
+
+    def _overlaps(self, schedule: Schedule, shift: int) -> Iterator[tuple[Int, torch.Tensor]]:
+        """For each item of the step: which tokens take embeddings, or stand `shift` before such, and the embeddings."""
         offsets = np.cumsum(schedule.num_scheduled) - schedule.num_scheduled - schedule.num_computed
         place = {row: i for i, row in enumerate(schedule.rows.tolist())}
         for row, feature in schedule.features:
             if feature.cross:
                 continue
             i = place[row]
-            first = int(schedule.num_computed[i])
+            first = int(schedule.num_computed[i]) + shift
             low, high = np.searchsorted(feature.positions, [first, first + int(schedule.num_scheduled[i])])
-            yield feature.positions[low:high] + offsets[i], self.outputs[feature.mm_hash][low:high]
+            yield feature.positions[low:high] - shift + offsets[i], self.outputs[feature.mm_hash][low:high]
 
 
 def build_encoding(

@@ -64,6 +64,7 @@ class StepInputs:
             rows are greedy.
         scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
+        following: those among the tokens that follow each, where a drafter looks at these.
         encoder_states: [n, hidden_size], what cross-attention makes the keys of that it stores in this step; None for
             none.
         lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none; None where
@@ -94,6 +95,7 @@ class StepInputs:
     sampling_params: torch.Tensor | None
     scored: ScoredPlaces | None
     embeds: Embeds | None = None
+    following: Embeds | None = None
     encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
 

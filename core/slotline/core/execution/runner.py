@@ -210,7 +210,7 @@ class Runner:
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
-        embeds = inputs.embeds.merged(model, token_ids)
+        embeds = inputs.embeds.merged(model.embed, token_ids)
         return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
 
     def token_ids(self, inputs: StepInputs) -> torch.Tensor:

@@ -89,7 +89,8 @@ class EagleDrafter:
         """Run the head over all that the model computed: that fills its cache, and gives each request's first guess."""
         self._observed = None
         hidden = self._head.enter(self._states(computed))
-        self._observed = self._step(computed.next_token_ids, hidden, computed.positions, computed.attend)
+        embeds = self._embed(computed.next_token_ids) if computed.next_embeds is None else computed.next_embeds
+        self._observed = self._step(embeds, hidden, computed.positions, computed.attend)
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The head's likeliest token, and the likeliest behind it, and so on."""
@@ -98,18 +99,18 @@ class EagleDrafter:
         out, hidden = (states[batch.computed_index] for states in self._observed)
         token_ids = [self._tokens(out)]
         for offset in range(self._num_tokens - 1):
-            out, hidden = self._step(token_ids[-1], hidden, batch.positions + offset, batch.attend(offset))
+            out, hidden = self._step(self._embed(token_ids[-1]), hidden, batch.positions + offset, batch.attend(offset))
             token_ids.append(self._tokens(out))
         return Draft(token_ids=torch.stack(token_ids, 1))
 
     def _step(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Any
+        self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         def own(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             out: torch.Tensor = attend(self._layers[layer], query, key, value, None)
             return out
 
-        found: tuple[torch.Tensor, torch.Tensor] = self._head(self._embed(token_ids), hidden, positions, own)
+        found: tuple[torch.Tensor, torch.Tensor] = self._head(embeds, hidden, positions, own)
         return found
 
     def _build(self, config: HeadConfig, context: DrafterContext) -> torch.nn.Module:

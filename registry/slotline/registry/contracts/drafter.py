@@ -161,6 +161,8 @@ class ComputedTokens:
         token_ids, positions: [num_tokens] int64 on the device.
         next_token_ids: [num_tokens] int64 on the device, what follows each: of the last one the newest token, or the
             prompt's next. Behind a position whose draft fell they mean nothing.
+        next_embeds: [num_tokens, hidden_size], the embeddings of `next_token_ids` with those of images and the like
+            in their places; None where there are none among them, so that the token ids say all.
         hidden_states: [num_tokens, hidden_size], behind the last norm; None unless `needs_hidden_states`.
         layer_hidden_states: [num_tokens, layers * hidden_size]; None unless `needs_layers`.
         attend: where the drafter `needs_kv_group`: the attention of its own layers for these tokens. Each layer is
@@ -172,6 +174,7 @@ class ComputedTokens:
     token_ids: torch.Tensor
     positions: torch.Tensor
     next_token_ids: torch.Tensor
+    next_embeds: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     attend: Attend | None = None
