@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import mtp_checkpoints
 import pytest
 import torch
+from engine_driver import random_prompts, tokens_of
+from test_eagle import agree, watch
 from test_small_model_files import FOLDER, HELD_OUT
 
 from slotline.core import LLM, SamplingParams
@@ -41,3 +46,19 @@ def test_greedy_text_is_the_same_and_drafts_stand(kind: str, mode: str, dtype: s
     assert drafting is not None
     assert drafting.counts.failures == 0, drafting.counts.last_failure
     assert drafting.counts.acceptance_length >= LEAST[kind] - 0.6 * (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("family", mtp_checkpoints.FAMILIES)
+def test_multi_token_prediction_layers_draft_what_their_formula_says(
+    tiny: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    path = mtp_checkpoints.build(tmp_path / family, tiny(family), family)
+    settings = {**SETTINGS, "dtype": "float32", "max_model_len": 128, "max_num_batched_tokens": 32}
+    prompts = random_prompts((5, 40, 17, 2, 30, 12), seed=3)
+    texts = tokens_of(LLM(path, **settings), prompts)
+    llm = LLM(path, **settings, **{"drafter.name": "mtp", "drafter.tokens": 3})
+    seen = watch(llm)
+    assert tokens_of(llm, prompts) == texts
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
+    assert agree(seen[::6], mtp_checkpoints.Expected(path, family), 128) > 0.95  # type: ignore[arg-type]

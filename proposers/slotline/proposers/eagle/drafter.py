@@ -16,7 +16,6 @@ import torch
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
-    HeadConfig,
     fill,
     read_config,
     read_weights,
@@ -42,8 +41,7 @@ class EagleDrafter:
         self._num_tokens, self._layers = context.num_tokens, context.layers
         self._facts, self._embed, self._logits = _shared(context)
         self._device, self._dtype = context.device, getattr(torch, context.dtype)
-        self._head: Any = self._build(read_config(_folder(context.path)), context)
-        self._head.to(self._device, self._dtype).eval().requires_grad_(False)
+        self._head: Any = self._build(context)
         self._observed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
@@ -113,11 +111,15 @@ class EagleDrafter:
         found: tuple[torch.Tensor, torch.Tensor] = self._head(embeds, hidden, positions, own)
         return found
 
-    def _build(self, config: HeadConfig, context: DrafterContext) -> torch.nn.Module:
+    def _build(self, context: DrafterContext) -> torch.nn.Module:
+        config = read_config(_folder(context.path))
         weights = read_weights(config.path)
         head = EagleHead(config, bias="fc.bias" in weights)
         fill(head, weights, config.path)
-        return head
+        return self._placed(head)
+
+    def _placed(self, head: torch.nn.Module) -> torch.nn.Module:
+        return head.to(self._device, self._dtype).eval().requires_grad_(False)
 
     def _states(self, computed: ComputedTokens) -> torch.Tensor | None:
         return computed.hidden_states
@@ -131,8 +133,8 @@ class Eagle3Drafter(EagleDrafter):
 
     layer_ids: tuple[int, ...]
 
-    def _build(self, config: HeadConfig, context: DrafterContext) -> torch.nn.Module:
-        facts = self._facts
+    def _build(self, context: DrafterContext) -> torch.nn.Module:
+        config, facts = read_config(_folder(context.path)), self._facts
         self.layer_ids = config.layers_of(len(facts.parts.layers) if facts.parts else len(facts.layers))
         weights = {_name(name): tensor for name, tensor in read_weights(config.path).items()}
         head = Eagle3Head(config, num_states=len(self.layer_ids), bias="fc.bias" in weights)
@@ -147,7 +149,7 @@ class Eagle3Drafter(EagleDrafter):
                 fix="name a head that was trained for this model in drafter.path",
             )
         self._kept = kept.to(self._device)
-        return head
+        return self._placed(head)
 
     def _states(self, computed: ComputedTokens) -> torch.Tensor | None:
         return computed.layer_hidden_states
@@ -168,10 +170,10 @@ def _name(name: str) -> str:
 
 
 def _shared(context: DrafterContext) -> tuple[ModelFacts, Call, Call]:
-    """What the head shares with its model: the facts, the embedding, the output projection."""
+    """What a head shares with its model: the facts, the embedding, the output projection."""
     if context.facts is None or context.embed is None or context.compute_logits is None:
         raise ContractError(
-            "an EAGLE head shares its model's embedding, and this model family gives none",
+            "the drafter's layers share the model's embedding, and this model family gives none",
             fix="use a model family whose models have `embed`",
         )
     return context.facts, context.embed, context.compute_logits

@@ -97,8 +97,8 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     )
 
 
-def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Copy weights into a module; more of them than it has are left out.
+def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, assign: bool = False) -> None:
+    """Copy weights into a module; more of them than it has are left out. `assign` takes them as they are instead.
 
     Raises:
         ModelError: naming what is missing or has another shape.
@@ -112,7 +112,7 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path) -> 
             f"{list(own[wrong[0]].shape)}" + (f" (and {len(wrong) - 1} others)" if len(wrong) > 1 else ""),
             fix="check that drafter.path, the drafter's name and the model belong together",
         )
-    module.load_state_dict({name: weights[name] for name in own})
+    module.load_state_dict({name: weights[name] for name in own}, assign=assign)
 
 
 class Attention(nn.Module):

@@ -1,0 +1,153 @@
+"""The multi-token-prediction layer as a network (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+At position i it reads the model's hidden state there, behind the last norm, and the embedding of the token that
+follows: each under a norm of its own, joined by a projection, then one decoder layer of the model's own kind, then a
+norm. What comes out is what the model's output projection reads, and the hidden state for a next step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from slotline.proposers.eagle.heads import fill
+from slotline.proposers.mtp import attention
+from slotline.proposers.mtp.layouts import Found, Layout
+from slotline.registry.contracts import AttentionLayer, ModelFacts
+from slotline.registry.errors import ModelError
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def model_layer(facts: ModelFacts) -> AttentionLayer:
+    """The attention layer of the model whose decoder layer the multi-token-prediction layer is like: the last full one.
+
+    Raises:
+        ModelError: if the model has no attention.
+    """
+    if not facts.layers:
+        raise ModelError(
+            f"{facts.architecture} in {str(facts.path)!r} has no attention layer, as an MTP layer would have",
+            fix="name another drafter",
+        )
+    full = [layer for layer in facts.layers if layer.window is None and layer.chunk is None]
+    return (full or list(facts.layers))[-1]
+
+
+class MtpLayer(nn.Module):
+    """The layer, with the weights of a checkpoint, in host memory.
+
+    Raises:
+        ModelError: if transformers does not have the model's class, or if weights are missing or have another shape.
+    """
+
+    def __init__(self, facts: ModelFacts, found: Found, dtype: torch.dtype) -> None:
+        super().__init__()
+        model, like = _without_memory(facts), model_layer(facts)
+        base, name = model.base_model, like.name
+        self.layer = model.get_submodule(name.rpartition(".")[0])
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(base.norm) for _ in range(3))
+        size = facts.hidden_size
+        self.projection = nn.Linear(2 * size, size, bias=False, device="meta")
+        self._hidden_first = found.layout.hidden_first
+        weights = _named(found.read(), found.layout, self.layer.state_dict())
+        fill(self, weights, found.path, assign=True)
+        kept = tuple(model._keep_in_fp32_modules_strict or ()) + tuple(model._keep_in_fp32_modules or ())
+        _cast(self, dtype, kept)
+        self.eval().requires_grad_(False)
+        # Not children: the rotary's buffers are no weights and stay in float32, the other one is the layer's.
+        self.__dict__["rotary"] = type(base.rotary_emb)(model.config)
+        self.__dict__["attention"] = self.layer.get_submodule(name.rpartition(".")[2])
+        if like.mla:
+            attention.keep_latents(self.__dict__["attention"])
+
+    def enter(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's last hidden states [n, hidden_size] as `forward` takes them."""
+        return hidden
+
+    def forward(
+        self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step.
+
+        Args:
+            embeddings: [n, hidden_size] of the tokens behind the positions.
+            hidden: [n, hidden_size] at the positions, the model's or this method's own.
+            positions: [n] int64.
+            attend: (0, query, key, value) to the attention's output; see `slotline.proposers.eagle.heads`.
+
+        Returns:
+            What the output projection reads, and what the next step takes as `hidden`: the same [n, hidden_size].
+        """
+        both = [self.enorm(embeddings), self.hnorm(hidden)]
+        x = self.projection(torch.cat(both[::-1] if self._hidden_first else both, -1))[None]
+        rotary = self.__dict__["rotary"]
+        if rotary.inv_freq.device != positions.device:
+            rotary.to(positions.device)
+        setattr(self.__dict__["attention"], attention.ATTRIBUTE, partial(attend, 0))
+        x = self.layer(x, attention_mask=None, position_embeddings=rotary(x, positions[None]))
+        x = self.norm(x)[0]
+        return x, x
+
+
+def _without_memory(facts: ModelFacts) -> Any:
+    """The model itself on the meta device: its decoder layer and its norm are taken from it, and nothing else."""
+    model_class = getattr(transformers, facts.architecture, None)
+    if model_class is None:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no class {facts.architecture!r} to build an MTP layer of",
+            fix="install a newer transformers, or name another drafter",
+        )
+    attention.register()
+    config = model_class.config_class.from_pretrained(facts.path, local_files_only=True)
+    config._attn_implementation = attention.ATTENTION_NAME
+    with torch.device("meta"):
+        return model_class(config)
+
+
+def _named(
+    weights: Mapping[str, torch.Tensor], layout: Layout, layer: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The checkpoint's tensors under the names of `MtpLayer`, experts that come one by one stacked."""
+    around = {
+        "enorm": layout.embedding_norm,
+        "hnorm": layout.hidden_norm,
+        "norm": layout.norm,
+        "projection": layout.projection,
+    }
+    named = {
+        f"{own}.weight": weights[f"{theirs}.weight"] for own, theirs in around.items() if f"{theirs}.weight" in weights
+    }
+    for own in layer:
+        found = weights.get(f"{layout.layer}{own}")
+        found = _experts(weights, f"{layout.layer}{own}") if found is None else found
+        if found is not None:
+            named[f"layer.{own}"] = found
+    return named
+
+
+def _experts(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
+    """A stack of experts, [experts, out, in], from one weight for each, `gate_up_proj` from two; None if there is none.
+
+    `...experts.gate_up_proj` is made of `...experts.0.gate_proj.weight`, `...experts.0.up_proj.weight` and so on.
+    """
+    prefix, _, last = name.rpartition(".")
+    parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else (last,)
+    stacked = list[torch.Tensor]()
+    while all(f"{prefix}.{len(stacked)}.{part}.weight" in weights for part in parts):
+        stacked.append(torch.cat([weights[f"{prefix}.{len(stacked)}.{part}.weight"] for part in parts]))
+    return torch.stack(stacked) if stacked else None
+
+
+def _cast(module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> None:
+    """All floating tensors to `dtype`, but for those with one of the names `kept` on their path."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        wanted = torch.float32 if any(part in name.split(".") for part in kept) else dtype
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted)

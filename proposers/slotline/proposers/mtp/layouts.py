@@ -1,0 +1,148 @@
+"""Where a checkpoint keeps its multi-token-prediction layer: the names under which families publish it.
+
+transformers leaves these tensors out when it loads a model, so they are read from the checkpoint's safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from attrs import frozen
+from safetensors import SafetensorError, safe_open
+
+from slotline.registry.errors import ModelError
+
+
+@frozen(kw_only=True)
+class Layout:
+    """One way of naming the parts.
+
+    Attributes:
+        families: who publishes it, for messages.
+        projection, embedding_norm, hidden_norm, norm: names of the modules around the decoder layer: what joins
+            embedding and hidden state, the norms in front of it, and the one behind the layer.
+        layer: what the names of the decoder layer's own tensors begin with.
+        hidden_first: whether the projection reads the hidden state before the embedding.
+        shared: what the names of further tensors begin with that are copies of the model's own.
+    """
+
+    families: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    layer: str
+    hidden_first: bool = False
+    shared: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True, eq=False)
+class Found:
+    """The layer of one checkpoint.
+
+    Attributes:
+        path: the folder.
+        layout: how its parts are named.
+        files: the file of each tensor that belongs to it and is not shared with the model.
+    """
+
+    path: Path
+    layout: Layout
+    files: Mapping[str, Path]
+
+    def read(self) -> dict[str, torch.Tensor]:
+        """The tensors by name, in host memory.
+
+        Raises:
+            ModelError: if a file is broken.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name, file in self.files.items():
+            by_file.setdefault(file, []).append(name)
+        tensors: dict[str, torch.Tensor] = {}
+        for file, names in by_file.items():
+            try:
+                with safe_open(file, framework="pt") as opened:
+                    tensors |= {name: opened.get_tensor(name) for name in names}
+            except (OSError, SafetensorError) as error:
+                raise ModelError(f"{file} cannot be read: {error}", fix="download the file again") from error
+        return tensors
+
+
+def layouts(num_hidden_layers: int) -> tuple[Layout, ...]:
+    """All that are known, for a model of so many decoder layers."""
+    behind = f"model.layers.{num_hidden_layers}."
+    return (
+        Layout(
+            families="DeepSeek-V3, GLM-4.5 and GLM-4.7",
+            projection=f"{behind}eh_proj",
+            embedding_norm=f"{behind}enorm",
+            hidden_norm=f"{behind}hnorm",
+            norm=f"{behind}shared_head.norm",
+            layer=behind,
+            shared=(f"{behind}embed_tokens.", f"{behind}shared_head.head."),
+        ),
+        Layout(
+            families="Qwen3-Next and Qwen3.5",
+            projection="mtp.fc",
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            norm="mtp.norm",
+            layer="mtp.layers.0.",
+        ),
+        Layout(
+            families="MiMo",
+            projection="model.mtp_layers.0.input_proj",
+            embedding_norm="model.mtp_layers.0.token_layernorm",
+            hidden_norm="model.mtp_layers.0.hidden_layernorm",
+            norm="model.mtp_layers.0.final_layernorm",
+            layer="model.mtp_layers.0.",
+            hidden_first=True,
+        ),
+    )
+
+
+def find(path: Path) -> Found:
+    """The multi-token-prediction layer in a checkpoint's folder, by the names of its tensors; none is read.
+
+    Raises:
+        ModelError: if there is none.
+    """
+    known, names = layouts(_num_hidden_layers(path)), _files(path)
+    for layout in known:
+        if f"{layout.projection}.weight" in names:
+            around = (layout.projection, layout.embedding_norm, layout.hidden_norm, layout.norm)
+            begins = (layout.layer, *(f"{module}." for module in around))
+            own = (name for name in names if name.startswith(begins) and not name.startswith(layout.shared))
+            return Found(path=path, layout=layout, files={name: names[name] for name in own})
+    looked = "; ".join(f"{layout.projection}.weight ({layout.families})" for layout in known)
+    raise ModelError(
+        f"{str(path)!r} has no multi-token-prediction layer: its safetensors hold none of {looked}",
+        fix="download the checkpoint with these weights (some conversions leave them out), or name another drafter",
+    )
+
+
+def _num_hidden_layers(path: Path) -> int:
+    file = path / "config.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["num_hidden_layers"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(
+            f"{str(file)!r} does not say how many layers the model has: {type(error).__name__}: {error}",
+            fix="use a checkpoint whose config.json has num_hidden_layers, or name another drafter",
+        ) from error
+
+
+def _files(path: Path) -> dict[str, Path]:
+    """The file of each tensor: the headers of all safetensors are read, since an index may leave these tensors out."""
+    found: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= dict.fromkeys(opened.keys(), file)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be read: {error}", fix="download the file again") from error
+    return found
