@@ -149,6 +149,7 @@ class GroupBuilder:
             cascade=group.cascade != "none",
             cascade_captured=group.cascade == "captured",
             plain_writes=descriptor.capabilities.plain_writes,
+            fast_prefill=group.fast_prefill,
         )
 
     def router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:

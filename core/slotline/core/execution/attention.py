@@ -42,6 +42,7 @@ class AttentionGroup:
         device: torch device string.
         cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
         plain_writes: whether the model may store new keys and values in the backend's place.
+        fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
     """
 
     name: str
@@ -53,6 +54,7 @@ class AttentionGroup:
     cascade: bool = False
     cascade_captured: bool = False
     plain_writes: bool = False
+    fast_prefill: bool = False
 
 
 @define(eq=False)
@@ -118,11 +120,13 @@ class AttentionRouter:
         """The caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self._routes.items())]
 
-    def plan(self, batches: Sequence[AttentionBatch]) -> Attend:
+    def plan(self, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch] = ()) -> Attend:
         """Host work of every group for this step; returns the callable that the model's layers call.
 
         Args:
             batches: of the step, as the groups count them.
+            wanted: the same of the tokens alone whose logits are wanted, where the model leaves out the others behind
+                the last layer that owns a cache; empty where it does not.
 
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
@@ -132,7 +136,9 @@ class AttentionRouter:
                 "a step was called while a CUDA graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
-        if self._one_device:  # the step's own
+        if wanted:
+            self._plans = [self._plan_some(group, batches, wanted) for group in self.groups]
+        elif self._one_device:  # the step's own
             self._plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
         else:
             self._plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
@@ -210,6 +216,15 @@ class AttentionRouter:
         if write is not None and not written:
             write(layer, key, value, cache, plan)
         forward(layer, query, key, value, cache, plan, out, sinks)
+
+    def _plan_some(
+        self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch]
+    ) -> Any:
+        """The plan of a group in a step with fast prefill; None where none of its tokens is wanted."""
+        if not group.fast_prefill:
+            return self._plan(group, _seen_by(group, batches[group.batch]))
+        batch = wanted[group.batch]
+        return self._plan(group, batch) if batch.num_tokens else None
 
     @staticmethod
     def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:

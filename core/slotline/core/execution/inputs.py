@@ -20,6 +20,7 @@ from slotline.core.drafting.verification import PLACE_WIDTH, Rejections, drafted
 from slotline.core.execution.encoding import Embeds
 from slotline.core.execution.feeds import Feed, Sent
 from slotline.core.execution.staging import Staging, reserved_bytes
+from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.logprobs import ScoredPlaces
@@ -55,6 +56,8 @@ class StepInputs:
             `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
         batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads; then
             what layers without a cache see, where the model has such.
+        wanted_batches: of the same cache groups, what attention sees of the `logits_indices` alone, where the model
+            runs its last layers for these alone; else empty.
         states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
@@ -98,6 +101,7 @@ class StepInputs:
     following: Embeds | None = None
     encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
+    wanted_batches: tuple[AttentionBatch, ...] = ()
 
 
 @frozen
@@ -150,6 +154,7 @@ class InputGatherer:
         lora_slots: int = 0,
         has_uncached: bool = False,
         max_encoder_len: int = 0,
+        fast_prefill: bool = False,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -160,6 +165,7 @@ class InputGatherer:
         self.lora_slots = lora_slots
         self.has_uncached = has_uncached
         self.max_encoder_len = max_encoder_len
+        self.fast_prefill = fast_prefill
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_encoder_len)
         self._arange = np.arange(most, dtype=np.int64)
@@ -180,7 +186,7 @@ class InputGatherer:
             feed.staging.reserve(
                 by_feed
                 + bool(lora_slots) * by_token
-                + (2 + 3 * has_states + bool(self._encoder_groups)) * by_request
+                + (2 + 3 * has_states + bool(self._encoder_groups) + fast_prefill) * by_request
                 + by_encoder
                 + 3 * by_logits
                 + packed
@@ -241,6 +247,7 @@ class InputGatherer:
             shape=shape,
             prefixes=prefixes,
             lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
+            fast_prefill=self.fast_prefill and not adapters and not self.rows.score_prompts(rows),
         )
 
     def dummy(
@@ -342,6 +349,7 @@ class InputGatherer:
         shape: GraphShape | None,
         prefixes: Sequence[int],
         lora_slots: Int | None,
+        fast_prefill: bool = False,
     ) -> StepInputs:
         """Pad, and upload: first what has the shape's sizes, so that it has the same address in each of its steps."""
         num_tokens, longest = len(input_ids), int(counts.max(initial=0))
@@ -400,6 +408,9 @@ class InputGatherer:
             drafts = drafted(self.rows, logits_rows, draft_positions)
             rejections = Rejections.gather(self.rows, batch, draft_positions, drafts, last.upload)
         scored = ScoredPlaces.of(self.rows.num_logprobs[logits_rows], last.upload)
+        wanted = None
+        if fast_prefill and shape is None and len(logits_indices) < num_tokens:
+            wanted = WantedTokens.of(starts, logits_indices, logits_indices_device, last.upload)
         for feed in self.feeds:
             feed.staging.flush()
         batches = tuple(
@@ -430,6 +441,7 @@ class InputGatherer:
                 feed.cache_groups, feed.tables.take(longest_sequence), there.slot_mappings, strict=True
             )
         )
+        wanted_batches = () if wanted is None else tuple(map(wanted.batch, batches))
         if self.has_uncached:
             batches += (self._uncached(sent[0], len(seq_lens), batch_tokens, starts32, seq_lens32),)
         return StepInputs(
@@ -457,6 +469,7 @@ class InputGatherer:
             sampling_params=params,
             scored=scored,
             lora_slots=lora_slots_device,
+            wanted_batches=wanted_batches,
         )
 
     def _of_group(

@@ -99,14 +99,14 @@ class Runner:
         """Plan attention and start the forward pass."""
         scope = self.profiler.scope
         with scope("plan"):
-            attend = self.router.plan(inputs.batches)
+            attend = self.router.plan(inputs.batches, inputs.wanted_batches)
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
                 self.adapters.plan(inputs.lora_slots)
             for staging in (*self.earlier, self.staging):
                 staging.mark()
-        whole = bool((self.rows.num_prompt_logprobs[inputs.rows] >= 0).any())  # a prompt's tokens are scored too
+        whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.needs_computed
         with scope("forward"):
             hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
@@ -207,6 +207,8 @@ class Runner:
             states["tap"] = self.taps
         if inputs.encoder_states is not None:
             states["encoder_states"] = inputs.encoder_states
+        if inputs.wanted_batches:
+            states["fast_prefill"] = True
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any

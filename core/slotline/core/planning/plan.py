@@ -14,6 +14,7 @@ from slotline.core.building.stages import Stages, describe_devices, divide, pipe
 from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.planning.drafter import draft_layers
+from slotline.core.planning.fast_prefill import choose_fast_prefill
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
 from slotline.core.planning.parts import (
@@ -142,6 +143,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         max_model_len = length_of_whole_prompts(loaded, max_model_len)
     processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
+    fast_prefill = choose_fast_prefill(
+        loaded, facts, family_descriptor, task=task, drafter=drafter, stages=len(stages.stages)
+    )
     own_layers = draft_layers(
         loaded,
         drafter,
@@ -163,8 +167,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         max_model_len=max_model_len,
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
+        fast_prefill=fast_prefill.layers,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(setting, asynchronous, grammars.setting),
+        settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings),
     )
     request = evolve(request, stages=stages.divided)
     if whole_prompts(facts):

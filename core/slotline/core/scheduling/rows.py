@@ -134,6 +134,10 @@ class Rows:
         known: Int = self.num_tokens[rows] - self.num_pending[rows]
         return known
 
+    def score_prompts(self, rows: Int) -> bool:
+        """Whether one of `rows` wants log-probabilities of its prompt, so that all of its tokens are scored."""
+        return bool((self.num_prompt_logprobs[rows] >= 0).any())
+
     def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
         """Add one sampled token, the expected one if any, to each of `rows`, which are distinct."""
         known = self.num_known(rows)

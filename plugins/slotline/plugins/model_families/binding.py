@@ -46,25 +46,33 @@ def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any) -> torch.Tenso
 
 
 class AttendHolder:
-    """The attend and advance callables of one model's current forward, and the slots that count their calls in it."""
+    """The attend and advance callables of one model's current forward, and the slots that count their calls in it.
 
-    __slots__ = ("advance", "attend", "shared")
+    Attributes:
+        kept: [n] int64, the tokens that go through the layers that store nothing; None for all.
+    """
+
+    __slots__ = ("advance", "attend", "kept", "shared")
 
     def __init__(self) -> None:
+        self.kept: torch.Tensor | None = None
         self.attend: Attend = no_attend
         self.advance: Advance = no_attend
         self.shared: list[SharedSlot] = []
 
     @contextmanager
-    def serving(self, attend: Attend, advance: Advance | None = None) -> Iterator[None]:
+    def serving(
+        self, attend: Attend, advance: Advance | None = None, kept: torch.Tensor | None = None
+    ) -> Iterator[None]:
         """Let the model's layers reach these while the block runs."""
-        self.attend, self.advance = attend, advance or no_attend
+        self.attend, self.advance, self.kept = attend, advance or no_attend, kept
         for slot in self.shared:
             slot.num_calls = 0
         try:
             yield
         finally:
             self.attend = self.advance = no_attend
+            self.kept = None
 
 
 @define(eq=False)
@@ -139,6 +147,8 @@ def slot_attention(
         [1, num_tokens, num_heads, head_size_v], and no weights.
     """
     slot = module.slotline_slot
+    if slot.holder.kept is not None and query.shape[2] != key.shape[2]:  # keys of a layer that had all tokens
+        key, value = (states.index_select(2, slot.holder.kept) for states in (key, value))
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
     states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
     options = {"written": True} if written else {}

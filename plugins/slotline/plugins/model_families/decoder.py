@@ -118,6 +118,7 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         taps=Flag(True),
         batch_invariant=Flag(True, "except models with experts"),
         adapters=Flag(True),
+        fast_prefill=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",
     options="slotline.plugins.model_families.decoder:DecoderOptions",

@@ -23,6 +23,7 @@ from slotline.plugins.model_families import (
 )
 from slotline.plugins.model_families.adapters import Adaptation
 from slotline.plugins.model_families.decoder import DecoderOptions
+from slotline.plugins.model_families.fast_prefill import keep_wanted
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
@@ -78,6 +79,7 @@ class DecoderModel:
         self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
         self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, parts, lean=options.lean)
+        keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
         self.weight_bytes = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
@@ -93,8 +95,12 @@ class DecoderModel:
         *,
         advance: Advance | None = None,
         tap: Tap | None = None,
+        fast_prefill: bool = False,
     ) -> torch.Tensor:
         """See `slotline.registry.contracts.model_family.MultimodalModel.forward`."""
+        if fast_prefill:
+            with self._holder.serving(attend, advance, wanted):
+                return self._loop(input_ids, positions, None, inputs_embeds, tap)[0]  # [n, hidden_size]
         if wanted is not None and self._adaptation and self._adaptation.active:  # which are planned for all tokens
             return self.forward(input_ids, positions, attend, None, inputs_embeds, advance=advance, tap=tap)[wanted]
         with self._holder.serving(attend, advance):

@@ -97,6 +97,13 @@ class CacheConfig:
         ),
     )
     prefix_caching: bool = field(default=True, metadata=_doc("reuse the blocks of equal prefixes"))
+    kv_sharing_fast_prefill: bool = field(
+        default=False,
+        metadata=_doc(
+            "in models whose last layers read the caches of earlier ones, run those for the tokens alone whose logits "
+            "are wanted; refused for other models"
+        ),
+    )
     kv_spec: Mapping[str, str] = field(
         factory=dict, metadata=_doc("table from layer kind to the kv_spec plugin that holds it; empty chooses")
     )

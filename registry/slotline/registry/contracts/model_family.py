@@ -60,6 +60,8 @@ class ModelFamilyCapabilities:
         batch_invariant: whether `load` can give a model whose logits for a token are bitwise the same whatever else is
             in the batch and however its request is cut into steps, as long as attention's outputs are.
         adapters: whether its models are `AdaptableModel`s.
+        fast_prefill: whether `Model.forward` can leave out, for tokens that nobody asks for, the layers behind the last
+            one that owns a cache.
     """
 
     architectures: Set[str]
@@ -69,6 +71,7 @@ class ModelFamilyCapabilities:
     taps: Flag = Flag(False)
     batch_invariant: Flag = Flag(False)
     adapters: Flag = Flag(False)
+    fast_prefill: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -223,6 +226,7 @@ class Model(Protocol):
         *,
         advance: Advance | None = None,
         tap: Tap | None = None,
+        fast_prefill: bool = False,
     ) -> torch.Tensor:
         """Run flattened tokens through the model.
 
@@ -242,6 +246,9 @@ class Model(Protocol):
             tap: called in front of each decoder layer as ``tap(index, hidden_states)``, index from 0, hidden_states
                 [num_tokens, hidden_size] the sum that the layer adds to; what it keeps it copies. Given only to a
                 family that declares `taps`, and only where a drafter asks.
+            fast_prefill: that the layers which read other layers' caches, and behind which none owns one, are run for
+                the `wanted` tokens alone: `attend` is called for them with query, key and value of these n tokens, and
+                not at all where n is 0. Given only to a family that declares it, with `wanted`, and without `tap`.
 
         Returns:
             Last hidden states [n, hidden_size], or [num_tokens, hidden_size].
@@ -304,6 +311,7 @@ class MultimodalModel(Model, Protocol):
         *,
         advance: Advance | None = None,
         tap: Tap | None = None,
+        fast_prefill: bool = False,
         encoder_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.

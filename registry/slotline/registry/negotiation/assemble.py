@@ -159,6 +159,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         graphs=offer.graphs,
         cascade=_cascade(search, solution, index),
         kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
+        fast_prefill=group.fast_prefill,
         reason=reason,
         rejected=rejected,
     )

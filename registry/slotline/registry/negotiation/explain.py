@@ -153,6 +153,9 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
     if group.cascade != NONE:
         lines += row("cascade", f"a prefix that all requests share is read once, {group.cascade}", width, indent=2)
+    if group.fast_prefill:
+        text = "runs only for the tokens whose logits are wanted, in steps without a graph"
+        lines += row("prefill", text, width, indent=2)
     if group.kv_scales:
         lines += row("scales", _SCALES[group.kv_scales], width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")

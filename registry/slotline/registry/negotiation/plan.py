@@ -179,6 +179,8 @@ class GroupPlan:
         cascade: how a prefix that all requests share is served apart: ``captured`` where graphs hold it, ``eager``, or
             ``none`` where it is not.
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``; empty for other caches.
+        fast_prefill: whether the layers, which all read other layers' caches, are run for the tokens alone whose logits
+            are wanted, in steps that run without a graph.
         reason: why this backend.
         rejected: the others, in the candidates' order.
     """
@@ -202,6 +204,7 @@ class GroupPlan:
     graphs: tuple[tuple[str, str], ...] = ()
     cascade: str = NONE
     kv_scales: str = ""
+    fast_prefill: bool = False
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
 
@@ -230,6 +233,7 @@ class GroupPlan:
             "graphs": dict(self.graphs),
             "cascade": self.cascade,
             "kv_scales": self.kv_scales,
+            **({"fast_prefill": True} if self.fast_prefill else {}),
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, Protocol
 
 from slotline.registry.config.load import LoadedConfig
@@ -43,6 +43,7 @@ def prepare_request(
     dtype_fallbacks: Sequence[str] = (),
     draft_tokens: int = 0,
     tree: bool = False,
+    fast_prefill: Container[int] = (),
     needs: Sequence[Need] = (),
     parts: Sequence[Part] = (),
     settings: Sequence[Setting] = (),
@@ -56,6 +57,7 @@ def prepare_request(
         max_model_len: longest sequence, as resolved.
         dtype_fallbacks: where `dtype` is 'auto', the dtypes to try in order; empty for the checkpoint's alone.
         draft_tokens: what the drafter proposes in a step; `tree` if it proposes a tree.
+        fast_prefill: indices of the attention layers that are run for the tokens alone whose logits are wanted.
         needs: what further plugins need of attention backends.
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
@@ -69,7 +71,7 @@ def prepare_request(
     drafter = f"drafter {config.drafter.name}: 1+{draft_tokens} tokens"
     return PlanRequest(
         device=device,
-        groups=group_layers(facts.layers),
+        groups=group_layers(facts.layers, fast_prefill),
         dtype=_dtype(source.asked("dtype", config.dtype), dtypes[0], facts, device),
         dtype_fallbacks=dtypes[1:],
         kv_dtype=source.asked("cache.dtype", config.cache.dtype),

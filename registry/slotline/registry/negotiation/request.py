@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
@@ -68,10 +68,12 @@ class GroupRequest:
     Attributes:
         name: the cache kind, with ``_1``, ``_2`` where several groups have one kind.
         layers: in model order, at least one.
+        fast_prefill: whether their batches have the tokens alone whose logits are wanted.
     """
 
     name: str
     layers: tuple[AttentionLayer, ...]
+    fast_prefill: bool = False
 
     @property
     def layer(self) -> AttentionLayer:
@@ -259,21 +261,23 @@ def _names_for(asked: Asked[Any], kind: str) -> Asked[tuple[str, ...]]:
     return Asked(names, asked.origin + key, asked.explicit)
 
 
-def group_layers(layers: Sequence[AttentionLayer]) -> tuple[GroupRequest, ...]:
+def group_layers(layers: Sequence[AttentionLayer], fast_prefill: Container[int] = ()) -> tuple[GroupRequest, ...]:
     """Group layers with equal needs, named after their cache kind, in the order of their first layer.
 
-    The scale counts as a need too: a backend may bake it into its host-side plan of a step.
+    The scale counts as a need too: a backend may bake it into its host-side plan of a step. Layers whose index is in
+    `fast_prefill` see batches of their own, so they are apart.
     """
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
     for layer in layers:
-        members.setdefault(_needs_of(layer), []).append(layer)
+        members.setdefault((layer.index in fast_prefill, *_needs_of(layer)), []).append(layer)
     seen: dict[str, int] = {}
     groups = []
-    for own in members.values():
+    for (apart, *_), own in members.items():
         kind = own[0].kv_kind
         number = seen.get(kind, 0)
         seen[kind] = number + 1
-        groups.append(GroupRequest(name=kind if number == 0 else f"{kind}_{number}", layers=tuple(own)))
+        name = kind if number == 0 else f"{kind}_{number}"
+        groups.append(GroupRequest(name=name, layers=tuple(own), fast_prefill=bool(apart)))
     return tuple(groups)
 
 
