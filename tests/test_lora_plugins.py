@@ -42,7 +42,7 @@ def test_both_plugins_pass_every_check_on_the_gpu(plugin):
     assert [(record.id, record.reason) for record in records if record.bad] == []
 
 
-def merged_case(num_tokens: int = 70):
+def merged_case(num_tokens: int, max_rank: int):
     """A merged product of three parts over ranks 3 to 16 in five slots, and what each token gets in plain torch."""
     from slotline.plugins.lora.peft_folder import PeftAdapter, Share
     from slotline.plugins.lora.segmented.plugin import SegmentedLora
@@ -56,8 +56,8 @@ def merged_case(num_tokens: int = 70):
             modules={name: (inner, size) for name, size in zip(names, sizes, strict=True)},
             merged=(names,),
             max_adapters=5,
-            max_rank=16,
-            max_tokens=128,
+            max_rank=max_rank,
+            max_tokens=300,
             device=device,
             dtype="float32",
         )
@@ -68,21 +68,21 @@ def merged_case(num_tokens: int = 70):
         shares, begin = {}, 0
         for name, size in zip(names, sizes, strict=True):
             if (slot, name) != (2, "k"):  # one adapter leaves a part alone
-                rank = (3, 8, 16, 5, 16)[slot]
+                rank = (3, 8, max_rank, 5, 16)[slot]
                 a, b = torch.randn(rank, inner, generator=generator), torch.randn(size, rank, generator=generator)
                 shares[name] = Share(a, b, 0.5 + slot)
                 own = slots == slot
                 wanted[own, begin : begin + size] += (inputs[own] @ a.T) @ b.T * (0.5 + slot)
             begin += size
-        lora._write(slot, PeftAdapter(shares, 16))
+        lora._write(slot, PeftAdapter(shares, max_rank))
     lora.plan(slots.to(device))
     return lora, names, sizes, inputs.to(device), out.to(device), wanted.to(device)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 70])
-def test_a_merged_product_gets_the_shares_of_its_parts_in_one_call_or_in_three(num_tokens):
+@pytest.mark.parametrize(("num_tokens", "max_rank"), [(1, 16), (70, 16), (300, 16), (70, 128)])
+def test_a_merged_product_gets_the_shares_of_its_parts_in_one_call_or_in_three(num_tokens, max_rank):
     pytest.importorskip("triton")
-    lora, names, sizes, inputs, out, wanted = merged_case(num_tokens)
+    lora, names, sizes, inputs, out, wanted = merged_case(num_tokens, max_rank)
     together, apart = out.clone(), out.clone()
     lora.apply_merged(names, inputs, together)
     begin = 0

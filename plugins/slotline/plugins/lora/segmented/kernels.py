@@ -1,8 +1,10 @@
 """Kernels of segmented LoRA: sort tokens by slot, multiply with A (shrink), multiply with B and add (expand).
 
-After Punica (Chen et al., "Punica: Multi-tenant LoRA serving", 2023) and S-LoRA (Sheng et al., 2023). How many tokens
-each slot has is read from device memory, so a launch depends on the number of tokens alone and can be captured: it has
-a program for each block of tokens that there may be at most, and those without tokens return at once.
+After Punica (Chen et al., "Punica: Multi-tenant LoRA serving", 2023) and S-LoRA (Sheng et al., 2023). Tokens of one
+slot are cut into blocks; which blocks there are stands in device memory, so a launch depends on the number of tokens
+alone and can be captured: it has programs for as many blocks as there may be at most, and those without tokens return.
+Where the device can start a kernel early (programmatic dependent launch), expanding fetches its weights and outputs
+while shrinking still runs.
 """
 
 # mypy: ignore-errors
@@ -10,102 +12,115 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def sort_tokens(slots, order, counts, num_tokens, capacity, block: tl.constexpr):
-    """List each slot's tokens: order [num_slots, capacity] int32, counts [num_slots] int32; a program for each slot."""
-    slot = tl.program_id(0)
+def sort_tokens(
+    slots, block_slots, block_tokens, num_tokens, max_blocks,
+    block_m: tl.constexpr, slots_padded: tl.constexpr, chunk: tl.constexpr,
+):  # fmt: skip
+    """Cut each slot's tokens into blocks; a program for each slot.
+
+    Writes block_slots [max_blocks] int32, -1 behind the last block, and block_tokens [blocks, block_m] int32, -1 where
+    a block is not full.
+    """
+    slot, index = tl.program_id(0), tl.arange(0, slots_padded)
+    totals = tl.zeros((slots_padded,), tl.int32)
+    for start in range(0, num_tokens, chunk):
+        tokens = start + tl.arange(0, chunk)
+        given = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
+        totals += tl.sum((given[:, None] == index[None, :]).to(tl.int32), 0)
+    blocks = (totals + block_m - 1) // block_m
+    first, mine = tl.sum(tl.where(index < slot, blocks, 0), 0), tl.sum(tl.where(index == slot, blocks, 0), 0)
     found = 0
-    for start in range(0, num_tokens, block):
-        tokens = start + tl.arange(0, block)
+    for start in range(0, num_tokens, chunk):
+        tokens = start + tl.arange(0, chunk)
         own = (tl.load(slots + tokens, mask=tokens < num_tokens, other=-1) == slot).to(tl.int32)
         places = found + tl.cumsum(own, 0) - 1
-        tl.store(order + slot * capacity + places, tokens, mask=own > 0)
+        tl.store(block_tokens + first * block_m + places, tokens, mask=own > 0)
         found += tl.sum(own, 0)
-    tl.store(counts + slot, found)
-
-
-@triton.jit
-def _segment(counts, num_slots, block_m: tl.constexpr, slots_padded: tl.constexpr):
-    """This program's slot, its first token among the slot's, and how many the slot has; num_slots for no work."""
-    program = tl.program_id(0)
-    index = tl.arange(0, slots_padded)
-    blocks = (tl.load(counts + index, mask=index < num_slots, other=0) + block_m - 1) // block_m
-    ends = tl.cumsum(blocks, 0)
-    slot = tl.sum((ends <= program).to(tl.int32), 0)
-    before = tl.sum(tl.where(index < slot, blocks, 0), 0)
-    slot = tl.minimum(slot, num_slots)
-    count = tl.load(counts + slot, mask=slot < num_slots, other=0)
-    return slot, (program - before) * block_m, count
+    behind = found + tl.arange(0, block_m)
+    tl.store(block_tokens + first * block_m + behind, -1, mask=behind < mine * block_m)
+    for block in range(first, first + mine):
+        tl.store(block_slots + block, slot)
+    if slot == 0:
+        for block in range(tl.sum(blocks, 0), max_blocks):
+            tl.store(block_slots + block, -1)
 
 
 @triton.jit
 def shrink(
-    x, a, scales, inner, order, counts, num_slots, capacity, num_tokens, k, stride_x, a_slot, scale_slot, per_split,
-    rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr, slots_padded: tl.constexpr,
-    precision: tl.constexpr,
+    x, a, inner, block_slots, block_tokens, num_tokens, k, stride_x, a_slot, per_split,
+    width: tl.constexpr, padded: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
+    precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, parts, num_tokens, rank] float32 = scale * x @ A^T, each split over its own elements of a row.
+    """inner [splits, num_tokens, width] float32 = x @ A^T, each split over its own elements of a row.
 
-    x [num_tokens, k], a [num_slots, parts, rank, k] and scales [num_slots, parts] strided by slot.
+    x [num_tokens, k], a [num_slots, width, k] strided by slot; width counts the ranks of all parts.
     """
-    slot, first, count = _segment(counts, num_slots, block_m, slots_padded)
-    if slot >= num_slots:
+    if early:
+        gdc_launch_dependents()
+    block, split = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(block_slots + block)
+    tokens = tl.load(block_tokens + block * block_m + tl.arange(0, block_m))
+    if slot < 0:
         return
-    part, split = tl.program_id(1) % parts, tl.program_id(1) // parts
-    scale = tl.load(scales + slot * scale_slot + part)
-    if scale == 0.0:
-        return
-    lines, ranks = first + tl.arange(0, block_m), tl.arange(0, rank)
-    tokens = tl.load(order + slot * capacity + lines, mask=lines < count, other=0).to(tl.int64)
-    a_rows = a + slot.to(tl.int64) * a_slot + (part * rank + ranks).to(tl.int64) * k
-    total = tl.zeros((block_m, rank), tl.float32)
-    for start in range(split * per_split, tl.minimum((split + 1) * per_split, k), block_k):
+    ranks, mask = tl.arange(0, padded), (tokens >= 0)[:, None]
+    rows = x + tokens.to(tl.int64)[:, None] * stride_x
+    weights = a + slot.to(tl.int64) * a_slot + ranks.to(tl.int64)[None, :] * k
+    total, end = tl.zeros((block_m, padded), tl.float32), tl.minimum((split + 1) * per_split, k)
+    for start in range(split * per_split, end, block_k):
         elements = start + tl.arange(0, block_k)
-        inside = (elements < k) & (elements < (split + 1) * per_split)
-        rows = tl.load(
-            x + tokens[:, None] * stride_x + elements[None, :],
-            mask=(lines < count)[:, None] & inside[None, :], other=0.0,
-        )  # fmt: skip
-        weights = tl.load(a_rows[None, :] + elements[:, None], mask=inside[:, None], other=0.0)  # [block_k, rank]
-        total = tl.dot(rows, weights, total, input_precision=precision)
-    place = inner + ((split * parts + part) * num_tokens + tokens[:, None]) * rank + ranks[None, :]
-    tl.store(place, total * scale, mask=(lines < count)[:, None])
+        inside = elements < end
+        left = tl.load(rows + elements[None, :], mask=mask & inside[None, :], other=0.0)
+        right = tl.load(
+            weights + elements[:, None], mask=inside[:, None] & (ranks < width)[None, :], other=0.0
+        )  # [block_k, padded]  # fmt: skip
+        total = tl.dot(left, right, total, input_precision=precision)
+    place = inner + (split * num_tokens + tokens[:, None]) * width + ranks[None, :]
+    tl.store(place, total, mask=mask & (ranks < width)[None, :])
 
 
 @triton.jit
 def expand(
-    inner, b, scales, out, order, counts, num_slots, capacity, num_tokens, stride_out, b_slot, scale_slot,
-    size_0, size_1, size_2, splits: tl.constexpr,
-    rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr, slots_padded: tl.constexpr,
-    precision: tl.constexpr,
+    inner, b, scales, out, block_slots, block_tokens, num_tokens, stride_out, b_slot, scale_slot,
+    size_0, size_1, size_2,
+    splits: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+    precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """out [num_tokens, size_0 + size_1 + size_2] += inner @ B^T for each part; b [num_slots, all sizes, rank]."""
-    slot, first, count = _segment(counts, num_slots, block_m, slots_padded)
-    if slot >= num_slots:
+    """out [num_tokens, size_0 + size_1 + size_2] += scale * inner @ B^T, part by part.
+
+    inner [splits, num_tokens, parts * rank], b [num_slots, all sizes, rank] and scales [num_slots, parts] strided by
+    slot; a part with scale 0 is left alone.
+    """
+    block, column, part, begin, size = tl.program_id(0), tl.program_id(1), 0, 0, size_0
+    slot = tl.load(block_slots + block)
+    tokens = tl.load(block_tokens + block * block_m + tl.arange(0, block_m))
+    if slot < 0:
         return
-    block, part, begin, size = tl.program_id(1), 0, 0, size_0
     if parts > 1:
-        blocks_0, blocks_1 = tl.cdiv(size_0, block_n), tl.cdiv(size_1, block_n)
-        if block >= blocks_0:
-            block, part, begin, size = block - blocks_0, 1, size_0, size_1
-            if block >= blocks_1:
-                block, part, begin, size = block - blocks_1, 2, size_0 + size_1, size_2
-    if tl.load(scales + slot * scale_slot + part) == 0.0:
+        columns_0, columns_1 = tl.cdiv(size_0, block_n), tl.cdiv(size_1, block_n)
+        if column >= columns_0:
+            column, part, begin, size = column - columns_0, 1, size_0, size_1
+            if column >= columns_1:
+                column, part, begin, size = column - columns_1, 2, size_0 + size_1, size_2
+    scale = tl.load(scales + slot * scale_slot + part)
+    if scale == 0.0:
         return
-    lines, ranks = first + tl.arange(0, block_m), tl.arange(0, rank)
-    tokens = tl.load(order + slot * capacity + lines, mask=lines < count, other=0).to(tl.int64)
-    total = tl.zeros((block_m, rank), tl.float32)
-    for split in tl.static_range(splits):
-        place = inner + ((split * parts + part) * num_tokens + tokens[:, None]) * rank + ranks[None, :]
-        total += tl.load(place, mask=(lines < count)[:, None], other=0.0)
-    columns = block * block_n + tl.arange(0, block_n)
+    ranks, columns = tl.arange(0, rank), column * block_n + tl.arange(0, block_n)
     weights = tl.load(
         b + slot.to(tl.int64) * b_slot + (begin + columns).to(tl.int64)[None, :] * rank + ranks[:, None],
         mask=(columns < size)[None, :], other=0.0,
     )  # [rank, block_n]  # fmt: skip
-    share = tl.dot(total.to(weights.dtype), weights, input_precision=precision)
-    place = out + tokens[:, None] * stride_out + (begin + columns)[None, :]
-    mask = (lines < count)[:, None] & (columns < size)[None, :]
-    tl.store(place, (tl.load(place, mask=mask, other=0.0).to(tl.float32) + share).to(out.dtype.element_ty), mask=mask)
+    there = out + tokens.to(tl.int64)[:, None] * stride_out + (begin + columns)[None, :]
+    mask = (tokens >= 0)[:, None] & (columns < size)[None, :]
+    base = tl.load(there, mask=mask, other=0.0)
+    if early:
+        gdc_wait()
+    total = tl.zeros((block_m, rank), tl.float32)
+    for split in tl.static_range(splits):
+        place = inner + (split * num_tokens + tokens[:, None]) * (parts * rank) + part * rank + ranks[None, :]
+        total += tl.load(place, mask=(tokens >= 0)[:, None], other=0.0)
+    share = tl.dot((total * scale).to(weights.dtype), weights, input_precision=precision)
+    tl.store(there, (base.to(tl.float32) + share).to(out.dtype.element_ty), mask=mask)

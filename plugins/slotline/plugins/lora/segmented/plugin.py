@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -15,10 +15,13 @@ from slotline.registry.errors import CapacityError
 
 LEAST_RANK = 16
 """What a product on the matrix units takes at least."""
-PROGRAMS = 264
-"""Shrinking is cut along its rows until there are about so many programs: two for each multiprocessor of an H200."""
-MOST_SPLITS = 16
-BLOCK_K, BLOCK_N = 128, 128
+FEW_TOKENS, FEW_M, MANY_M = 256, 16, 64
+"""Up to so many tokens a block has `FEW_M` lines, else `MANY_M`."""
+MOST_SPLITS = 8
+TILE_BYTES = 48 << 10
+"""Most bytes of one tile; a multiprocessor holds several."""
+EARLIEST = (9, 0)
+"""The compute capability from which a kernel can start early."""
 
 
 class Weights(NamedTuple):
@@ -35,6 +38,44 @@ class Weights(NamedTuple):
     b: torch.Tensor
     scales: torch.Tensor
     sizes: tuple[int, ...]
+
+
+class Tiling(NamedTuple):
+    """How two launches cut their work.
+
+    Attributes:
+        splits: parts of a row that are shrunk apart.
+        block_k: elements at a time; `block_n` columns of a program that expands.
+        shrink_warps, expand_warps: of a program.
+    """
+
+    splits: int
+    block_k: int
+    block_n: int
+    shrink_warps: int
+    expand_warps: int
+
+
+MANY = Tiling(splits=1, block_k=64, block_n=128, shrink_warps=4, expand_warps=4)
+"""For blocks of many tokens."""
+
+
+def tiling(blocks: int, k: int, columns: int) -> Tiling:
+    """The sizes for so many small blocks of tokens, a row of k elements, and all parts' columns."""
+    splits = 1
+    while 2 * splits <= MOST_SPLITS and splits * blocks < 160 and 512 * splits <= k:
+        splits *= 2
+    return Tiling(splits, 256, 512 if columns >= 16384 else 256, 4, 4)
+
+
+def fitting(cut: Tiling, block_m: int, width: int, rank: int, itemsize: int) -> Tiling:
+    """The sizes, less where a tile would not fit into a multiprocessor."""
+    block_k, block_n = cut.block_k, cut.block_n
+    while block_k > 16 and (block_m + width) * block_k * itemsize > TILE_BYTES:
+        block_k //= 2
+    while block_n > 16 and rank * block_n * itemsize > TILE_BYTES:
+        block_n //= 2
+    return cut._replace(block_k=block_k, block_n=block_n, shrink_warps=8 if width >= 256 else cut.shrink_warps)
 
 
 class SegmentedLora(AdapterSlots):
@@ -58,17 +99,32 @@ class SegmentedLora(AdapterSlots):
                 fix="lower lora.max_adapters or lora.max_rank, or name fewer lora.target_modules",
             ) from error
         self._place = {name: (names, i) for names in products for i, name in enumerate(names)}
-        slots, device = context.max_adapters, context.device
-        self._order = torch.zeros(slots, context.max_tokens, dtype=torch.int32, device=device)
-        self._counts = torch.zeros(slots, dtype=torch.int32, device=device)
-        parts = max(map(len, products), default=1)
-        self._inner = torch.zeros(parts * self._rank * max(context.max_tokens, 8 * PROGRAMS), device=device)
-        self._precision = "ieee" if self._dtype == torch.float32 else "tf32"  # tf32 has no effect on 16 bits
+        tokens, slots, device = context.max_tokens, context.max_adapters, context.device
+        self._block_slots = torch.full((triton.cdiv(tokens, FEW_M) + slots,), -1, dtype=torch.int32, device=device)
+        self._block_tokens = torch.full((tokens + (slots + 1) * MANY_M,), -1, dtype=torch.int32, device=device)
+        self._block_m = self._blocks = 0
+        width = self._rank * max(map(len, products), default=1)
+        most = max(tokens, MOST_SPLITS * min(tokens, FEW_TOKENS))
+        self._inner = torch.zeros(width * most, device=device)
+        self._slots_padded = triton.next_power_of_2(slots)
+        is_float32, on_gpu = self._dtype == torch.float32, torch.device(device).type == "cuda"
+        self._precision = "ieee" if is_float32 else "tf32"  # which has no effect on 16 bits
+        self._early = on_gpu and torch.cuda.get_device_capability(device) >= EARLIEST
 
     def plan(self, slots: torch.Tensor) -> None:
         """See `Lora.plan`: one launch, which reads the slots on the device."""
-        kernels.sort_tokens[(self.context.max_adapters,)](
-            slots, self._order, self._counts, len(slots), self.context.max_tokens, block=1024
+        count, most = len(slots), self.context.max_adapters
+        self._block_m = FEW_M if count <= FEW_TOKENS else MANY_M
+        self._blocks = triton.cdiv(count, self._block_m) + min(most, count)  # each slot's last one may be half full
+        kernels.sort_tokens[(most,)](
+            slots,
+            self._block_slots,
+            self._block_tokens,
+            count,
+            self._blocks,
+            block_m=self._block_m,
+            slots_padded=self._slots_padded,
+            chunk=max(16, min(1024, 16384 // self._slots_padded)),
         )
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
@@ -89,42 +145,53 @@ class SegmentedLora(AdapterSlots):
         num_tokens, k = inputs.shape
         if num_tokens == 0:
             return
-        slots, parts = self.context.max_adapters, len(weights.sizes)
-        block_m = 16 if num_tokens <= 256 else 64
-        blocks = triton.cdiv(num_tokens, block_m) + min(slots, num_tokens)
-        splits = self._splits(blocks * parts, num_tokens * parts, k)
-        per_split = triton.cdiv(k, splits * BLOCK_K) * BLOCK_K
+        parts, few = len(weights.sizes), self._block_m == FEW_M
+        width = parts * self._rank
+        padded = triton.next_power_of_2(width)
+        cut = tiling(self._blocks, k, sum(weights.sizes)) if few else MANY
+        cut = fitting(cut, self._block_m, padded, self._rank, inputs.itemsize)
+        per_split = triton.cdiv(k, cut.splits * cut.block_k) * cut.block_k
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
-        shared = {
-            "rank": self._rank,
-            "parts": parts,
-            "block_m": block_m,
-            "slots_padded": triton.next_power_of_2(slots),
-            "precision": self._precision,
-        }
-        tokens = (self._order, self._counts, slots, self.context.max_tokens, num_tokens)
-        kernels.shrink[(blocks, splits * parts)](
-            inputs, weights.a, weights.scales, self._inner, *tokens, k, inputs.stride(0), weights.a.stride(0),
-            weights.scales.stride(0), per_split, block_k=BLOCK_K, **shared,
-        )  # fmt: skip
-        sizes = (*weights.sizes, 0, 0)[:3]
-        columns = sum(triton.cdiv(size, BLOCK_N) for size in weights.sizes)
-        kernels.expand[(blocks, columns)](
-            self._inner, weights.b, weights.scales, out, *tokens, out.stride(0), weights.b.stride(0),
-            weights.scales.stride(0), *sizes, splits=splits, block_n=BLOCK_N, **shared,
-        )  # fmt: skip
-
-    def _splits(self, programs: int, lines: int, k: int) -> int:
-        """Into how many parts a row is cut: a power of 2, for which there is room, each with elements of its own."""
-        splits = 1
-        while (
-            2 * splits <= MOST_SPLITS
-            and splits * programs < PROGRAMS
-            and 2 * splits * BLOCK_K <= k
-            and 2 * splits * lines * self._rank <= self._inner.numel()
-        ):
-            splits *= 2
-        return splits
+        shared: dict[str, Any] = {"block_m": self._block_m, "precision": self._precision, "early": self._early}
+        kernels.shrink[(self._blocks, cut.splits)](
+            inputs,
+            weights.a,
+            self._inner,
+            self._block_slots,
+            self._block_tokens,
+            num_tokens,
+            k,
+            inputs.stride(0),
+            weights.a.stride(0),
+            per_split,
+            width=width,
+            padded=padded,
+            block_k=cut.block_k,
+            num_warps=cut.shrink_warps,
+            **shared,
+        )
+        columns = sum(triton.cdiv(size, cut.block_n) for size in weights.sizes)
+        if self._early:
+            shared["launch_pdl"] = True
+        kernels.expand[(self._blocks, columns)](
+            self._inner,
+            weights.b,
+            weights.scales,
+            out,
+            self._block_slots,
+            self._block_tokens,
+            num_tokens,
+            out.stride(0),
+            weights.b.stride(0),
+            weights.scales.stride(0),
+            *(*weights.sizes, 0, 0)[:3],
+            splits=cut.splits,
+            rank=self._rank,
+            parts=parts,
+            block_n=cut.block_n,
+            num_warps=cut.expand_warps,
+            **shared,
+        )
 
     def _empty(self, names: tuple[str, ...]) -> Weights:
         slots, device = self.context.max_adapters, self.context.device
@@ -150,6 +217,6 @@ class SegmentedLora(AdapterSlots):
                 there[slot].copy_(here)
 
     def _clear(self, slot: int) -> None:
-        """A slot that holds nothing adds nothing."""
+        """See `AdapterSlots._clear`."""
         for weights in self._weights.values():
             weights.scales[slot].zero_()

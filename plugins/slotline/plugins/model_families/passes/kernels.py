@@ -135,6 +135,10 @@ class FusedKernels(RowKernels, Protocol):
         """
         ...
 
+    def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
+        """``activation(gate) * up`` of merged [..., 2 * n] contiguous, gate first, to [..., n]."""
+        ...
+
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:

@@ -154,7 +154,7 @@ def gated_of(mlp: nn.Module | None) -> Callable[..., torch.Tensor | None] | None
 
 
 def is_lean(layer: nn.Module, norms: Norms, residuals: Residuals) -> bool:
-    """Whether the layer's parts are those of the passes, with nothing put in front of them or listening to them."""
+    """Whether the layer's parts are those of the passes, nobody listens to attention or MLP, and none was replaced."""
     children = layer._modules
     attention, mlp = children.get("self_attn"), children.get("mlp")
     if gated_of(mlp) is None or attention is None or type(attention.__dict__.get("forward")) is not LeanForward:
@@ -165,7 +165,7 @@ def is_lean(layer: nn.Module, norms: Norms, residuals: Residuals) -> bool:
     if attention._forward_hooks or attention._forward_pre_hooks or mlp._forward_hooks or mlp._forward_pre_hooks:  # type: ignore[union-attr]
         return False
     for linear in (attention._modules.get("o_proj"), mlp._modules.get("down_proj")):  # type: ignore[union-attr]
-        if type(linear) is not residuals.linear or linear._forward_hooks or linear._forward_pre_hooks:
+        if type(linear) is not residuals.linear:
             return False
     return True
 

@@ -15,7 +15,7 @@ from torch import nn
 from slotline.plugins.model_families.passes.equality import TOLERANCES, equal, relative_difference
 from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, FusedKernels
 from slotline.plugins.model_families.passes.merged_projections import GATE_UP, merged_of
-from slotline.plugins.model_families.passes.packed_linear import has_hooks
+from slotline.plugins.model_families.passes.packed_linear import has_hooks, is_listened_to
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
@@ -32,7 +32,7 @@ class LeanMLP:
     def __init__(self, module: nn.Module, fused: FusedKernels, activation: str) -> None:
         self._module: Any = module
         self._original: Callable[..., Any] = module.forward
-        self._gated_linear, self._activation = fused.gated_linear, activation
+        self._fused, self._activation = fused, activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., hidden_size] to [..., hidden_size]."""
@@ -45,10 +45,12 @@ class LeanMLP:
         None if this is a case for the original.
         """
         merged: Any = merged_of(self._module, "gate_up_proj", GATE_UP)
-        if merged is None or merged._forward_hooks or merged._forward_pre_hooks:
+        if merged is None:
             return None
+        if is_listened_to(merged):
+            return self._fused.act_and_mul(merged(x if norm is None else norm.forward(x)), self._activation)
         factors = None if norm is None else norm.factors
-        return self._gated_linear(x, merged.weight, merged.bias, self._activation, factors)
+        return self._fused.gated_linear(x, merged.weight, merged.bias, self._activation, factors)
 
 
 def apply(model: nn.Module, target: Target) -> tuple[str, ...]:

@@ -103,11 +103,14 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 
 
 def merged_of(module: nn.Module, fused_name: str, siblings: tuple[str, ...]) -> Callable[..., torch.Tensor] | None:
-    """The module's one projection, by itself or of merged siblings, if nobody listens to it or its parts."""
+    """The module's one projection, by itself or of merged siblings, if nobody listens to a sibling.
+
+    Somebody may listen to the projection itself: then it has to be called as a module.
+    """
     children = module._modules
     whole = children.get(fused_name)
     if type(whole) in (PackedLinear, nn.Linear):
-        return None if whole._forward_hooks or whole._forward_pre_hooks else whole  # type: ignore[union-attr]
+        return whole
     for name in siblings:
         part = children.get(name)
         if type(part) is not MergedProjection or part._forward_hooks or part._forward_pre_hooks:

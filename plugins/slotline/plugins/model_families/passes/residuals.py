@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.passes.kernels import FusedKernels
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, is_listened_to
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
@@ -21,7 +21,7 @@ ROWS_BEHIND = 1024
 
 
 class Residuals(Protocol):
-    """How a target adds to residuals.
+    """How a target adds to residuals; a linear layer that somebody listens to is called as a module.
 
     Attributes:
         linear: the exact type of linear layer that it computes without calling the module.
@@ -63,12 +63,12 @@ class PackedResiduals:
         self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None, outer: KernelRMSNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Residuals.add_and_norm`."""
-        total = linear.plus(x, residual)
+        total = self.add(linear, x, residual, None)
         return total, outer.forward(total)
 
     def add(self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None) -> torch.Tensor:
         """See `Residuals.add`."""
-        return linear.plus(x, residual)
+        return residual + linear(x) if is_listened_to(linear) else linear.plus(x, residual)
 
     def keeps(self, hidden_states: torch.Tensor) -> bool:
         """See `Residuals.keeps`: oneDNN's products do not norm."""
@@ -99,14 +99,15 @@ class FusedResiduals:
         """See `Residuals.add_and_norm`."""
         first = None if inner is None else inner.factors
         second = None if outer is None else outer.factors
-        branch = self._kernels.linear_parts(x, linear.weight, linear.bias)
+        listened = is_listened_to(linear)
+        branch = linear(x)[None] if listened else self._kernels.linear_parts(x, linear.weight, linear.bias)
         return self._kernels.add_rms_norm(branch, residual.contiguous(), first, second)
 
     def add(
         self, linear: nn.Linear, x: torch.Tensor, residual: torch.Tensor, inner: KernelRMSNorm | None
     ) -> torch.Tensor:
         """See `Residuals.add`."""
-        if inner is not None:
+        if inner is not None or is_listened_to(linear):
             return self.add_and_norm(linear, x, residual, inner, None)[0]
         return self._kernels.add_linear(residual, x, linear.weight, linear.bias)
 
