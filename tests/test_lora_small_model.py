@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import importlib.util
 import re
 import shutil
@@ -76,6 +77,16 @@ def test_the_code_on_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     printed = capsys.readouterr().out
     for line in shown.splitlines():
         assert line in ("...", "") or line.strip() in printed, line
+
+
+def test_the_run_on_the_page_loads_uses_swaps_and_unloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/lora.md: the session, line by line."""
+    page = (ROOT / "docs" / "lora.md").read_text()
+    session = re.findall(r"```pycon\n(.*?)```", page, re.DOTALL)[0].replace('"lora.name"', '"memory": "64MiB", "lora.name"')
+    test = doctest.DocTestParser().get_doctest(session, {}, "docs/lora.md", None, 0)
+    assert len(test.examples) > 10
+    monkeypatch.chdir(ROOT)
+    assert doctest.DocTestRunner(verbose=False).run(test).failed == 0
 
 
 @pytest.fixture
