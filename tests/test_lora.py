@@ -45,6 +45,17 @@ def oracle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
     return PeftOracle(llama, tmp_path_factory.mktemp("adapters"), ADAPTERS)
 
 
+@pytest.fixture(scope="module")
+def embedded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> PeftOracle:
+    """Adapters of the embedding, by themselves: PEFT saves an adapted embedding with every adapter of the model."""
+    adapters = {
+        "embedding": {"target_modules": ["embed_tokens", "v_proj"], "r": 3},
+        "both": {"target_modules": ["embed_tokens", "lm_head"]},
+        "queries": {"target_modules": ["embed_tokens", "q_proj"], "use_rslora": True},
+    }
+    return PeftOracle(llama, tmp_path_factory.mktemp("embedded"), adapters)
+
+
 @pytest.fixture
 def engine(llama: Path, engines: Engines) -> Iterator[Callable[..., LLM]]:
     """An engine with two slots that knows no adapter."""
@@ -128,6 +139,42 @@ def test_an_adapter_of_the_output_projection_changes_logits_and_scores_of_the_pr
     llm = engine(**{"lora.target_modules": ("lm_head", "q_proj", "k_proj", "v_proj", "o_proj", "down_proj")})
     check(llm, oracle, ["head", None, "queries", "head"])
     check_scores(llm, oracle, ["head", None])
+
+
+EMBEDDED = {"lora.target_modules": ("embed_tokens", "lm_head", "q_proj", "v_proj", "down_proj")}
+
+
+@pytest.mark.behaviour(75)
+@pytest.mark.parametrize("optimize", [False, True], ids=["plain", "passes"])
+def test_adapters_of_the_embedding_and_of_the_output_projection_equal_peft(engine, embedded, optimize):
+    llm = engine(optimize=optimize, max_num_batched_tokens=16, **EMBEDDED, **{"lora.max_adapters": 3})
+    check(llm, embedded, ["embedding", None, "both", "queries", "embedding"])
+    check_scores(llm, embedded, ["both", None, "embedding"])
+    plain, embedded = (embedded.logits(name, prompts_of(1)[0]["prompt_token_ids"]) for name in (None, "embedding"))
+    assert float((plain - embedded).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize("family", ["gemma3", "granite", "qwen3"])
+def test_an_embedding_that_is_scaled_or_tied_to_the_output_projection_takes_an_adapter(family, tiny, tmp_path):
+    path = tiny(family)
+    oracle = PeftOracle(path, tmp_path, {"first": {"target_modules": ["embed_tokens"], "r": 2}})
+    settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 4, "memory": "8MiB"}
+    llm = LLM(path, **settings, **LORA, **{"lora.target_modules": ("embed_tokens",)})
+    check(llm, oracle, ["first", None, "first"])
+    check_scores(llm, oracle, ["first", None])
+
+
+def test_an_adapter_of_the_embedding_is_merged_into_it(engine, embedded):
+    llm = engine(**EMBEDDED, **{"lora.merge": True})
+    check(llm, embedded, ["both"])
+    llm.remove_lora(embedded.request("both").lora_int_id)
+    check(llm, embedded, [None])
+
+
+def test_an_embedding_is_refused_with_the_key_that_allows_it(engine, embedded):
+    with pytest.raises(RequestError, match=r"(embed_tokens|lm_head)\.\S+ belongs to no module") as error:
+        engine().add_lora(embedded.request("embedding"))
+    assert "lora.target_modules" in error.value.fix
 
 
 def test_more_adapters_than_slots_swap_in_and_out_while_others_run(engine, oracle):
@@ -432,7 +479,7 @@ def test_a_configuration_that_cannot_hold_is_refused(llama, tiny):
         LLM(llama, batch_invariant=True, **{"lora.name": "torch"})
     with pytest.raises(NegotiationError, match="N134"):
         LLM(llama, **{"lora.name": "narrow_lora", "lora.max_rank": 512, "plugins.inline": (INLINE,)})
-    with pytest.raises(ConfigError, match=r"no linear layer x_proj"):
+    with pytest.raises(ConfigError, match=r"the model has no x_proj to adapt"):
         LLM(llama, memory="4MiB", max_model_len=64, **{"lora.name": "torch", "lora.target_modules": ("x_proj",)})
     with pytest.raises(RequestError, match="an engine without adapters"):
         LLM(llama, memory="4MiB", max_model_len=64).generate([[3]], lora_request=LoRARequest("a", 1, "b"))

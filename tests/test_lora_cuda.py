@@ -59,6 +59,18 @@ def test_adapters_swapped_through_two_slots_give_peft_s_text_in_every_graph_mode
         assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], settings
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_adapters_of_the_embedding_and_the_head_give_peft_s_text_in_graphs(family: str, tmp_path: Path) -> None:
+    path = tiny_models.build(family, tmp_path / "model", 0)
+    targets = ["embed_tokens", "v_proj"] if family == "gemma3" else ["embed_tokens", "lm_head", "v_proj"]
+    adapters = {name: {"target_modules": targets} for name in ("first", "second", "third")}
+    oracle = PeftOracle(path, tmp_path / "adapters", adapters)
+    expected = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    for plugin in ("triton", "torch"):
+        llm = engine(path, **{"lora.name": plugin, "lora.target_modules": tuple(targets)})
+        assert tokens(llm, oracle, NAMES) == expected, plugin
+
+
 @pytest.mark.behaviour(146)
 @pytest.mark.parametrize(("specialize", "captured"), [(True, {False, True}), (False, {True})])
 def test_graphs_are_captured_without_and_with_adapters_or_with_them_alone(

@@ -19,7 +19,14 @@ def test_the_torch_plugin_passes_every_check():
     assert [(record.id, record.reason) for record in check_plugin(grouped) if record.bad] == []
 
 
-INTERPRETED = ("lora.apply.none", "lora.apply.rslora", "lora.apply.strided", "lora.batch.mixed", "lora.slots.hot_swap")
+INTERPRETED = (
+    "lora.apply.none",
+    "lora.apply.embedding",
+    "lora.apply.rslora",
+    "lora.apply.strided",
+    "lora.batch.mixed",
+    "lora.slots.hot_swap",
+)
 """All checks take four minutes in the interpreter."""
 
 

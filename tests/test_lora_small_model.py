@@ -82,7 +82,9 @@ def test_the_code_on_the_page_runs(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_the_run_on_the_page_loads_uses_swaps_and_unloads(monkeypatch: pytest.MonkeyPatch) -> None:
     """docs/lora.md: the session, line by line."""
     page = (ROOT / "docs" / "lora.md").read_text()
-    session = re.findall(r"```pycon\n(.*?)```", page, re.DOTALL)[0].replace('"lora.name"', '"memory": "64MiB", "lora.name"')
+    session = re.findall(r"```pycon\n(.*?)```", page, re.DOTALL)[0].replace(
+        '"lora.name"', '"memory": "64MiB", "lora.name"'
+    )
     test = doctest.DocTestParser().get_doctest(session, {}, "docs/lora.md", None, 0)
     assert len(test.examples) > 10
     monkeypatch.chdir(ROOT)

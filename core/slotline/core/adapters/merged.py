@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ class MergedAdapter:
     Args:
         lora: the built plugin.
         model: whose weights change.
-        modules: the linear layers that may carry an adapter.
+        modules: the linear layers and embeddings that may carry an adapter; `embeddings` those that are such.
         max_tokens: rows of the identity at a time.
         device, dtype: of the model.
     """
@@ -34,13 +34,14 @@ class MergedAdapter:
         model: AdaptableModel,
         modules: Mapping[str, tuple[int, int]],
         *,
+        embeddings: Collection[str] = (),
         max_tokens: int,
         device: str,
         dtype: torch.dtype,
     ) -> None:
         self._lora = lora
         self._model = model
-        self._modules = modules
+        self._modules, self._embeddings = modules, embeddings
         self._max_tokens = max_tokens
         self._device, self._dtype = device, dtype
         self._users = 0  # unfinished requests
@@ -175,14 +176,18 @@ class MergedAdapter:
         self._merged, self._key = request, key
 
     def _delta(self, slot: int, name: str, inner: int, outer: int) -> torch.Tensor:
-        """What the adapter adds to a weight [out_features, in_features]."""
-        parts = []
+        """What the adapter adds to a weight [out_features, in_features], or to an embedding's, the other way round."""
+        parts, embeds = [], name in self._embeddings
         for start in range(0, inner, self._max_tokens):
             count = min(self._max_tokens, inner - start)
-            inputs = torch.zeros(count, inner, device=self._device, dtype=self._dtype)
-            inputs[:, start : start + count].fill_diagonal_(1)
+            if embeds:
+                inputs = torch.arange(start, start + count, device=self._device)
+            else:
+                inputs = torch.zeros(count, inner, device=self._device, dtype=self._dtype)
+                inputs[:, start : start + count].fill_diagonal_(1)
             out = torch.zeros(count, outer, device=self._device, dtype=self._dtype)
             self._lora.plan(torch.full((count,), slot, dtype=torch.int64, device=self._device))
             self._lora.apply(name, inputs, out)
             parts.append(out)
-        return torch.cat(parts).T
+        delta = torch.cat(parts)
+        return delta if embeds else delta.T

@@ -26,7 +26,7 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
     """The adapters of a model; None where no plugin is named.
 
     Raises:
-        ConfigError: if a target module is none of the model's.
+        ConfigError: if a target module is none of the model's, or an embedding that the plugin does not serve.
     """
     descriptor = planned.lora
     if descriptor is None:
@@ -34,12 +34,19 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
     adaptable: AdaptableModel = model  # type: ignore[assignment]  # its family declares `adapters`
     config, scheduler = planned.loaded.config.lora, planned.loaded.config.scheduler
     modules = target_modules(adaptable, config.target_modules)
+    embeddings = tuple(path for path in adaptable.embeddings if path in modules)
+    if embeddings and (refusal := descriptor.capabilities.embeddings.refusal(True)):
+        raise ConfigError(
+            f"lora.target_modules: lora plugin {descriptor.name!r} serves no embedding: {refusal}",
+            fix=f"leave out {', '.join(map(_last, embeddings))}, or take another LoRA plugin",
+        )
     can_merge = bool(descriptor.capabilities.merged.support)
     merged = tuple(names for names in adaptable.merged_linears if can_merge and set(names) <= modules.keys())
     context = LoraContext(
         contract=bind_contract(descriptor),
         modules=modules,
         merged=merged,
+        embeddings=embeddings,
         max_adapters=1 if config.merge else config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
         max_rank=config.max_rank,
@@ -52,7 +59,13 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
     if config.merge:
         dtype = getattr(torch, planned.plan.dtype)
         return MergedAdapter(
-            lora, adaptable, modules, max_tokens=context.max_tokens, device=planned.device, dtype=dtype
+            lora,
+            adaptable,
+            modules,
+            embeddings=embeddings,
+            max_tokens=context.max_tokens,
+            device=planned.device,
+            dtype=dtype,
         )
     return Adapters(
         lora,
@@ -67,19 +80,23 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
 
 
 def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """The linear layers that may carry an adapter.
+    """The linear layers and embeddings that may carry an adapter; without names, the linear ones before the head.
 
     Raises:
         ConfigError: naming what the model has.
     """
-    linears = model.linears
+    linears = {**model.linears, **model.embeddings}
     names = dict.fromkeys(_last(path) for path in linears)
     if unknown := [name for name in asked if name not in names]:
         raise ConfigError(
-            f"lora.target_modules: the model has no linear layer {', '.join(unknown)}", fix=f"it has {', '.join(names)}"
+            f"lora.target_modules: the model has no {', '.join(unknown)} to adapt", fix=f"it has {', '.join(names)}"
         )
-    wanted = set(asked) or set(names) - {OUTPUT_PROJECTION}
-    return {path: sizes for path, sizes in linears.items() if _last(path) in wanted}
+    wanted = set(asked)
+    return {
+        path: sizes
+        for path, sizes in linears.items()
+        if (_last(path) in wanted if asked else _last(path) != OUTPUT_PROJECTION and path not in model.embeddings)
+    }
 
 
 def captured_for(descriptor: Descriptor[Any], query_len: int, *, specialize: bool) -> tuple[bool, ...]:
@@ -90,17 +107,20 @@ def captured_for(descriptor: Descriptor[Any], query_len: int, *, specialize: boo
     return (False, True) if specialize and descriptor.capabilities.graph_key else (True,)
 
 
-def shared_head(planned: Planned, model: Model) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The output projection for a drafter, which guesses without adapters and for rows that none is planned for."""
-    if planned.lora is None or OUTPUT_PROJECTION not in planned.loaded.config.lora.target_modules:
-        return model.compute_logits
+def shared(
+    planned: Planned, model: Model, part: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model's embedding or output projection for a drafter, which guesses without adapters and for rows that none
+    is planned for."""
+    if planned.lora is None or not planned.loaded.config.lora.target_modules:  # neither is adapted unless it is named
+        return part
     adaptable: AdaptableModel = model  # type: ignore[assignment]
 
-    def compute_logits(hidden_states: torch.Tensor) -> torch.Tensor:
+    def without_adapters(inputs: torch.Tensor) -> torch.Tensor:
         adaptable.adapt(None)
-        return adaptable.compute_logits(hidden_states)
+        return part(inputs)
 
-    return compute_logits
+    return without_adapters
 
 
 def load_named(planned: Planned, adapters: AdapterSource | None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attrs import evolve
 
-from slotline.core.building.adapters import shared_head
+from slotline.core.building.adapters import shared
 from slotline.core.drafting.adaptive import DraftControl
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.planning.drafter import draft_path, numbered
@@ -44,7 +44,7 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
     descriptor, facts = planned.drafter, planned.facts
     if descriptor is None:
         return None
-    loaded = planned.loaded
+    loaded, embed = planned.loaded, getattr(model, "embed", None)
     context = DrafterContext(
         contract=bind_contract(descriptor),
         num_tokens=loaded.config.drafter.tokens,
@@ -56,8 +56,8 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
         dtype=planned.plan.dtype,
         path=draft_path(loaded, facts),
         facts=facts,
-        compute_logits=shared_head(planned, model),
-        embed=getattr(model, "embed", None),
+        compute_logits=shared(planned, model, model.compute_logits),
+        embed=None if embed is None else shared(planned, model, embed),
         layers=planned.draft_layers,
         load_model=partial(_load_draft_model, planned),
         options=planned.options(descriptor),

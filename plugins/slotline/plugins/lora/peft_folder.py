@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     "use_qalora": "its inputs are pooled in groups",
     "alora_invocation_tokens": "an adapter holds for whole requests",
     "arrow_config": "an adapter is chosen by the request",
+    "ensure_weight_tying": "embedding and output projection are adapted apart",
 }
 """What PEFT's configuration may ask for and no plugin here does, and why."""
 
@@ -37,7 +38,7 @@ _UNSUPPORTED: Mapping[str, str] = {
 @frozen(eq=False)
 class Share:
     """What an adapter has for one module, in float32 or as saved: A [rank, in_features], B [out_features, rank], and
-    the factor of the product."""
+    the factor of the product. An embedding's in_features are its rows."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -57,19 +58,22 @@ class PeftAdapter:
     rank: int
 
 
-def read(path: str, modules: Mapping[str, tuple[int, int]], max_rank: int) -> PeftAdapter:
+def read(
+    path: str, modules: Mapping[str, tuple[int, int]], max_rank: int, embeddings: Collection[str] = ()
+) -> PeftAdapter:
     """A PEFT folder, checked as a whole.
 
     Args:
         path: the folder.
         modules: path of each module that may carry an adapter -> (in_features, out_features).
         max_rank: the highest rank that fits.
+        embeddings: those of the modules that are embeddings.
 
     Raises:
         RequestError: naming the first fault found.
     """
     config = _config(path)
-    tensors = _by_module(path, _tensors(path), modules)
+    tensors = _by_module(path, _tensors(path), modules, embeddings)
     shares = {}
     for module, parts in tensors.items():
         rank = int(_pattern(config.get("rank_pattern"), module, config["r"]))
@@ -125,15 +129,20 @@ def _tensors(path: str) -> dict[str, torch.Tensor]:
 
 
 def _by_module(
-    path: str, tensors: Mapping[str, torch.Tensor], modules: Mapping[str, tuple[int, int]]
+    path: str,
+    tensors: Mapping[str, torch.Tensor],
+    modules: Mapping[str, tuple[int, int]],
+    embeddings: Collection[str],
 ) -> dict[str, dict[str, torch.Tensor]]:
     """The two tensors of each module, finite ones of modules that may carry an adapter."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         module = _module(name, modules)
-        if part == "base_layer" and module and tuple(tensor.shape) == modules[module][::-1]:
-            continue  # PEFT saves the base model's own weight beside an adapter of the output projection
+        embeds = module in embeddings
+        if part == "base_layer" and module and tuple(tensor.shape) == modules[module][:: 1 if embeds else -1]:
+            continue  # PEFT saves the base model's own weight beside an adapter of the embedding or output projection
+        part = part.replace("lora_embedding_", "lora_") if embeds else part
         if part not in ("lora_A", "lora_B") or module is None:
             raise RequestError(
                 f"{path}: {key} belongs to no module that may carry an adapter; those are {_summary(modules)}",

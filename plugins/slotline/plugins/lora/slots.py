@@ -59,7 +59,7 @@ class AdapterSlots(ABC):
         if path in self._read and self._read[path][0] == found:
             self._read.move_to_end(path)
             return self._read[path][1]
-        adapter = read(path, self.context.modules, self.context.max_rank)
+        adapter = read(path, self.context.modules, self.context.max_rank, self.context.embeddings)
         self._read.pop(path, None)
         self._read[path] = (found, adapter)
         while len(self._read) > self.context.max_cpu_adapters:

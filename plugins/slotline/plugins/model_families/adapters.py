@@ -1,4 +1,4 @@
-"""Where adapters join a loaded decoder: behind its linear layers, merged ones included.
+"""Where adapters join a loaded decoder: behind its linear layers, merged ones included, and its embedding.
 
 Forward hooks do the work. The passes' short forwards look for them and leave the layers that have some to be called as
 modules, so an adapter's share is added wherever the base's product is made; without hooks all is as fast as ever.
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
 
 @frozen(eq=False)
 class Place:
-    """One module that makes the outputs of one or several linear layers, side by side."""
+    """One module that makes the outputs of one or several linear layers, side by side, or looks embeddings up."""
 
     module: nn.Module
     names: tuple[str, ...]
     in_features: int
     out_features: tuple[int, ...]
+    embeds: bool = False
 
 
 class Adaptation:
@@ -38,15 +39,19 @@ class Adaptation:
 
     Args:
         hf_model: after the passes.
-        probe: runs so many tokens through it; the linear layers that each of them passes once are the ones found.
-            Others (experts, layers whose weights a kernel reads) have no output that an adapter could add to.
+        probe: runs so many tokens through it; the linear layers that each of them passes once are the ones found, and
+            the embedding if it is. Others (experts, layers whose weights a kernel reads) have no output that an adapter
+            could add to.
     """
 
     PROBE_TOKENS = 3
 
     def __init__(self, hf_model: nn.Module, probe: Callable[[int], None]) -> None:
-        self.places = _passed_once(_places(hf_model), probe, self.PROBE_TOKENS)
+        found = _passed_once([*_places(hf_model), *_embedding(hf_model)], probe, self.PROBE_TOKENS)
+        self.places = tuple(place for place in found if not place.embeds)
+        self.embedding = next((place for place in found if place.embeds), None)
         self._tied = _tied(hf_model)
+        self._shared = _shared(hf_model)
         self._handles: list[RemovableHandle] = []
         self._add: AddShares | None = None
 
@@ -65,6 +70,12 @@ class Adaptation:
         return tuple(place.names for place in self.places if len(place.names) > 1)
 
     @property
+    def embeddings(self) -> dict[str, tuple[int, int]]:
+        """Path -> (num_embeddings, embedding_dim)."""
+        place = self.embedding
+        return {} if place is None else {place.names[0]: (place.in_features, place.out_features[0])}
+
+    @property
     def active(self) -> bool:
         """Whether shares are added."""
         return self._add is not None
@@ -79,10 +90,15 @@ class Adaptation:
         if add is not None:
             places = [place for place in self.places if not set(names).isdisjoint(place.names)]
             self._handles = [place.module.register_forward_hook(_adding(place.names, add)) for place in places]
+            if self.embedding is not None and self.embedding.names[0] in names:
+                self._handles.append(self.embedding.module.register_forward_hook(_embedding_too(self.embedding, add)))
 
     @torch.no_grad()
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.add_to_weight`."""
+        if name in self.embeddings:
+            self._add_to_embedding(name, delta)
+            return
         place = next(place for place in self.places if name in place.names)
         index = place.names.index(name)
         start = sum(place.out_features[:index])
@@ -98,10 +114,36 @@ class Adaptation:
         if isinstance(module, PackedLinear):
             module.packed.copy_(pack(weight))
 
+    def _add_to_embedding(self, name: str, delta: torch.Tensor) -> None:
+        assert self.embedding is not None
+        weight: Any = self.embedding.module.weight
+        if id(weight) in self._shared:
+            raise ModelError(
+                f"{name} shares its weight with the output projection, so no adapter can be merged into it",
+                fix="set lora.merge = false, or use an adapter without it",
+            )
+        weight.copy_((weight.float() + delta.to(weight.device, torch.float32)).to(weight.dtype))
+
 
 def _adding(names: tuple[str, ...], add: AddShares) -> Callable[..., torch.Tensor]:
     def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         add(names, inputs[0].flatten(0, -2), output.view(-1, output.shape[-1]))
+        return output
+
+    return hook
+
+
+def _embedding_too(place: Place, add: AddShares) -> Callable[..., torch.Tensor]:
+    scale = getattr(place.module, "embed_scale", None)  # Gemma's: what the table gives is multiplied, shares as well
+
+    def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        ids, rows = inputs[0].reshape(-1), output.view(-1, output.shape[-1])
+        if scale is None:
+            add(place.names, ids, rows)
+        else:
+            share = torch.zeros_like(rows)
+            add(place.names, ids, share)
+            rows += share * (scale.to(rows.dtype) if isinstance(scale, torch.Tensor) else scale)
         return output
 
     return hook
@@ -129,12 +171,22 @@ def _places(hf_model: nn.Module) -> list[Place]:
     return found
 
 
+def _embedding(hf_model: Any) -> list[Place]:
+    """The model's table of input embeddings."""
+    table = hf_model.get_input_embeddings()
+    path = next((path for path, module in hf_model.named_modules() if module is table), None)
+    if not isinstance(table, nn.Embedding) or path is None:
+        return []
+    return [Place(table, (path,), table.num_embeddings, (table.embedding_dim,), embeds=True)]
+
+
 def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: int) -> tuple[Place, ...]:
     """The places that a probe passes with all its tokens at once, in that order."""
     passed: list[tuple[Place, int]] = []
 
     def listening(place: Place) -> Callable[..., None]:
-        return lambda module, inputs, output: passed.append((place, inputs[0].numel() // place.in_features))
+        size = 1 if place.embeds else place.in_features
+        return lambda module, inputs, output: passed.append((place, inputs[0].numel() // size))
 
     handles = [place.module.register_forward_hook(listening(place)) for place in places]
     try:
@@ -149,3 +201,9 @@ def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: 
 def _tied(hf_model: nn.Module) -> frozenset[int]:
     """The weights of embeddings; an output projection may have one of them."""
     return frozenset(id(module.weight) for module in hf_model.modules() if isinstance(module, nn.Embedding))
+
+
+def _shared(hf_model: nn.Module) -> frozenset[int]:
+    """The weights that more than one module has."""
+    own = [id(tensor) for module in hf_model.modules() for tensor in module._parameters.values() if tensor is not None]
+    return frozenset(found for found, count in Counter(own).items() if count > 1)

@@ -125,6 +125,11 @@ class DecoderModel:
         """See `slotline.registry.contracts.model_family.AdaptableModel`."""
         return self._adaptable().merged
 
+    @property
+    def embeddings(self) -> dict[str, tuple[int, int]]:
+        """See `slotline.registry.contracts.model_family.AdaptableModel`."""
+        return self._adaptable().embeddings
+
     def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
         self._adaptable().adapt(add, names)

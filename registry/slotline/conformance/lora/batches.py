@@ -23,7 +23,7 @@ def _loaded(run: Run, world: LoraWorld) -> None:
 @check(Kind.LORA, "lora.batch.mixed", Level.HOSTILE, cases=by_dtype, cost=0.025)
 def batch_mixed(run: Run) -> None:
     """Several adapters of different ranks and none, token by token, in one batch: each token gets its own share."""
-    with LoraWorld(run, run["dtype"]) as world:
+    with LoraWorld(run, run["dtype"], embeds=bool(run.subject.capabilities.embeddings.support)) as world:
         _loaded(run, world)
         for num_tokens in (2, 9, world.max_tokens):
             world.check(world.names(num_tokens), f"mixed batch of {num_tokens} tokens")

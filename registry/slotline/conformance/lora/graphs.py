@@ -33,7 +33,7 @@ def _capturable(subject: Subject) -> Iterable[Case]:
 )
 def graphs_replay(run: Run) -> None:
     """A captured apply follows each later plan, new inputs, padding, and adapters that were swapped after capture."""
-    with LoraWorld(run, run["dtype"]) as world:
+    with LoraWorld(run, run["dtype"], embeds=bool(run.subject.capabilities.embeddings.support)) as world:
         choice = ranks(run.subject)
         for index in range(world.max_adapters):
             world.load(f"a{index}", world.adapter(choice[index % len(choice)]))

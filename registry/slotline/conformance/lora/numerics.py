@@ -89,6 +89,22 @@ def apply_modules(run: Run) -> None:
         world.check(["a"] * 5, "modules in another order", modules=order)
 
 
+@check(
+    Kind.LORA,
+    "lora.apply.embedding",
+    Level.NUMERICS,
+    needs={"embeddings": True},
+    cost=0.05,
+    cases=lambda subject: [{**case, "rank": rank} for case in by_dtype(subject) for rank in ranks(subject)],
+)
+def apply_embedding(run: Run) -> None:
+    """An adapter of an embedding adds the row of A^T that each token's id names, @ B^T * alpha / r."""
+    with LoraWorld(run, run["dtype"], embeds=True) as world:
+        world.load("a", world.adapter(run["rank"]))
+        for num_tokens in (1, 7, world.max_tokens):
+            world.check(["a"] * num_tokens, f"rank {run['rank']}, {num_tokens} tokens")
+
+
 @check(Kind.LORA, "lora.load.slots", Level.NUMERICS, cases=once, cost=0.05)
 def load_slots(run: Run) -> None:
     """Each loaded adapter has a slot of its own, from 0 to max_adapters - 1, and all of them can be filled."""

@@ -15,6 +15,7 @@ register_part_refusals(
         "max_rank": lambda subject: beyond(subject, "max_rank"),
         "max_adapters": lambda subject: beyond(subject, "max_adapters"),
         "rslora": lambda _: (True,),
+        "embeddings": lambda _: (True,),
         "dora": lambda _: (True,),
         "graphs": lambda _: tuple(GraphSupport),
     },

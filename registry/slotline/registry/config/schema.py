@@ -212,8 +212,8 @@ class LoraConfig:
     target_modules: tuple[str, ...] = field(
         default=(),
         metadata=_doc(
-            "linear layers that may carry an adapter, by the last part of their name, as 'q_proj'; empty for all but "
-            "the output projection 'lm_head'"
+            "layers that may carry an adapter, by the last part of their name, as 'q_proj'; empty for all linear ones "
+            "but the output projection 'lm_head'; it and the embedding 'embed_tokens' must be named"
         ),
     )
     merge: bool = field(

@@ -25,6 +25,7 @@ class LoraCapabilities:
         graphs: which batches its kernels can be captured for.
         graph_key: whether graphs differ with and without adapters.
         merged: whether it has `MergedLora.apply_merged`.
+        embeddings: whether `Lora.apply` serves the modules of `LoraContext.embeddings`.
     """
 
     devices: Set[str]
@@ -37,6 +38,7 @@ class LoraCapabilities:
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     graph_key: bool = True
     merged: Flag = Flag(False)
+    embeddings: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -47,6 +49,8 @@ class LoraContext:
         modules: path of each module that may carry an adapter -> (in_features, out_features).
         merged: modules of equal input whose outputs lie side by side in one tensor, in that order; each is in
             `modules` too. Only for a plugin that declares `merged`, else empty.
+        embeddings: those of `modules` that look rows of a table up, (num_embeddings, embedding_dim) in `modules`. Only
+            for a plugin that declares `embeddings`, else empty.
         max_adapters: slots on the device; `max_cpu_adapters` how many adapters to keep in host memory, those on the
             device included, so that loading one again reads no file.
     """
@@ -59,6 +63,7 @@ class LoraContext:
     device: str
     dtype: str
     merged: tuple[tuple[str, ...], ...] = ()
+    embeddings: tuple[str, ...] = ()
     max_cpu_adapters: int = 0
     options: Any = None
 
@@ -93,7 +98,10 @@ class Lora(Protocol):
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
         """Add the adapters' share of `module`, a path of `LoraContext.modules`, for `inputs` [num_tokens, in_features]
-        to `out` [num_tokens, out_features], in place; `out` may be columns of a wider tensor."""
+        to `out` [num_tokens, out_features], in place; `out` may be columns of a wider tensor.
+
+        For an embedding, `inputs` are token ids [num_tokens] int64, each of which stands for the row of an identity.
+        """
         ...
 
 

@@ -332,6 +332,7 @@ class AdaptableModel(Model, Protocol):
         linears: path of each such layer, as in the checkpoint's own model -> (in_features, out_features), in the order
             of a forward pass.
         merged_linears: those that come out of one product, in the order of its columns.
+        embeddings: path of the input embedding -> (num_embeddings, embedding_dim); empty where no adapter can join it.
     """
 
     @property
@@ -340,17 +341,22 @@ class AdaptableModel(Model, Protocol):
     @property
     def merged_linears(self) -> tuple[tuple[str, ...], ...]: ...
 
+    @property
+    def embeddings(self) -> Mapping[str, tuple[int, int]]: ...
+
     def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
-        """Call `add` behind the product of each of the linear layers `names` from now on; None for no more calls.
+        """Call `add` behind each of the linear layers and embeddings `names` from now on; None for no more calls.
 
         Args:
             add: called as ``add(names, inputs, out)`` with one layer's name, or with all names of one merged product,
                 inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place.
+                An embedding's inputs are token ids [num_tokens] int64.
         """
         ...
 
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
-        """Add [out_features, in_features] to a linear layer's weight, in place, until `reload_weights`.
+        """Add to a weight in place, until `reload_weights`: [out_features, in_features] to a linear layer's,
+        [num_embeddings, embedding_dim] to an embedding's.
 
         Raises:
             slotline.registry.errors.ModelError: if another layer would change with it.

@@ -546,6 +546,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "graphs": "N180",
         "state_kinds": "N112",
         "target_modules": "N133",
+        "embeddings": "N133",
         "max_rank": "N134",
         "max_adapters": "N135",
         "rslora": "N136",

@@ -1,7 +1,7 @@
 """What a LoRA plugin lives in: a model's linear modules, adapters in PEFT folders on disk, and batches of tokens.
 
 Folders are written as PEFT writes them: ``adapter_config.json``, and ``adapter_model.safetensors`` with the keys
-``base_model.model.<module path>.lora_A.weight`` and ``.lora_B.weight``.
+``base_model.model.<module path>.lora_A.weight`` and ``.lora_B.weight``, or ``.lora_embedding_A`` and ``_B``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ from slotline.testing.check import Failed, NotApplicable, Run
 from slotline.testing.oracles.lora import Adapter, expected
 from slotline.testing.subject import Subject
 
+_LINEAR_PARTS = ("lora_A.weight", "lora_B.weight")
 _NAMES = ("q_proj", "o_proj", "down_proj")
 _SIZES = ((48, 40), (32, 72), (56, 24))  # (in_features, out_features): all different, none a power of two throughout
 LAYERS = 2
+EMBEDDING, _EMBEDDING_SIZES = "model.embed_tokens", (29, 40)  # (num_embeddings, embedding_dim)
 
 
 @define
@@ -35,12 +37,14 @@ class LoraWorld:
     Attributes:
         run: whose subject is built.
         dtype: of the base model, by name; the subject's first one if not given.
+        embeds: whether the model's embedding is among the modules.
         loaded: name -> (slot, adapter).
         rng: of which tokens use which adapter.
     """
 
     run: Run
     dtype: str = ""
+    embeds: bool = False
     max_adapters: int = 3
     max_tokens: int = 24
     max_rank: int = field(init=False)
@@ -58,13 +62,14 @@ class LoraWorld:
         self.dtype = self.dtype or dtypes_of(subject)[0]
         self.max_rank = min(8, subject.capabilities.max_rank.limit or 8)
         self.max_adapters = min(self.max_adapters, subject.capabilities.max_adapters.limit or self.max_adapters)
-        self.modules = modules_of(subject)
+        self.modules = modules_of(subject) | ({EMBEDDING: _EMBEDDING_SIZES} if self.embeds else {})
         self.rng = self.run.rng
         self._generator = torch.Generator().manual_seed(self.run.seed)
         self.lora = subject.build(
             LoraContext(
                 contract=1,
                 modules=dict(self.modules),
+                embeddings=(EMBEDDING,) if self.embeds else (),
                 max_adapters=self.max_adapters,
                 max_rank=self.max_rank,
                 max_tokens=self.max_tokens,
@@ -107,8 +112,9 @@ class LoraWorld:
         dtype = torch.float32 if self.written % 2 else self.torch_dtype
         tensors = {}
         for module, (a, b) in adapter.weights.items():
-            tensors[f"base_model.model.{module}.lora_A.weight"] = a.to(dtype).contiguous()
-            tensors[f"base_model.model.{module}.lora_B.weight"] = b.to(dtype).contiguous()
+            first, second = ("lora_embedding_A", "lora_embedding_B") if module == EMBEDDING else _LINEAR_PARTS
+            tensors[f"base_model.model.{module}.{first}"] = a.to(dtype).contiguous()
+            tensors[f"base_model.model.{module}.{second}"] = b.to(dtype).contiguous()
         return self.write_files(tensors, {**peft_config(adapter), **config})
 
     def write_files(self, tensors: Mapping[str, torch.Tensor] | None, config: Mapping[str, Any] | None) -> Path:
@@ -146,14 +152,17 @@ class LoraWorld:
         return torch.randn(*shape, generator=self._generator)
 
     def tensors(self, module: str, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random inputs [num_tokens, in_features] and base output [num_tokens, out_features] of a module."""
+        """Random inputs [num_tokens, in_features] and base output [num_tokens, out_features] of a module.
+
+        An embedding's inputs are token ids [num_tokens] int64.
+        """
         count = len(self.planned) if num_tokens is None else num_tokens
         device = self.run.subject.device.type
         inner, outer = self.modules[module]
-        return (
-            self.random(count, inner).to(device, self.torch_dtype),
-            self.random(count, outer).to(device, self.torch_dtype),
-        )
+        out = self.random(count, outer).to(device, self.torch_dtype)
+        if module == EMBEDDING:
+            return torch.randint(inner, (count,), generator=self._generator).to(device), out
+        return self.random(count, inner).to(device, self.torch_dtype), out
 
     def applied(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """A copy of `out` after the plugin has added its share."""
@@ -175,6 +184,8 @@ class LoraWorld:
                 why = "no adapter" if adapter is None else f"{self.planned[token]!r}, which is not on this module"
                 raise Failed(f"{what}: {module}, token {token} has {why}, yet its output changed by up to {error:.3g}")
         if adapters:
+            if module == EMBEDDING:
+                inputs = torch.nn.functional.one_hot(inputs, self.modules[module][0]).to(out.dtype)
             right = expected(module, adapters, inputs, out)
             errors = (result.double() - right.values).abs().amax(dim=-1)
             token = int(errors.nan_to_num(nan=torch.inf).argmax())

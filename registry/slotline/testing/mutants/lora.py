@@ -46,6 +46,12 @@ class FirstLayerForAll(PaddedSlots):
         return super().share(next(path for path in self.a if path.endswith(f".{name}")), slot, inputs)
 
 
+class EmbedsByPlace(PaddedSlots):
+    def rows(self, module: str, inputs: torch.Tensor) -> torch.Tensor:
+        is_embedding = module in self.context.embeddings
+        return super().rows(module, torch.arange(len(inputs), device=inputs.device) if is_embedding else inputs)
+
+
 class Overwrites(PaddedSlots):
     def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
         out[rows] = share
@@ -243,6 +249,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("stabilised-as-plain", "scales a rank-stabilised adapter by 1 / r", Level.NUMERICS, StabilisedAsPlain),
     _mutant("coarse", "rounds the share to eight bits", Level.NUMERICS, CoarseShare),
     _mutant("first-layer", "uses the first layer's weights in all layers", Level.NUMERICS, FirstLayerForAll),
+    _mutant("embeds-by-place", "takes a token's place for its id", Level.NUMERICS, EmbedsByPlace),
     _mutant("overwrites", "overwrites the output instead of adding", Level.NUMERICS, Overwrites),
     _mutant("none-is-zero", "takes slot -1 for slot 0", Level.NUMERICS, NoneIsSlotZero),
     _mutant("first-slot", "uses the first token's slot for the whole batch", Level.HOSTILE, FirstSlotForAll),

@@ -71,7 +71,14 @@ class PaddedSlots:
 
     def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
         """What the slot's adapter gives for some tokens."""
+        inputs = self.rows(module, inputs)
         return (inputs @ self.a[module][slot].T @ self.b[module][slot].T) * self.scales[slot].to(inputs.dtype)
+
+    def rows(self, module: str, inputs: torch.Tensor) -> torch.Tensor:
+        """What is multiplied: the inputs, or for an embedding the rows of an identity that token ids stand for."""
+        if module not in self.context.embeddings:
+            return inputs
+        return torch.eye(self.context.modules[module][0], dtype=self.b[module].dtype, device=inputs.device)[inputs]
 
     def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
         out[rows] += share
@@ -125,6 +132,7 @@ class PaddedSlots:
         found: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():
             module, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+            part = part.replace("_embedding", "") if module in self.context.embeddings else part
             if part not in ("lora_A", "lora_B") or module not in self.context.modules:
                 raise RequestError(f"{path}: {key} belongs to no module that may carry an adapter")
             found.setdefault(module, {})[part] = tensor
@@ -142,6 +150,7 @@ class GatheredSlots(PaddedSlots):
     so it can be captured."""
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        inputs = self.rows(module, inputs)
         planned = self.planned[: len(inputs)]
         index = planned.clamp(min=0)
         inner = torch.bmm(self.a[module][index], inputs[:, :, None])  # [num_tokens, max_rank, 1]
@@ -172,6 +181,7 @@ def _capabilities(graphs: GraphSupport) -> LoraCapabilities:
         rslora=Flag(True),
         graphs=Level(graphs),
         graph_key=False,
+        embeddings=Flag(True),
     )
 
 

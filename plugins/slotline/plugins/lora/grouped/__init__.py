@@ -17,6 +17,7 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         max_adapters=Max(),
         rslora=Flag(True),
         graphs=Level(GraphSupport.NEVER),
+        embeddings=Flag(True),
     ),
     factory="slotline.plugins.lora.grouped.plugin:GroupedLora",
     summary="two products of torch for each adapter in the batch, on any device",

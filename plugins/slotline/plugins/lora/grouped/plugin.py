@@ -36,7 +36,8 @@ class GroupedLora(AdapterSlots):
             share = self._shares.get(slot, {}).get(module)
             if share is None:
                 continue
-            inner = (inputs if tokens is None else inputs[tokens]) @ share.a.T  # [n, rank]
+            own = inputs if tokens is None else inputs[tokens]
+            inner = share.a[own] if module in self.context.embeddings else own @ share.a.T  # [n, rank]
             added = ((inner * share.scale) @ share.b.T).to(out.dtype)  # [n, out_features]
             if tokens is None:
                 out += added
@@ -44,11 +45,13 @@ class GroupedLora(AdapterSlots):
                 out.index_add_(0, tokens, added)
 
     def _write(self, slot: int, adapter: PeftAdapter) -> None:
+        self._shares[slot] = {module: self._placed(module, share) for module, share in adapter.shares.items()}
+
+    def _placed(self, module: str, share: Share) -> Share:
+        """The share on the device; an embedding's A lies as a table [rows, rank]."""
+        a = share.a.T.contiguous() if module in self.context.embeddings else share.a
         device = self.context.device
-        self._shares[slot] = {
-            module: Share(share.a.to(device, self._dtype), share.b.to(device, self._dtype), share.scale)
-            for module, share in adapter.shares.items()
-        }
+        return Share(a.to(device, self._dtype), share.b.to(device, self._dtype), share.scale)
 
     def _clear(self, slot: int) -> None:
         del self._shares[slot]

@@ -29,6 +29,7 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         rslora=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
         merged=Flag(True),
+        embeddings=Flag(True),
     ),
     factory="slotline.plugins.lora.segmented.plugin:SegmentedLora",
     probe="slotline.plugins.lora.segmented:probe",

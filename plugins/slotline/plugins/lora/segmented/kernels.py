@@ -84,15 +84,15 @@ def shrink(
 
 @triton.jit
 def expand(
-    inner, b, scales, out, block_slots, block_tokens, num_tokens, stride_out, b_slot, scale_slot,
+    inner, b, scales, out, block_slots, block_tokens, inner_split, inner_token, stride_out, b_slot, scale_slot,
     size_0, size_1, size_2,
     splits: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """out [num_tokens, size_0 + size_1 + size_2] += scale * inner @ B^T, part by part.
 
-    inner [splits, num_tokens, parts * rank], b [num_slots, all sizes, rank] and scales [num_slots, parts] strided by
-    slot; a part with scale 0 is left alone.
+    inner [splits, num_tokens, parts * rank] strided by split and token, b [num_slots, all sizes, rank] and scales
+    [num_slots, parts] strided by slot; a part with scale 0 is left alone.
     """
     block, column, part, begin, size = tl.program_id(0), tl.program_id(1), 0, 0, size_0
     slot = tl.load(block_slots + block)
@@ -120,7 +120,7 @@ def expand(
         gdc_wait()
     total = tl.zeros((block_m, rank), tl.float32)
     for split in tl.static_range(splits):
-        place = inner + (split * num_tokens + tokens[:, None]) * (parts * rank) + part * rank + ranks[None, :]
-        total += tl.load(place, mask=(tokens >= 0)[:, None], other=0.0)
+        place = inner + split * inner_split + tokens.to(tl.int64)[:, None] * inner_token + part * rank + ranks[None, :]
+        total += tl.load(place, mask=(tokens >= 0)[:, None], other=0.0).to(tl.float32)
     share = tl.dot((total * scale).to(weights.dtype), weights, input_precision=precision)
     tl.store(there, (base.to(tl.float32) + share).to(out.dtype.element_ty), mask=mask)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
     """One product's weights in all slots.
 
     Attributes:
-        a: [num_slots, parts, rank, in_features].
+        a: [num_slots, parts, rank, in_features]; of an embedding [num_slots, 1, num_embeddings, rank].
         b: [num_slots, all out_features, rank].
         scales: [num_slots, parts] float32; 0 where the slot's adapter leaves the part alone.
         sizes: out_features of each part.
@@ -103,6 +103,7 @@ class SegmentedLora(AdapterSlots):
         self._block_slots = torch.full((triton.cdiv(tokens, FEW_M) + slots,), -1, dtype=torch.int32, device=device)
         self._block_tokens = torch.full((tokens + (slots + 1) * MANY_M,), -1, dtype=torch.int32, device=device)
         self._block_m = self._blocks = 0
+        self._token_slots = torch.full((tokens if context.embeddings else 0,), -1, dtype=torch.int64, device=device)
         width = self._rank * max(map(len, products), default=1)
         most = max(tokens, MOST_SPLITS * min(tokens, FEW_TOKENS))
         self._inner = torch.zeros(width * most, device=device)
@@ -114,6 +115,8 @@ class SegmentedLora(AdapterSlots):
     def plan(self, slots: torch.Tensor) -> None:
         """See `Lora.plan`: one launch, which reads the slots on the device."""
         count, most = len(slots), self.context.max_adapters
+        if self.context.embeddings:
+            self._token_slots[:count].copy_(slots)
         self._block_m = FEW_M if count <= FEW_TOKENS else MANY_M
         self._blocks = triton.cdiv(count, self._block_m) + min(most, count)  # each slot's last one may be half full
         kernels.sort_tokens[(most,)](
@@ -129,6 +132,9 @@ class SegmentedLora(AdapterSlots):
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
         """See `Lora.apply`."""
+        if module in self.context.embeddings:
+            self._look_up(self._weights[module,], inputs, out)
+            return
         names, part = self._place[module]
         weights = self._weights[names]
         begin = sum(weights.sizes[:part])
@@ -145,18 +151,14 @@ class SegmentedLora(AdapterSlots):
         num_tokens, k = inputs.shape
         if num_tokens == 0:
             return
-        parts, few = len(weights.sizes), self._block_m == FEW_M
-        width = parts * self._rank
-        padded = triton.next_power_of_2(width)
-        cut = tiling(self._blocks, k, sum(weights.sizes)) if few else MANY
-        cut = fitting(cut, self._block_m, padded, self._rank, inputs.itemsize)
+        cut, width = self._cut(weights, k, inputs.itemsize), len(weights.sizes) * self._rank
         per_split = triton.cdiv(k, cut.splits * cut.block_k) * cut.block_k
         inputs = inputs if inputs.stride(1) == 1 else inputs.contiguous()
-        shared: dict[str, Any] = {"block_m": self._block_m, "precision": self._precision, "early": self._early}
+        inner = self._inner[: cut.splits * num_tokens * width].view(cut.splits, num_tokens, width)
         kernels.shrink[(self._blocks, cut.splits)](
             inputs,
             weights.a,
-            self._inner,
+            inner,
             self._block_slots,
             self._block_tokens,
             num_tokens,
@@ -165,39 +167,62 @@ class SegmentedLora(AdapterSlots):
             weights.a.stride(0),
             per_split,
             width=width,
-            padded=padded,
+            padded=triton.next_power_of_2(width),
             block_k=cut.block_k,
             num_warps=cut.shrink_warps,
-            **shared,
+            block_m=self._block_m,
+            precision=self._precision,
+            early=self._early,
         )
+        self._expand(weights, inner, out, cut)
+
+    def _look_up(self, weights: Weights, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """An embedding's share: the row of A that a token names is its product with the row of an identity."""
+        if len(token_ids) == 0:
+            return
+        slots = self._token_slots[: len(token_ids)].clamp(min=0)  # tokens without an adapter are in no block
+        inner = weights.a[slots, 0, token_ids][None]  # [1, num_tokens, rank]
+        self._expand(weights, inner, out, self._cut(weights, self._rank, out.itemsize)._replace(splits=1))
+
+    def _cut(self, weights: Weights, k: int, itemsize: int) -> Tiling:
+        """The sizes for this step's blocks and rows of k elements."""
+        cut = tiling(self._blocks, k, sum(weights.sizes)) if self._block_m == FEW_M else MANY
+        padded = triton.next_power_of_2(len(weights.sizes) * self._rank)
+        return fitting(cut, self._block_m, padded, self._rank, itemsize)
+
+    def _expand(self, weights: Weights, inner: torch.Tensor, out: torch.Tensor, cut: Tiling) -> None:
+        """Add what follows from inner [splits, num_tokens, parts * rank]."""
         columns = sum(triton.cdiv(size, cut.block_n) for size in weights.sizes)
-        if self._early:
-            shared["launch_pdl"] = True
         kernels.expand[(self._blocks, columns)](
-            self._inner,
+            inner,
             weights.b,
             weights.scales,
             out,
             self._block_slots,
             self._block_tokens,
-            num_tokens,
+            inner.stride(0),
+            inner.stride(1),
             out.stride(0),
             weights.b.stride(0),
             weights.scales.stride(0),
             *(*weights.sizes, 0, 0)[:3],
             splits=cut.splits,
             rank=self._rank,
-            parts=parts,
+            parts=len(weights.sizes),
+            block_m=self._block_m,
             block_n=cut.block_n,
+            precision=self._precision,
             num_warps=cut.expand_warps,
-            **shared,
+            early=self._early,
+            **({"launch_pdl": True} if self._early else {}),
         )
 
     def _empty(self, names: tuple[str, ...]) -> Weights:
         slots, device = self.context.max_adapters, self.context.device
         inner, sizes = self.context.modules[names[0]][0], tuple(self.context.modules[name][1] for name in names)
+        shape = (inner, self._rank) if names[0] in self.context.embeddings else (self._rank, inner)
         return Weights(
-            torch.zeros(slots, len(names), self._rank, inner, dtype=self._dtype, device=device),
+            torch.zeros(slots, len(names), *shape, dtype=self._dtype, device=device),
             torch.zeros(slots, sum(sizes), self._rank, dtype=self._dtype, device=device),
             torch.zeros(slots, len(names), device=device),
             sizes,
@@ -210,7 +235,8 @@ class SegmentedLora(AdapterSlots):
             for part, (name, size) in enumerate(zip(names, weights.sizes, strict=True)):
                 if (share := adapter.shares.get(name)) is not None:
                     rank = len(share.a)
-                    a[part, :rank], b[begin : begin + size, :rank] = share.a, share.b
+                    (a[part].T if name in self.context.embeddings else a[part])[:rank] = share.a
+                    b[begin : begin + size, :rank] = share.b
                     scales[part] = share.scale
                 begin += size
             for there, here in ((weights.a, a), (weights.b, b), (weights.scales, scales)):
