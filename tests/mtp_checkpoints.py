@@ -19,7 +19,7 @@ from tiny_models import oracle
 from torch.nn.functional import linear, silu
 
 Weights = dict[str, torch.Tensor]
-FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe_lite", "qwen2")
+FAMILIES = ("qwen3_next", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen2")
 """Tiny families with such a layer; `qwen2` has it under the names of MiMo, which is a Qwen2 with such a layer."""
 
 
@@ -71,8 +71,6 @@ def _shapes(config: dict[str, Any], family: str) -> dict[str, tuple[int, ...]]:
             f"{attention}kv_a_layernorm.weight": (rank,),
             f"{attention}kv_b_proj.weight": (heads * (plain + config["v_head_dim"]), rank),
             f"{attention}o_proj.weight": (hidden, heads * config["v_head_dim"]),
-            f"{own}embed_tokens.weight": (config["vocab_size"], hidden),  # published as copies, and left aside
-            f"{own}shared_head.head.weight": (config["vocab_size"], hidden),
         }
     else:
         size, kv_heads = config.get("head_dim") or hidden // heads, config["num_key_value_heads"]
@@ -82,8 +80,11 @@ def _shapes(config: dict[str, Any], family: str) -> dict[str, tuple[int, ...]]:
             if family == "qwen2":
                 shapes[f"{attention}{part}_proj.bias"] = (out * size,)
         shapes[f"{attention}o_proj.weight"] = (hidden, heads * size)
-        if family == "qwen3_next":
+        if family != "qwen2":
             shapes |= {f"{attention}q_norm.weight": (size,), f"{attention}k_norm.weight": (size,)}
+    if "shared_head" in last:  # published as copies, and left aside
+        shared = (f"{own}embed_tokens.weight", f"{own}shared_head.head.weight")
+        shapes |= dict.fromkeys(shared, (config["vocab_size"], hidden))
     mlps = {f"{own}mlp.": config["intermediate_size"]}
     if family != "qwen2":
         experts = config.get("n_routed_experts") or config["num_experts"]
@@ -173,7 +174,7 @@ class Expected:
         size = key.shape[1] // self.config["num_key_value_heads"]
         query, key, value = query.view(n, heads, -1), key.view(n, -1, size), value.view(n, -1, size)
         query, gate = query[..., :size], query[..., size:]
-        if self.family == "qwen3_next":
+        if f"{own}q_norm.weight" in self.weights:
             query, key = self._norm(query, f"{own}q_norm"), self._norm(key, f"{own}k_norm")
         out = self._scores(self._rotate(query, pairs=False), self._rotate(key, pairs=False), value)
         if gate.numel():

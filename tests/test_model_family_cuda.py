@@ -14,7 +14,7 @@ from slotline.plugins.model_families.transformers_model import DecoderModel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe")
+MIXTURES = ("glm4_moe", "gpt_oss", "mixtral", "qwen3_moe")
 DENSE = tuple(name for name in tiny_models.FAMILIES if name not in MIXTURES)
 TOLERANCE = 2e-3
 """Matrix products in float32 on a GPU sum in another order."""

@@ -170,6 +170,12 @@ def test_a_model_without_attention_is_refused(tiny: Tiny, tmp_path: Path) -> Non
         LLM(path, device="cpu", **settings_of())
 
 
+def test_a_model_whose_layers_stand_between_other_parts_is_refused(tiny: Tiny, tmp_path: Path) -> None:
+    path = changed(tiny("bamba"), tmp_path / "bamba", lambda stored: stored.update({"mtp.fc.weight": torch.zeros(1)}))
+    with pytest.raises(ModelError, match="BambaForCausalLM has no norm around its layers"):
+        LLM(path, device="cpu", **settings_of())
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -234,6 +234,19 @@ _FAMILIES: Mapping[str, TinyFamily] = {
         config="Qwen3MoeConfig",
         settings={"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     ),
+    "glm4_moe": TinyFamily(
+        architecture="Glm4MoeForCausalLM",
+        config="Glm4MoeConfig",
+        settings={
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 48,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
     "olmo2": TinyFamily(architecture="Olmo2ForCausalLM", config="Olmo2Config"),
     "granite": TinyFamily(
         architecture="GraniteForCausalLM",

@@ -13,6 +13,7 @@ from slotline.registry.descriptor import Descriptor, Kind
 ARCHITECTURES: tuple[str, ...] = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
+    "Glm4MoeForCausalLM",
     "GptOssForCausalLM",
     "GraniteForCausalLM",
     "LlamaForCausalLM",

@@ -88,7 +88,7 @@ class MtpLayer(nn.Module):
         both = [self.enorm(embeddings), self.hnorm(hidden)]
         x = self.projection(torch.cat(both[::-1] if self._hidden_first else both, -1))[None]
         rotary = self.__dict__["rotary"]
-        if rotary.inv_freq.device != positions.device:
+        if next(rotary.buffers()).device != positions.device:
             rotary.to(positions.device)
         setattr(self.__dict__["attention"], attention.ATTRIBUTE, partial(attend, 0))
         x = self.layer(x, attention_mask=None, position_embeddings=rotary(x, positions[None]))
@@ -108,7 +108,13 @@ def _without_memory(facts: ModelFacts) -> Any:
     config = model_class.config_class.from_pretrained(facts.path, local_files_only=True)
     config._attn_implementation = attention.ATTENTION_NAME
     with torch.device("meta"):
-        return model_class(config)
+        model = model_class(config)
+    if missing := [name for name in ("norm", "rotary_emb") if not hasattr(model.base_model, name)]:
+        raise ModelError(
+            f"{facts.architecture} has no {' and no '.join(missing)} around its layers, which an MTP layer is built of",
+            fix="name another drafter",
+        )
+    return model
 
 
 def _named(
