@@ -113,6 +113,30 @@ def test_layers_of_all_groups_share_memory_and_those_of_one_group_do_not(tiny: T
                     assert not caches[layer.index].value[kept].any()
 
 
+@pytest.mark.behaviour(156)
+@pytest.mark.parametrize("num_blocks", [2, 3])
+def test_keys_and_values_of_a_block_lie_in_the_blocks_own_bytes_also_where_there_are_two(
+    num_blocks: int, tiny: Tiny
+) -> None:
+    """With two blocks, and two tensors in each, a layout that is guessed from sizes could be read either way."""
+    found = planned(tiny("gemma3", **HYBRID))
+    specs, device_of = EngineBuilder(found).groups.specs(), found.stages.device_of
+    caches = allocate_caches(found.plan, specs, num_blocks, device_of)
+    size = block_bytes(found.plan, specs, device_of)["cpu"]
+    for group in found.plan.cache_groups:
+        ratio = group.block_size // group.kernel_block_size
+        for layer in group.layers:
+            cache = caches[layer.index]
+            assert len(cache.key) == len(cache.value) == num_blocks * ratio
+            begin = cache.key.untyped_storage().data_ptr()
+            for block in range(num_blocks):
+                for tensor in (cache.key, cache.value):
+                    for page in tensor[block * ratio : (block + 1) * ratio]:
+                        first = page.data_ptr() - begin
+                        last = first + sum((n - 1) * s for n, s in zip(page.shape, page.stride(), strict=True)) * 4 + 4
+                        assert block * size <= first < last <= (block + 1) * size
+
+
 def test_explain_says_what_is_lost_and_asked_and_resolved_stand_side_by_side(tiny: Tiny) -> None:
     plan = planned(tiny("gemma3", **HYBRID)).plan
     text = " ".join(plan.explain(4000).split())
