@@ -26,6 +26,7 @@ HERE = Path(__file__).parent
 SMALL, LARGE = "qwen3-0.6b", "llama-3.1-8b"
 BACKENDS = ("triton", "flash_attn", "flashinfer", "flex", "torch")
 MIXED = ("flash_attn", "flashinfer", "triton")
+JOBS = max(1, min(8, (os.cpu_count() or 1) // 2))  # conformance is compiling, for the most part
 DOWNGRADES = {
     "as chosen": (),
     "graphs for decode alone": ("graphs.mode=full_decode_only",),
@@ -84,7 +85,7 @@ def jobs(only: Sequence[str], model: str) -> dict[str, list[str]]:
     if "conformance" in only:
         for backend in BACKENDS:
             found[f"conformance: {backend}"] = slotline(
-                "conform", f"attention:{backend}", "--device", "cuda", "--level", "L4"
+                "conform", f"attention:{backend}", "--device", "cuda", "--level", "L4", "--jobs", str(JOBS)
             )
     if "speed" in only:
         for name in (SMALL, LARGE):

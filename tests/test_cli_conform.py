@@ -13,7 +13,7 @@ import pytest
 from cli_cases import pretend_installed
 from conformance_cases import author_folder, fake_check, slotline_run
 
-from slotline.core.cli import main
+from slotline.core.cli import conform_run, main
 from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
 from slotline.registry.errors import ConfigError, PluginConflictError, PluginError, PluginLoadError, PluginNotFoundError
 from slotline.testing import Level, Outcome, check_plugin
@@ -57,13 +57,14 @@ def test_a_conformant_plugin_exits_with_0_and_leaves_report_junit_and_badge(tmp_
     assert (suite.attrib["tests"], suite.attrib["failures"], suite.attrib["skipped"]) == ("13", "0", "3")
 
 
-def test_a_crash_is_a_failure_of_its_check_and_the_rest_still_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_crash_is_a_failure_of_its_check_and_the_rest_still_runs(tmp_path: Path, jobs: str) -> None:
     author_folder(tmp_path)
-    options = ("--set", "dies=true", "--set", "broken=true", "--report", "r.json", "--junit", "f.xml")
+    options = ("--set", "dies=true", "--set", "broken=true", "--report", "r.json", "--junit", "f.xml", "--jobs", jobs)
     done = slotline_run(tmp_path, "conform", "./tiny.py:descriptor", *options)
     assert done.returncode == 1
     assert f"L2 {FAKE}.dies" in done.stdout
-    assert "its process died: signal SIGABRT" in done.stdout
+    assert ("its process died: signal SIGABRT" if jobs == "1" else "crashed while running") in done.stdout
     assert f"--check {FAKE}.dies --device cpu --set=dies=true --set=broken=true" in done.stdout
     report = Report.load(tmp_path / "r.json")
     assert report.complete
@@ -81,9 +82,10 @@ def test_after_a_fault_that_loses_the_device_another_process_goes_on(tmp_path: P
     assert "against the plugin: 1" in done.stdout
 
 
-def test_a_check_that_does_not_end_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_check_that_does_not_end_is_ended(tmp_path: Path, jobs: str) -> None:
     author_folder(tmp_path)
-    only = ("--check", f"{FAKE}.dies", "--check", f"{FAKE}.fuzz")
+    only = ("--check", f"{FAKE}.dies", "--check", f"{FAKE}.fuzz", "--jobs", jobs)
     done = slotline_run(tmp_path, "conform", "./tiny.py:descriptor", "--set=hangs=true", "--timeout=1.5", *only)
     assert done.returncode == 1
     assert "it did not end within 1.5 s" in done.stdout
@@ -160,9 +162,18 @@ def test_list_shows_the_selection_and_runs_nothing(tmp_path: Path) -> None:
     assert "fuzz" not in done.stdout
 
 
-def test_without_pytest_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from slotline.core.cli import conform_run
+def test_several_processes_need_their_package_and_a_number(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(conform_run, "find_spec", lambda name: None if name == "xdist" else object())
+    assert main(["conform", "./tiny.py:descriptor", "--jobs", "2"]) == 2
+    assert "--jobs 2 needs pytest-xdist, not installed here" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["conform", "./tiny.py:descriptor", "--jobs", "0"])
+    assert "0 is less than 1" in capsys.readouterr().err
 
+
+def test_without_pytest_the_fix_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(conform_run, "find_spec", lambda name: None if name == "hypothesis" else object())
     assert main(["conform", "torch"]) == 2
     assert "needs hypothesis, not installed here" in (error := capsys.readouterr().err)

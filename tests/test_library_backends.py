@@ -62,6 +62,11 @@ def test_a_missing_package_is_the_reason_with_its_remedy(name: str, monkeypatch:
     assert module.probe(CPU) == module.descriptor.capabilities, "a package is no remedy for the lack of a GPU"
 
 
+def test_flex_takes_small_heads_on_a_cpu_alone() -> None:
+    assert flex.probe(CPU).head_sizes.refusal(7) is None
+    assert flex.probe(GPU).head_sizes.refusal(7) == "needs 7, offers 16 and up"
+
+
 def test_flash_attn_3_is_for_hopper_and_says_what_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, flash_attn, "flash_attn_interface")
     assert "build it from the folder hopper" in flash_attn.probe_3(GPU)

@@ -97,9 +97,10 @@ def _open(config: pytest.Config) -> Session:
             "no plugin is named to test",
             fix='give --slotline-plugin NAME, or write slotline_plugin = "NAME" in the configuration',
         )
+    stream = _path(config, "--slotline-stream")
     if _is_worker(config):
-        return Session.of(asked)
-    return Session.of(asked, _path(config, "--slotline-report"), _path(config, "--slotline-stream"))
+        return Session.of(asked, stream=stream, worker=True)
+    return Session.of(asked, _path(config, "--slotline-report"), stream)
 
 
 def _is_worker(config: pytest.Config) -> bool:

@@ -43,8 +43,10 @@ class Session:
     records: list[Record] = field(factory=list)
 
     @classmethod
-    def of(cls, asked: Asked, report_path: Path | None = None, stream: Path | None = None) -> Session:
-        """Load the plugin and select the checks.
+    def of(
+        cls, asked: Asked, report_path: Path | None = None, stream: Path | None = None, *, worker: bool = False
+    ) -> Session:
+        """Load the plugin and select the checks; a worker reads of the stream what is done, and another writes it.
 
         Raises:
             SlotlineError: if the plugin cannot be loaded or run here, or an option is wrong.
@@ -56,16 +58,17 @@ class Session:
         check_expectations(asked.expected, asked.disabled, all_checks(subject.kind), subject.kind)
         selected = select(subject, asked.level, asked.wanted)
         session = cls(asked, subject, selected, selected, report_path)
-        return session if stream is None else session._resumed(stream)
+        return session if stream is None else session._resumed(stream, worker)
 
-    def _resumed(self, path: Path) -> Session:
+    def _resumed(self, path: Path, worker: bool) -> Session:
         """The same, without the runs that a process before this one did."""
         before = Reader(path)
         before.follow()
-        self.stream = Writer(path)
-        if before.report is None:
-            self.stream.begin(self.report(), Counter(item.check.level for item in self.planned))
-        self.records = list(before.records)
+        if not worker:
+            self.stream = Writer(path)
+            if before.report is None:
+                self.stream.begin(self.report(), Counter(item.check.level for item in self.planned))
+            self.records = list(before.records)
         done = {record.key for record in self.records}
         self.selected = tuple(item for item in self.planned if item.key not in done)
         return self

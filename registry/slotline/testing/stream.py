@@ -42,7 +42,6 @@ class Reader:
         report: the report without records, once the run began.
         planned: how many runs there are of each level.
         records: what ended so far.
-        running: the run that started last, until it ends.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +50,12 @@ class Reader:
         self.report: Report | None = None
         self.planned: dict[Level, int] = {}
         self.records: list[Record] = []
-        self.running: Record | None = None
+        self._running: dict[str, Record] = {}
+
+    @property
+    def running(self) -> Record | None:
+        """The run that began first of those that have not ended."""
+        return next(iter(self._running.values()), None)
 
     def follow(self) -> None:
         """Take in what was written since the last call."""
@@ -60,10 +64,11 @@ class Reader:
                 self.report = Report.from_json(event["begin"])
                 self.planned = structured(event["planned"], dict[Level, int])
             elif "start" in event:
-                self.running = structured(event["start"], Record)
+                started = structured(event["start"], Record)
+                self._running[started.key] = started
             else:
                 self.records.append(structured(event["record"], Record))
-                self.running = None
+                self._running.pop(self.records[-1].key, None)
 
     def _events(self) -> Iterator[Any]:
         if not self._path.exists():

@@ -6,7 +6,9 @@ from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
-from slotline.registry.capability import Choice, Flag, Set
+from attrs import evolve
+
+from slotline.registry.capability import Choice, Flag, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -15,9 +17,11 @@ EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, where torch can compile it: on a GPU that takes Triton."""
+    """The offer, where torch can compile it: on a GPU that takes Triton, whose template wants heads of 16 and more."""
     if device.type == "cuda" and find_spec("triton") is None:
         return "FlexAttention needs the package triton on a GPU; `pip install triton`"
+    if device.type == "cuda":
+        return evolve(descriptor.capabilities, head_sizes=Range(minimum=16))
     return descriptor.capabilities
 
 

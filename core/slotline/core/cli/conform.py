@@ -44,6 +44,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that one run of a check may take (default: 600)",
     )
+    parser.add_argument(
+        "--jobs", type=positive, default=1, metavar="N", help="processes that share the runs (default: 1; pytest-xdist)"
+    )
     parser.add_argument("--report", metavar="r.json", help="write the report")
     parser.add_argument("--junit", metavar="f.xml", help="write the report as JUnit XML")
     parser.add_argument("--badge", metavar="b.json", help="write a badge, in shields.io's endpoint form")
@@ -51,8 +54,16 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_json_option(parser)
 
 
+def positive(text: str) -> int:
+    """An integer of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number
+
+
 def _run(arguments: argparse.Namespace) -> int:
-    require_packages()
+    require_packages(arguments.jobs)
     from slotline.testing.check import Level
     from slotline.testing.target import find_target
 
@@ -64,7 +75,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(arguments, target, level)
     with progress() as on_news:
-        report = run_suite(list(_options(arguments, target.name)), on_news, arguments.timeout)
+        report = run_suite(list(_options(arguments, target.name)), on_news, arguments.timeout, arguments.jobs)
     if arguments.report:
         report.save(Path(arguments.report))
     if arguments.junit:

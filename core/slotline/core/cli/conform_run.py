@@ -30,12 +30,16 @@ _CONFIG = "[pytest]\nconsider_namespace_packages = true\n"
 _QUIET = ("--noconftest", "-q", "--tb=no", "--no-summary")
 
 
-def require_packages() -> None:
-    """Nothing if the suite can run.
+def require_packages(jobs: int = 1) -> None:
+    """Nothing if the suite can run, in so many processes.
 
     Raises:
         SlotlineError: naming the packages that are missing.
     """
+    if jobs > 1 and find_spec("xdist") is None:
+        raise SlotlineError(
+            f"--jobs {jobs} needs pytest-xdist, not installed here", fix="pip install pytest-xdist, or leave --jobs out"
+        )
     missing = [name for name in ("pytest", "hypothesis") if find_spec(name) is None]
     if missing:
         raise SlotlineError(
@@ -44,7 +48,7 @@ def require_packages() -> None:
         )
 
 
-def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout: float) -> Report:
+def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout: float, jobs: int = 1) -> Report:
     """Run the suite and return its report.
 
     A check that takes its process down, or that does not end, is a failure of that check; another process goes on with
@@ -54,6 +58,7 @@ def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout
         options: of the pytest plugin.
         on_news: called again and again while it runs.
         timeout: seconds that one run of a check may take.
+        jobs: processes that share the runs, by pytest-xdist.
 
     Raises:
         SlotlineError: if the suite does not begin, with what pytest says.
@@ -63,7 +68,8 @@ def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout
     with tempfile.TemporaryDirectory(prefix="slotline-conform-") as folder:
         events = Path(folder) / "events.jsonl"
         reader = Reader(events)
-        command = _command(Path(folder), [*options, f"--slotline-stream={events}"])
+        shared = ("-p", "xdist", "-n", str(jobs)) if jobs > 1 else ()
+        command = _command(Path(folder), [*options, *shared, f"--slotline-stream={events}"])
         report: Report | None = None
         for _ in range(_PROCESSES):
             before = len(reader.records)
@@ -111,7 +117,10 @@ def _follow(
     environment.pop("PYTEST_ADDOPTS", None)
     key, since, late = "", time.monotonic(), False
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        with subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment) as process:
+        # A session of its own: pytest-xdist's processes end with it.
+        with subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        ) as process:
             try:
                 while process.poll() is None and not late:
                     time.sleep(_POLL_S)
@@ -123,7 +132,7 @@ def _follow(
                     late = bool(key) and time.monotonic() - since > timeout
             finally:
                 if process.poll() is None:
-                    process.kill()
+                    os.killpg(process.pid, signal.SIGKILL)
         reader.follow()
         return _End(process.returncode, _tail(output), time.monotonic() - since, late)
 
