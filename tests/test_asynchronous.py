@@ -173,7 +173,7 @@ def test_a_streamed_text_is_the_same(tiny: Tiny, engines: Engines) -> None:
     assert all(later.startswith(earlier) for earlier, later in pairwise(texts))
 
 
-def test_auto_is_off_on_a_cpu_and_says_why_and_a_drafter_forbids_it(tiny: Tiny) -> None:
+def test_auto_is_off_on_a_cpu_and_says_why_and_a_drafter_that_reads_the_host_forbids_it(tiny: Tiny) -> None:
     llm = LLM(tiny("llama"), device="cpu")
     assert not llm.engine.asynchronous
     assert "scheduler.async" in llm.plan.explain()

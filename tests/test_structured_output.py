@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"scheduler.async": False},
     "asynchronous": {"scheduler.async": True},
     "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
+    "overlapped": {"drafter.name": "eagle3", "drafter.tokens": 4, "scheduler.async": True},
     "forced": {"drafter.name": "grammar", "drafter.tokens": 6},
 }
 PROMPTS = ["def f(", "class Person:\n    name", "import", "return {'name': 1, 'age'", "x = [1, 2, "]

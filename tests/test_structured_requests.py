@@ -24,6 +24,7 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": {"scheduler.async": False},
     "asynchronous": {"scheduler.async": True},
     "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
+    "overlapped": {"drafter.name": "eagle3", "drafter.tokens": 4, "scheduler.async": True},
 }
 FREE = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -109,7 +109,7 @@ def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: st
     options = {"drafter.name": "ngram", "drafter.tokens": K, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
     llm = engines(path, **options)
     before = llm.engine.drafting.counts.accepted
-    llm.engine.drafting._uniform = how == "filled up"  # as where batches with drafts are captured
+    llm.engine.drafting.uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
         texts = llm.generate(
             [PROMPT] * TEXTS,
@@ -172,10 +172,10 @@ def test_drafts_that_are_filled_up_make_uniform_batches_and_the_same_texts(tiny:
     drafting = llm.engine.drafting
     for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected, before = tokens_of(plain, prompts, params), drafting.counts.proposed
-        drafting._uniform = True
+        drafting.uniform = True
         with drafted_by(llm, guided(prompts, expected)), recorded(llm) as schedules:
             assert tokens_of(llm, prompts, params) == expected
-        drafting._uniform = False
+        drafting.uniform = False
         verifying = [s for s in schedules if s.num_tokens > len(s.rows) and not s.admitted]
         assert sum(set(s.num_scheduled.tolist()) == {5} for s in verifying) >= len(verifying) / 3  # before any ends
         assert drafting.counts.proposed - before < sum(s.num_tokens - len(s.rows) for s in verifying)

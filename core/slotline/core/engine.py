@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field
+from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.building.memory import MemoryReport
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.drafting import Drafting
+from slotline.core.drafting.overlap import Overlap, Proposal
 from slotline.core.execution.encoding import Encoding
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import GraphShape, InputGatherer
@@ -79,19 +80,22 @@ class InFlight:
         generations: [max_requests] int64, of all rows when it was started; a row whose generation has changed since
             then has been given up, and its results are nobody's.
         sampling: its tokens.
+        proposal: the drafts behind them, where the drafter does not wait for the host.
     """
 
     schedule: Schedule
     generations: Int
     sampling: Sampling | Answers
+    proposal: Proposal | None = None
 
 
 class Engine:
     """Schedules, runs and hands out; owns the rows, the cache and the built parts.
 
     Under asynchronous scheduling a step is scheduled, gathered and launched while the one before still runs; only then
-    are the earlier one's results handed out. The tokens of a step in flight are counted in the rows and known on the
-    device alone. A request that turns out to have ended took part in one step too many, whose result is dropped.
+    are the earlier one's results handed out. The tokens of a step in flight are counted in the rows, as if all its
+    drafts stood, and known on the device alone. A request that turns out to have ended took part in one step too many,
+    whose result is dropped.
 
     `startup` holds the seconds of each phase of building: plan, weights, profile, warm_up, capture.
     """
@@ -107,6 +111,7 @@ class Engine:
         pipeline: ProcessorPipeline,
         profiler: StepProfiler,
         drafting: Drafting | None = None,
+        overlap: Overlap | None = None,
         pooling: Pooling | None = None,
         encoding: Encoding | None = None,
         grammars: StructuredOutputs | None = None,
@@ -131,6 +136,7 @@ class Engine:
         self.pipeline = pipeline
         self.profiler = profiler
         self.drafting = drafting
+        self.overlap = overlap
         self.pooling = pooling
         self.encoding = encoding
         self.grammars = grammars
@@ -286,9 +292,7 @@ class Engine:
         launched = self._launch(schedule) if schedule.num_tokens else None
         result = self._collect()  # of the step before, if it is still in flight
         if launched is not None:
-            self._in_flight = InFlight(
-                schedule=schedule, generations=generations, sampling=self._sample(launched, generations)
-            )
+            self._in_flight = self._sample(launched, schedule, generations)
             if not self.asynchronous:
                 result = self._collect()
         result.finished += unfit + refused
@@ -379,7 +383,8 @@ class Engine:
         if self.drafting is not None:
             self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
-            prefixes = self.cascade.prefixes(schedule.rows, schedule.num_computed, schedule.num_scheduled)
+            computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
+            prefixes = self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
             adapters = self.adapters is not None and self.adapters.used_by(schedule.rows)
             shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
             adapters = adapters or (shape is not None and shape.adapters)
@@ -402,14 +407,25 @@ class Engine:
             return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
 
-    def _sample(self, launched: Launched, generations: Int) -> Sampling | Answers:
+    def _sample(self, launched: Launched, schedule: Schedule, generations: Int) -> InFlight:
         """Start sampling behind a forward pass; the tokens before are known by now."""
-        sampling = self.runner.sample(launched)
+        inputs, overlap, proposal = launched.inputs, self.overlap, None
+        if overlap is None:
+            sampling, rows, verified = self.runner.sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
+        else:
+            if inputs.pending is not None:
+                fallen = np.where(inputs.pending, self.rows.num_fallen[schedule.rows], 0)
+                schedule = evolve(schedule, num_computed=schedule.num_computed - fallen)
+            settled = overlap.settle(inputs, generations)
+            sampling, rows, verified = self.runner.sample(launched), settled.rows, settled.verified
+            assert isinstance(sampling, Sampling)
+            with self.profiler.scope("draft"):
+                proposal = overlap.propose(settled, sampling)
         if (last_tokens := self.runner.last_tokens) is not None:
-            rows = launched.inputs.logits_rows
-            rows = rows[self.rows.generation[rows] == generations[rows]]
-            self.rows.expect(rows, last_tokens.stand_ins(rows))
-        return sampling
+            going = self.rows.generation[rows] == generations[rows]
+            rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
+            self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
+        return InFlight(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal)
 
     def _collect(self) -> StepResult:
         """Wait for the step in flight, if any, and hand its results out."""
@@ -420,7 +436,10 @@ class Engine:
         with self.profiler.scope("hand_out"):
             given_up = np.flatnonzero(self.rows.generation != step.generations)
             result = self._hand_out(step.schedule.without(given_up), output.without(given_up))
-        if self.drafting is not None:
+        if self.overlap is not None:
+            if step.proposal is not None:
+                self.overlap.place(step.proposal)
+        elif self.drafting is not None:
             with self.profiler.scope("draft"):
                 self._draft(self.drafting, output)
         return result
@@ -430,14 +449,12 @@ class Engine:
         rows = self.rows
         ends = computed = schedule.num_computed + schedule.num_scheduled
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
-            failed = np.array(list(output.failed), np.int64)
-            rows.num_computed_tokens[failed] = rows.num_tokens[failed]
-            kept = output.draft_positions if output.num_kept is None else output.num_kept
-            rows.num_computed_tokens[output.rows] = rows.num_tokens[output.rows] + kept
-            computed = rows.num_computed_tokens[schedule.rows]
+            computed = self._standing(schedule, output)
+            rows.num_computed_tokens[schedule.rows] -= ends - computed  # a step in flight may have added its own
             if self.checkpoints is not None:
                 accepted, verified = computed - schedule.num_computed, ends > rows.num_tokens[schedule.rows]
                 self.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified)
+        rows.num_fallen[schedule.rows] = ends - computed
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
         self._record(output)
         ended = self._answer(output)
@@ -462,6 +479,18 @@ class Engine:
         self._finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
         result = given[0] if len(given) == 1 else tuple(map(np.concatenate, zip(*given, strict=True)))
         return StepResult(rows=result[0], token_ids=result[1], finished=finished)
+
+    def _standing(self, schedule: Schedule, output: StepOutput) -> Int:
+        """Tokens of a step's rows [num_requests] that are computed behind it: not those of drafts that fell."""
+        rows = self.rows
+        computed = rows.num_computed_tokens.copy()
+        computed[schedule.rows] = schedule.num_computed + schedule.num_scheduled
+        failed = np.array(list(output.failed), np.int64)
+        computed[failed] = rows.num_known(failed)
+        if (kept := output.draft_positions if output.num_kept is None else output.num_kept) is not None:
+            computed[output.rows] = rows.num_known(output.rows) + kept
+        standing: Int = computed[schedule.rows]
+        return standing
 
     def _answer(self, output: StepOutput) -> dict[int, tuple[str, str | int | None]]:
         """Give pooling requests their answers; they end with them."""

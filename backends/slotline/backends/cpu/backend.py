@@ -87,7 +87,7 @@ class CpuBackend:
     def _kernel_arrays(self, batch: AttentionBatch) -> tuple[tuple[Any, ...] | None, int]:
         """The arrays for `kernels.attend`, None without work for it, and how many query tokens they cover."""
         starts = np.ascontiguousarray(batch.query_start_loc_cpu)
-        lens = np.ascontiguousarray(batch.seq_lens_cpu[: batch.num_requests])
+        lens = np.ascontiguousarray(batch.seq_lens[: batch.num_requests].numpy())  # exact, unlike the host's
         pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 5), np.int64)
         count = kernels.cut_pieces(starts, lens, self._piece, self._longest, self._window, pieces)
         if not count:

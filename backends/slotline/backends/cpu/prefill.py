@@ -50,7 +50,7 @@ def cut_prefills(batch: AttentionBatch, longer_than: int, window: int, block_siz
     """The requests of more than `longer_than` query tokens, in calls of flash attention. A window of 0 is none."""
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
     prefills = []
-    for request, length in enumerate(batch.seq_lens_cpu[: batch.num_requests].tolist()):
+    for request, length in enumerate(batch.seq_lens[: batch.num_requests].tolist()):
         first, end = starts[request], starts[request + 1]
         if end - first <= longer_than or not length:
             continue

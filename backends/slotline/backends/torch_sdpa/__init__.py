@@ -42,6 +42,7 @@ descriptor = Descriptor(
                 note="the contract defines chunks for causal attention alone",
             ),
         ),
+        bounded_lengths=True,
         priority=10,
         priority_reason="runs everywhere, gathers the cache before it computes",
     ),

@@ -28,12 +28,17 @@ Reach = tuple[int | None, int | None]
 
 
 class Piece(NamedTuple):
-    """Query tokens `first_token .. + query_len` of one request, the last one at position `num_keys - 1` if causal."""
+    """Query tokens `first_token .. + query_len` of one request, the last one at position `num_keys - 1` if causal.
+
+    `num_keys` may be too large where the host knows bounds alone; a causal piece has exactly its request's length less
+    the `behind` tokens that come after it.
+    """
 
     query_len: int
     num_keys: int
     request: int
     first_token: int
+    behind: int = 0
 
 
 class Group(NamedTuple):
@@ -116,14 +121,16 @@ class TorchBackend:
             for first in range(starts[request], end if num_keys else starts[request], MAX_QUERY_ROWS):
                 last = min(first + MAX_QUERY_ROWS, end)
                 seen = num_keys - (end - last) if batch.causal else num_keys
-                pieces.append(Piece(last - first, seen, request, first))
+                pieces.append(Piece(last - first, seen, request, first, end - last))
         return pieces
 
     def _group(self, batch: AttentionBatch, pieces: list[Piece], causal: bool, first_key: int | None = None) -> Group:
         first_key = batch.common_prefix_len if first_key is None else first_key
         device = batch.block_table.device
-        columns = torch.tensor(pieces, device=device).T.unsqueeze(2)  # [4, B, 1]
+        columns = torch.tensor(pieces, device=device).T.unsqueeze(2)  # [5, B, 1]
         num_keys, request, first = columns[1], columns[2], columns[3]  # [B, 1] each
+        if causal:
+            num_keys = batch.seq_lens[request] - columns[4]
         query = torch.arange(pieces[0].query_len, device=device)  # [q]
         keys = torch.arange(first_key, max(p.num_keys for p in pieces), device=device)  # [L]
         last_seen = num_keys - pieces[0].query_len + query if causal else num_keys - 1 + 0 * query  # [B, q]

@@ -54,6 +54,7 @@ descriptor = Descriptor(
         kv_scales=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
         plain_writes=True,
+        bounded_lengths=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),
         limits=(

@@ -16,6 +16,7 @@ from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import tables_for
 from slotline.core.cache.manager import CacheGroup, CacheManager
 from slotline.core.drafting.drafting import Drafting
+from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
@@ -141,6 +142,7 @@ class EngineBuilder:
             pipeline=pipeline,
             profiler=profiler,
             drafting=drafting,
+            overlap=self._overlap(rows, runner),
             pooling=runner.pooling,
             encoding=encoding,
             grammars=runner.grammars,
@@ -201,8 +203,8 @@ class EngineBuilder:
         tables = tables_for(groups, kernel_sizes, stagings[0], stages[0].device)
         later = later_feeds(plan, self.planned.stages, groups, stagings[1:])
         stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
-        last_tokens = LastTokens(vocab_size, rows.max_requests, stages[0].device) if stands_in else None
         most_drafts = drafting.num_tokens if drafting else 0
+        last_tokens = LastTokens(vocab_size, rows.max_requests, stages[0].device, most_drafts) if stands_in else None
         gatherer = InputGatherer(
             rows,
             groups,
@@ -237,6 +239,19 @@ class EngineBuilder:
         )
         self.groups.set_router(runner, gatherer, runner.router)
         return gatherer, runner
+
+    def _overlap(self, rows: Rows, runner: Runner) -> Overlap | None:
+        """What lets steps overlap beside the drafter, where the plan says that they do."""
+        if runner.drafting is None or runner.last_tokens is None:
+            return None
+        return Overlap(
+            rows,
+            runner.drafting,
+            runner.last_tokens,
+            staging_for(self.planned.device),
+            max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
+            vocab_size=self.planned.facts.vocab_size,
+        )
 
     def _pooling(self, model: Model, rows: Rows, staging: Staging) -> Pooling | None:
         """What makes answers of hidden states, where the task is a pooling one."""

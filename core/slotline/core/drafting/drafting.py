@@ -20,6 +20,7 @@ from slotline.core.drafting.adaptive import DraftControl
 from slotline.core.drafting.attention import DraftAttention
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.drafting.tree import DraftTree
+from slotline.core.execution.inputs import StepInputs
 from slotline.core.sampling.sampler import uniforms
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
@@ -93,6 +94,8 @@ class Drafting:
     Attributes:
         control: chooses how many drafts are verified; None for all that are proposed.
         paused: whether nothing is drafted for now.
+        served: [max_requests] bool, rows whose requests the drafter took.
+        uniform: whether all requests get equally many drafts, so that a captured graph fits.
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
         attention: of the drafter's own layers, where it has any; set when the caches are there.
@@ -117,7 +120,7 @@ class Drafting:
         self.drafter = drafter
         self.control = control
         self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
-        self._uniform = uniform
+        self.uniform = uniform
         self.paused = False
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
@@ -132,30 +135,30 @@ class Drafting:
         self._vocab_size = vocab_size
         self._device = device
         self._embed = embed
-        self._served = np.zeros(rows.max_requests, bool)
+        self.served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
         self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
 
     def admit(self, request: Request) -> None:
         """A request took its row. If the drafter cannot take it, it runs without drafts."""
-        self._served[request.row] = False
+        self.served[request.row] = False
         if self.control is not None:
             self.control.admit(request.row)
         try:
             self.drafter.admit(request.row, request.prompt_token_ids)
         except Exception as error:  # a plugin may raise anything
-            self._failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
+            self.failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
         else:
-            self._served[request.row] = True
+            self.served[request.row] = True
 
     def release(self, row: int) -> None:
         """The request of `row` leaves."""
-        if self._served[row]:
-            self._served[row] = False
+        if self.served[row]:
+            self.served[row] = False
             try:
                 self.drafter.release(row)
             except Exception as error:
-                self._failed(1, f"release({row}) raised {type(error).__name__}: {error}")
+                self.failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
     def starting(self, schedule: Schedule) -> None:
         """A step begins; one that only decodes is timed until the next proposal."""
@@ -174,13 +177,18 @@ class Drafting:
             observer.observe(made_up)
 
     @torch.inference_mode()
-    def observe(self, states: ComputedStates) -> None:
-        """Show the drafter what a step computed; the tokens that it gave are in the rows by now."""
+    def observe(self, states: ComputedStates, following: torch.Tensor | None = None) -> None:
+        """Show the drafter what a step computed.
+
+        Args:
+            following: [num_padded_tokens] int64 on the device, the token behind each; None where the tokens that the
+                step gave are in the rows by now.
+        """
         observer: Observer = self.drafter  # type: ignore[assignment]  # as above
         try:
-            observer.observe(self._computed(states))
+            observer.observe(self._computed(states, following))
         except Exception as error:  # as in `propose`
-            self._failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
+            self.failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
 
     @torch.inference_mode()
     def propose(self, rows: Int, hidden_states: HiddenStates | None) -> None:
@@ -191,45 +199,62 @@ class Drafting:
         Args:
             hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
         """
-        self._timed()
-        self._rows.num_drafts[:] = 0
-        self._rows.draft_entry[:] = -1
-        self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
-        self.probabilities = None
+        self.forget()
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
-        wanted = self._served[rows] & (room > 0)
+        wanted = self.served[rows] & (room > 0)
         if not wanted.all():
             rows, known, room = rows[wanted], known[wanted], room[wanted]
             if hidden_states is not None:
                 hidden_states = hidden_states.take(np.flatnonzero(wanted))
-        if len(rows) == 0 or self.paused or (self.control is not None and not self.control.asks(rows)):
+        if not self.asks(rows):
             return
         start = perf_counter()
         try:
             draft = self.drafter.propose(self._batch(rows, known, hidden_states))
             token_ids, tree = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
-            self._failed(len(rows), f"propose raised {type(error).__name__}: {error}")
+            self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return
         counts = self._lengths(token_ids, tree, known, room)
-        seconds = perf_counter() - start
-        self.counts.proposals += 1
-        self.counts.draft_seconds += seconds
-        if self.control is not None:
-            self.control.proposed(counts, seconds)
-            counts = self.control.lengths(rows, counts)
+        counts = self.chosen(rows, counts, perf_counter() - start)
         self._rows.draft(rows, token_ids, counts)
         self._rows.tree = tree
-        if self._uniform and tree is None and counts.any():
+        if self.uniform and tree is None and counts.any():
             self._fill(rows, known, room)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
 
-    def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_]) -> None:
-        """Add a step to the counts: the logits rows' requests [n], the drafts that each assumes, and which stand."""
-        drafted = (draft_positions > 0) & (draft_positions <= self._rows.num_guesses[rows])
+    def forget(self) -> None:
+        """Forget all drafts, those of rows that were not scheduled too: a proposal is kept whole or not."""
+        self._timed()
+        self._rows.num_drafts[:] = 0
+        self._rows.draft_entry[:] = -1
+        self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
+        self.probabilities = None
+
+    def asks(self, rows: Int) -> bool:
+        """Whether the drafter is asked now for drafts of `rows`."""
+        return len(rows) > 0 and not self.paused and (self.control is None or self.control.asks(rows))
+
+    def chosen(self, rows: Int, counts: Int, seconds: float) -> Int:
+        """How many of the `counts` [n] drafts of `rows`, proposed in so many seconds, are verified."""
+        self.counts.proposals += 1
+        self.counts.draft_seconds += seconds
+        if self.control is None:
+            return counts
+        self.control.proposed(counts, seconds)
+        return self.control.lengths(rows, counts)
+
+    def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_], guesses: Int) -> None:
+        """Add a step to the counts.
+
+        Args:
+            rows, draft_positions: [n] of the logits rows, their requests and the drafts that each assumes.
+            stands: [n] which of them stand; guesses: [n] drafts of each request that its drafter proposed.
+        """
+        drafted = (draft_positions > 0) & (draft_positions <= guesses)
         first = np.flatnonzero(draft_positions == 0)
         drafts, stood = np.add.reduceat(drafted, first), np.add.reduceat(drafted & stands, first)
         some = drafts > 0
@@ -269,30 +294,36 @@ class Drafting:
         if self.control is not None:
             self.control.stepped(num_tokens, seconds, drafted=drafted)
 
-    def _computed(self, states: ComputedStates) -> ComputedTokens:
+    def _computed(self, states: ComputedStates, following: torch.Tensor | None = None) -> ComputedTokens:
         inputs = states.inputs
-        rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
-        first = inputs.seq_lens_cpu[: len(rows)] - counts
-        places = np.repeat(first - starts[:-1], counts) + np.arange(1, inputs.num_tokens + 1)
-        following = np.zeros(inputs.num_padded_tokens, np.int64)
-        following[: inputs.num_tokens] = self._rows.token_ids[
-            np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
-        ]
-        next_token_ids = torch.from_numpy(following).to(self._device)
+        starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
+        if following is None:
+            following = torch.from_numpy(self.following(inputs)).to(self._device)
         next_embeds = None
         if inputs.following is not None and self._embed is not None:
-            next_embeds = inputs.following.merged(self._embed, next_token_ids)
+            next_embeds = inputs.following.merged(self._embed, following)
         return ComputedTokens(
-            rows=torch.from_numpy(rows),
+            rows=torch.from_numpy(inputs.rows),
             query_start_loc=torch.from_numpy(starts.astype(np.int64)),
             token_ids=states.token_ids.to(self._device),
             positions=inputs.positions.to(self._device),
-            next_token_ids=next_token_ids,
+            next_token_ids=following,
             next_embeds=next_embeds,
             hidden_states=states.hidden if self.needs_hidden_states else None,
             layer_hidden_states=states.layers,
             attend=None if self.attention is None else states.attend,
         )
+
+    def following(self, inputs: StepInputs) -> Int:
+        """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
+        rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows)]
+        first = inputs.seq_lens_cpu[: len(rows)] - counts
+        places = np.repeat(first - starts, counts) + np.arange(1, inputs.num_tokens + 1)
+        following = np.zeros(inputs.num_padded_tokens, np.int64)
+        following[: inputs.num_tokens] = self._rows.token_ids[
+            np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
+        ]
+        return following
 
     def _batch(self, rows: Int, known: Int, hidden_states: HiddenStates | None) -> DraftBatch:
         newest = self._rows.token_ids[rows, known - 1].astype(np.int64)
@@ -331,7 +362,7 @@ class Drafting:
         if outside.any():
             lost = np.flatnonzero(outside.any(1))
             token = int(token_ids[outside][0])
-            self._failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
+            self.failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
             token_ids = np.where(outside, -1, token_ids)
         checked: Int = token_ids.astype(np.int64)
         if draft.parents is None:
@@ -346,7 +377,8 @@ class Drafting:
         lengths: Int = np.cumprod(fits, axis=1).sum(axis=1)
         return np.minimum(lengths, self._rows.max_model_len - known)
 
-    def _failed(self, count: int, what: str) -> None:
+    def failed(self, count: int, what: str) -> None:
+        """Count `count` lost proposals, and log the first."""
         if self.counts.failures == 0:
             logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
         self.counts.failures += count

@@ -32,7 +32,10 @@ class HiddenStates:
 
     def take(self, places: Int) -> HiddenStates:
         """Those of some of the tokens, in the order of `places`."""
-        chosen = torch.from_numpy(places)
+        return self.pick(torch.from_numpy(places))
+
+    def pick(self, chosen: torch.Tensor) -> HiddenStates:
+        """The same with places [n] int64 that may be known on the device alone."""
 
         def pick(states: torch.Tensor | None) -> torch.Tensor | None:
             return None if states is None else states[chosen.to(states.device)]

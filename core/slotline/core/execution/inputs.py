@@ -39,6 +39,8 @@ class StepInputs:
     Attributes:
         rows: [num_requests] int64, permanent rows in batch order.
         num_scheduled: [num_requests] int64.
+        pending: [num_requests] bool, requests whose drafts are verified by a step in flight: what the host says of
+            their lengths and places is an upper bound; None where all is exact.
         num_tokens: tokens without padding; `num_padded_tokens` with it.
         input_ids, positions: [num_padded_tokens] int64 on the device; over several stages on the first one's.
         logits_indices: [num_logits] int64 on the device, over several stages on the last one's: the last token of each
@@ -102,6 +104,7 @@ class StepInputs:
     encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
     wanted_batches: tuple[AttentionBatch, ...] = ()
+    pending: npt.NDArray[np.bool_] | None = None
 
 
 @frozen
@@ -161,6 +164,7 @@ class InputGatherer:
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self.feeds = (Feed(staging, tables, tuple(range(len(groups)))), *later)
         self.last_tokens = last_tokens
+        self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
         self.has_states = has_states
         self.lora_slots = lora_slots
         self.has_uncached = has_uncached
@@ -189,6 +193,7 @@ class InputGatherer:
                 + (2 + 3 * has_states + bool(self._encoder_groups) + fast_prefill) * by_request
                 + by_encoder
                 + 3 * by_logits
+                + (by_request + by_token if self._overlaps_drafts else 0)
                 + packed
                 + feed.tables.num_bytes
             )
@@ -206,6 +211,9 @@ class InputGatherer:
         A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, and
         slots -1. `prefixes` are the common prefixes to serve apart, by cache group; empty for none. `adapters` tells
         whether the step runs with adapters.
+
+        Where a step in flight verifies drafts of a request, the host knows upper bounds alone. The device takes off
+        what fell, in place; what sampling reads is gathered once that step was handed out (`drafting/overlap.py`).
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
         seq_lens = computed + counts
@@ -248,6 +256,7 @@ class InputGatherer:
             prefixes=prefixes,
             lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
             fast_prefill=self.fast_prefill and not adapters and not self.rows.score_prompts(rows),
+            pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
         )
 
     def dummy(
@@ -350,6 +359,7 @@ class InputGatherer:
         prefixes: Sequence[int],
         lora_slots: Int | None,
         fast_prefill: bool = False,
+        pending: npt.NDArray[np.bool_] | None = None,
     ) -> StepInputs:
         """Pad, and upload: first what has the shape's sizes, so that it has the same address in each of its steps."""
         num_tokens, longest = len(input_ids), int(counts.max(initial=0))
@@ -369,12 +379,15 @@ class InputGatherer:
                 batch_tokens = num_padded_tokens
                 num_decodes = len(seq_lens) if longest == 1 else 0
         starts32, seq_lens32 = starts.astype(np.int32), seq_lens.astype(np.int32)
+        sent_lens = seq_lens32
+        if pending is not None:  # on a CPU what is sent is a view, and the device changes it
+            positions, sent_lens = positions.copy(), seq_lens32.copy()
         encoder_lens32 = (encoder_lens if self._encoder_groups else encoder_lens[:0]).astype(np.int32)
         first, last = self.feeds[0].staging, self.feeds[-1].staging
         for feed in self.feeds:
             feed.staging.begin()
         input_ids_device = first.upload(input_ids)
-        sent = [feed.send(positions, slots, starts32, seq_lens32, encoder_lens32, prefixes) for feed in self.feeds]
+        sent = [feed.send(positions, slots, starts32, sent_lens, encoder_lens32, prefixes) for feed in self.feeds]
         states = None
         if self.has_states:
             pad = (0, missing)  # padded requests have no slot
@@ -394,13 +407,20 @@ class InputGatherer:
             feed.tables.stage(table_rows)
         logits_indices_device = last.upload(logits_indices)
         lora_slots_device = None if lora_slots is None else first.upload(lora_slots)
-        stand_ins = None if self.last_tokens is None else first.upload(self.last_tokens.stand_ins(logits_rows))
+        bounded = None
+        if pending is not None and pending.any():
+            bounded = self._stage_bounds(rows, counts, pending, len(seq_lens), num_padded_tokens)
+        stand_ins = None
+        if self.last_tokens is not None and pending is None:
+            stand_ins = first.upload(self.last_tokens.stand_ins(logits_rows))
         tree = None if num_nodes is None else self.rows.tree
         draft_positions = draft_nodes if tree is None or draft_nodes is None else tree.positions(draft_nodes)
         batch = SamplingBatch.gather(self.rows, logits_rows, draft_positions)
-        params = None if batch.all_greedy else last.upload(batch.packed())
+        params = None if batch.all_greedy or pending is not None else last.upload(batch.packed())
         drafts = rejections = mask = None
-        if tree is not None and draft_nodes is not None:
+        if pending is not None:
+            pass  # drafts are on the device
+        elif tree is not None and draft_nodes is not None:
             drafts = self.rows.token_ids[logits_rows, self.rows.num_tokens[logits_rows] + draft_nodes - 1]
             nodes32 = np.zeros(0, np.int32) if num_nodes is None else num_nodes.astype(np.int32)
             mask = TreeMask(last.upload(tree.sees), last.upload(tree.depths - 1), nodes32)
@@ -413,6 +433,9 @@ class InputGatherer:
             wanted = WantedTokens.of(starts, logits_indices, logits_indices_device, last.upload)
         for feed in self.feeds:
             feed.staging.flush()
+        tables = [feed.tables.take(longest_sequence) for feed in self.feeds]
+        if bounded is not None:
+            self._take_off(sent[0], tables[0], *bounded)
         batches = tuple(
             self._of_group(
                 group,
@@ -436,10 +459,8 @@ class InputGatherer:
                     tree=mask,
                 ),
             )
-            for feed, there in zip(self.feeds, sent, strict=True)
-            for group, table, slot_mapping in zip(
-                feed.cache_groups, feed.tables.take(longest_sequence), there.slot_mappings, strict=True
-            )
+            for feed, there, taken in zip(self.feeds, sent, tables, strict=True)
+            for group, table, slot_mapping in zip(feed.cache_groups, taken, there.slot_mappings, strict=True)
         )
         wanted_batches = () if wanted is None else tuple(map(wanted.batch, batches))
         if self.has_uncached:
@@ -470,7 +491,34 @@ class InputGatherer:
             scored=scored,
             lora_slots=lora_slots_device,
             wanted_batches=wanted_batches,
+            pending=pending,
         )
+
+    def _stage_bounds(
+        self, rows: Int, counts: Int, pending: npt.NDArray[np.bool_], num_requests: int, num_tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the device needs to take off what fell: where it finds that number for each request, padded ones
+        included, and for padded tokens, [num_requests + 1]; and for each token, which of these it is, [num_tokens]."""
+        which = np.full(num_requests + 1, self.rows.max_requests)
+        which[: len(rows)] = np.where(pending, rows, self.rows.max_requests)
+        owner = np.full(num_tokens, num_requests)
+        owner[: int(counts.sum())] = np.repeat(self._arange[: len(rows)], counts)
+        upload = self.feeds[0].staging.upload
+        return upload(which), upload(owner)
+
+    def _take_off(self, sent: Sent, tables: Sequence[torch.Tensor], which: torch.Tensor, owner: torch.Tensor) -> None:
+        """Make bounds exact, in place: the drafts of a step before that fell have left no token behind."""
+        assert self.last_tokens is not None
+        fallen = self.last_tokens.fallen[which]
+        sent.seq_lens.sub_(fallen[:-1])
+        sent.positions.sub_(fallen[owner])
+        request = owner.clamp(max=len(which) - 2)
+        for group, size, table, slots in zip(
+            self.groups, self.kernel_block_sizes, tables, sent.slot_mappings, strict=True
+        ):
+            if group.encoder_len is None:
+                blocks = table[request, sent.positions // size].to(torch.int64)
+                slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))
 
     def _of_group(
         self, group: int, sent: Sent, encoder_lens: npt.NDArray[np.int32], batch: AttentionBatch

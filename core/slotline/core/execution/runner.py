@@ -135,17 +135,21 @@ class Runner:
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
             )
             tokens = self._reject(tokens, final, inputs)
+            drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
+            sampled = processed.mark(tokens)
             sampling = Sampling(
                 batch=batch,
                 draft_positions=inputs.draft_positions,
                 drafts=inputs.drafts,
                 tree=inputs.tree,
                 draft_nodes=inputs.draft_nodes,
-                tokens=self.staging.download(processed.mark(tokens)),
+                tokens=self.staging.download(sampled),
+                sampled=sampled,
+                guesses=self.rows.num_guesses[batch.rows],
                 errors=processed.errors,
-                **({} if self.drafting is None else self._states_for(self.drafting, launched, states)),
+                **drafters,
                 num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
             )
         with scope("output"):
@@ -168,7 +172,7 @@ class Runner:
         places = np.arange(len(rows))
         if positions is not None and sampling.drafts is not None and self.drafting is not None:
             stands = standing(token_ids, sampling.drafts, positions, sampling.tree, sampling.draft_nodes)
-            self.drafting.count(rows, positions, stands)
+            self.drafting.count(rows, positions, stands, sampling.guesses)
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}

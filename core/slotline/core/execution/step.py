@@ -50,7 +50,8 @@ class Sampling:
         batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
         drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
         tree, draft_nodes: as in `StepInputs`; then `drafts` are those of the nodes.
-        tokens: [n] int64 on their way to the host.
+        tokens: [n] int64 on their way to the host; `sampled` the same on the device, negative as in `Processed.mark`.
+        guesses: [n] int64, how many drafts of each row its drafter proposed.
         states: of the logits rows, where a drafter reads any; `computed` those of all tokens, where it reads these.
         num_nans: [n] int64 on their way to the host, where they are counted.
         logprobs: on their way to the host, where asked for.
@@ -62,6 +63,8 @@ class Sampling:
     draft_positions: Int | None
     drafts: Int | None
     tokens: Download
+    sampled: torch.Tensor
+    guesses: Int
     tree: DraftTree | None = None
     draft_nodes: Int | None = None
     states: HiddenStates | None = None

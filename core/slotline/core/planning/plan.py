@@ -17,6 +17,7 @@ from slotline.core.planning.drafter import draft_layers
 from slotline.core.planning.fast_prefill import choose_fast_prefill
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
+from slotline.core.planning.overlap import choose_async, overlap_drafts
 from slotline.core.planning.parts import (
     StructuredOutputChoice,
     choose_drafter,
@@ -42,7 +43,6 @@ from slotline.registry.negotiation import (
     Asked,
     Part,
     Plan,
-    Setting,
     attention_candidates,
     kv_spec_candidates,
     negotiate,
@@ -157,7 +157,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     grammars = choose_structured_output(loaded, registry, info, task)
-    asynchronous = _asynchronous(loaded, devices[0], drafting=drafter is not None)
+    asynchronous = choose_async(loaded, devices[0], drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
     parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora)))
     request = prepare_request(
@@ -193,6 +193,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
     plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
+    if drafter is not None:
+        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, registry, tree, stages=len(stages.stages))
+        plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
     _mark_selected(registry, plan)
@@ -230,34 +233,6 @@ def _refuse_windows(facts: ModelFacts) -> None:
                 f"{getattr(wrong[0], what)} tokens",
                 fix=f"correct the checkpoint's config.json: a {what} counts the query itself; null is none",
             )
-
-
-def _asynchronous(loaded: LoadedConfig, device: str, *, drafting: bool) -> Setting:
-    """Whether a step is prepared while the one before runs, and why.
-
-    Raises:
-        NegotiationError: if it was asked for and a drafter forbids it.
-    """
-    asked, origin = loaded.config.scheduler.async_, loaded.origins["scheduler.async"]
-    drafter = f"drafter.name = {loaded.config.drafter.name!r}: drafts are made from the step before's tokens"
-    if asked is True and drafting:
-        raise NegotiationError(
-            f"scheduler.async = true ({origin.where}) cannot hold beside {drafter}",
-            fix='set scheduler.async to "auto" or false, or remove [drafter]',
-        )
-    resolved, because = asked, origin.where
-    if asked == "auto":
-        resolved = device.startswith("cuda") and not drafting
-        because = "auto: the host works while the device does"
-        if not resolved:
-            because = f"auto: {drafter}" if drafting else "auto: the device's cores are the host's"
-    return Setting(
-        key="scheduler.async",
-        asked="auto" if asked == "auto" else str(asked).lower(),
-        resolved=str(resolved).lower(),
-        origin=because,
-        explicit=asked != "auto",
-    )
 
 
 def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, plan: Plan, task: str) -> str | None:

@@ -25,8 +25,11 @@ class Rows:
 
     Attributes:
         token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
-        num_tokens: known tokens, prompt and sampled, and one more where a step in flight will give it.
-        num_pending: 1 where that is so; the token's place holds a stand-in until it is known.
+        num_tokens: known tokens, prompt and sampled, and as many more as a step in flight may give: one, and one for
+            each draft that it verifies.
+        num_pending: how many those are; the last one's place, and those of the drafts behind it, hold stand-ins until
+            the step is handed out.
+        num_fallen: of the row's last step that was handed out, the drafts that did not stand.
         generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
             the results of a step in flight can be told from those of a later request in the same row.
         num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
@@ -54,6 +57,7 @@ class Rows:
         self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
         self.num_tokens = np.zeros(max_requests, np.int64)
         self.num_pending = np.zeros(max_requests, np.int64)
+        self.num_fallen = np.zeros(max_requests, np.int64)
         self.generation = np.zeros(max_requests, np.int64)
         self.num_accepted = np.ones(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
@@ -123,11 +127,20 @@ class Rows:
         self.num_accepted[row] = 1
         self.generation[row] += 1
 
-    def expect(self, rows: Int, stand_ins: Int) -> None:
-        """Count a token for each of `rows`, which are distinct, that is sampled but not known yet."""
-        self.token_ids[rows, self.num_tokens[rows]] = stand_ins
-        self.num_tokens[rows] += 1
-        self.num_pending[rows] = 1
+    def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
+        """Count the tokens that a step in flight gives each of `rows`, which are distinct, at most.
+
+        Args:
+            stand_ins: [n] of the newest tokens; that of draft j behind one is j + 1 more.
+            verified: [n] drafts that the step verifies.
+        """
+        self.num_pending[rows] = 1 + verified
+        self.num_tokens[rows] += 1 + verified
+        ends, drafts = self.num_tokens[rows], self.num_drafts[rows]
+        self.token_ids[rows, ends - 1] = stand_ins
+        for index in range(int(drafts.max(initial=0))):
+            taken = drafts > index
+            self.token_ids[rows[taken], ends[taken] + index] = stand_ins[taken] + 1 + index
 
     def num_known(self, rows: Int) -> Int:
         """Tokens [n] of `rows` whose ids are on the host."""
@@ -139,7 +152,7 @@ class Rows:
         return bool((self.num_prompt_logprobs[rows] >= 0).any())
 
     def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
-        """Add one sampled token, the expected one if any, to each of `rows`, which are distinct."""
+        """Add one sampled token to each of `rows`, which are distinct, in place of all expected ones."""
         known = self.num_known(rows)
         self.token_ids[rows, known] = token_ids
         self.num_tokens[rows] = known + 1

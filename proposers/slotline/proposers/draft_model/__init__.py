@@ -11,7 +11,7 @@ descriptor = Descriptor(
     name="draft_model",
     summary="a smaller model of the same vocabulary",
     capabilities=DrafterCapabilities(
-        devices=Set(("cpu", "cuda")), max_tokens=Max(), needs_computed=True, needs_kv_group=True
+        devices=Set(("cpu", "cuda")), max_tokens=Max(), needs_computed=True, needs_kv_group=True, on_device=True
     ),
     factory="slotline.proposers.draft_model.drafter:ModelDrafter",
 )

@@ -16,6 +16,7 @@ descriptor = Descriptor(
         needs_hidden_states=True,
         needs_computed=True,
         needs_kv_group=True,
+        on_device=True,
     ),
     factory="slotline.proposers.eagle.drafter:EagleDrafter",
 )
@@ -29,6 +30,7 @@ descriptor_3 = Descriptor(
         needs_layers=True,
         needs_computed=True,
         needs_kv_group=True,
+        on_device=True,
     ),
     factory="slotline.proposers.eagle.drafter:Eagle3Drafter",
 )

@@ -16,6 +16,7 @@ descriptor = Descriptor(
         needs_hidden_states=True,
         needs_computed=True,
         needs_kv_group=True,
+        on_device=True,
     ),
     factory="slotline.proposers.mtp.drafter:MtpDrafter",
 )

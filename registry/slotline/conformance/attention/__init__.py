@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.conformance.attention import (
+    bounds,
     cascade,
     contract,
     engine,
@@ -22,6 +23,7 @@ from slotline.conformance.attention import (
 )
 
 __all__ = [
+    "bounds",
     "cascade",
     "contract",
     "engine",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slotline.conformance.drafter.comparing import must_forget, same_draft, same_drafts
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
 from slotline.testing.environments.drafter import Request, World, random_request, world_of
 
 GARBAGE = ({"garbage": "garbage"}, {"garbage": "tempting"})
@@ -24,6 +24,18 @@ def history_accepted_only(run: Run) -> None:
         world = world_of(run.subject, requests, garbage=run["garbage"], seed=seed)
         what = "other garbage behind num_tokens, and the draft changes: it reads beyond the accepted history"
         same_drafts(requests, expected, world.propose(range(6)), what)
+
+
+@check(Kind.DRAFTER, "drafter.on_device", Level.HOSTILE)
+def on_device(run: Run) -> None:
+    """With on_device, the host's numbers of tokens may be too large and its draws missing: the draft is the same."""
+    if not run.subject.capabilities.on_device:
+        raise NotApplicable("reads the host's tokens: on_device is not declared")
+    requests = _requests(run)
+    expected = world_of(run.subject, requests).propose(range(6))
+    for ahead in (1, 2, 5):
+        world = world_of(run.subject, requests, garbage="garbage", ahead=ahead)
+        same_drafts(requests, expected, world.propose(range(6)), f"the host counts up to {ahead} tokens too many")
 
 
 @check(Kind.DRAFTER, "drafter.batch.order", Level.HOSTILE)

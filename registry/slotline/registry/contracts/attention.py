@@ -101,6 +101,9 @@ class AttentionCapabilities:
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
         plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
             else; then whoever makes them may store them, and `write` is not called.
+        bounded_lengths: True if the host's lengths (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
+            bounds, while `seq_lens` on the device is exact: the host prepares a step before it knows which drafts of
+            the one before stood. Nothing may be read, written or masked by the host's numbers then.
         batch_invariant: where the context asks for it, a token's output is bitwise the same whatever else is in the
             batch and however its request is cut into steps.
         limits: offers that shrink when another feature is needed.
@@ -130,6 +133,7 @@ class AttentionCapabilities:
     lse_base: str = "e"
     writes_cache: bool = False
     plain_writes: bool = False
+    bounded_lengths: bool = False
     batch_invariant: Flag = Flag(False)
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
@@ -271,7 +275,8 @@ class AttentionBatch:
         block_table: [num_requests, max_blocks] int32, kernel blocks.
         slot_mapping: [num_tokens] int64; of layers of type ``cross``, an entry for each key to store.
         positions: [num_tokens] int64.
-        query_start_loc_cpu, seq_lens_cpu: the same on the host.
+        query_start_loc_cpu, seq_lens_cpu: the same on the host; where the backend declares `bounded_lengths`,
+            `seq_lens_cpu` and `max_seq_len` may be more than `seq_lens`, never less.
         num_decodes: requests at the front of the batch with one query token each.
         causal: False for encoders, and for layers that read what one gave.
         common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be served

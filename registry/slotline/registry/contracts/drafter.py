@@ -40,6 +40,8 @@ class DrafterCapabilities:
         needs_kv_group: has attention layers of its own, which join the model's in planning and share its blocks; the
             factory is a `KVDrafterFactory`. Goes with `needs_computed`.
         needs_grammar: proposes only tokens that the grammar state allows.
+        on_device: proposes without the host's tokens: of a `DraftBatch` it reads `rows` and what is on the device
+            alone, and nothing in its proposal waits for the device. Steps may then overlap beside it.
     """
 
     devices: Set[str]
@@ -53,6 +55,7 @@ class DrafterCapabilities:
     needs_computed: bool = False
     needs_kv_group: bool = False
     needs_grammar: bool = False
+    on_device: bool = False
 
 
 @frozen(kw_only=True)

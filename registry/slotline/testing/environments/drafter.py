@@ -69,6 +69,8 @@ class World:
         num_tokens: draft tokens asked for; the most that is declared, up to 4, if not given.
         garbage: what stands behind the histories, see the module.
         seed: of the garbage.
+        ahead: by how many tokens the host's counts are too large, for some requests; as where steps overlap, the
+            host's draws are missing then, and its table is behind.
     """
 
     subject: Subject
@@ -78,6 +80,7 @@ class World:
     max_model_len: int = 64
     garbage: str = "zeros"
     seed: int = 0
+    ahead: int = 0
     drafter: Any = field(init=False)
     requests: dict[int, Request] = field(init=False, factory=dict)
     calls: int = field(init=False, default=0)
@@ -120,12 +123,12 @@ class World:
         return DraftBatch(
             rows=torch.tensor(list(rows), dtype=torch.int64),
             token_table=torch.from_numpy(self._table()),
-            num_tokens=torch.tensor(lengths, dtype=torch.int32),
+            num_tokens=torch.tensor([n + (i + 1) % (self.ahead + 1) for i, n in enumerate(lengths)], dtype=torch.int32),
             last_token_ids=newest.to(device),
             positions=torch.tensor([n - 1 for n in lengths], dtype=torch.int64, device=device),
             hidden_states=hidden_states(asked, 16).to(device) if capabilities.needs_hidden_states else None,
             temperature=temperature.to(device),
-            uniforms=self._uniforms(asked),
+            uniforms=None if self.ahead else self._uniforms(asked),
         )
 
     def draft(self, rows: Sequence[int]) -> tuple[Draft, list[Fault]]:
@@ -160,7 +163,7 @@ class World:
             table = np.where(rng.random(shape) < 0.5, -2 - distance, vocab + distance).astype(np.int32)
         for row, request in self.requests.items():
             tokens = request.tokens
-            if not self.subject.capabilities.needs_history:
+            if self.ahead or not self.subject.capabilities.needs_history:
                 continue  # what is not declared is not promised: the host's table may lag behind
             table[row, : len(tokens)] = tokens
             if self.garbage == "tempting":

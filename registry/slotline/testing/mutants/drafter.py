@@ -124,6 +124,13 @@ class ParentOfItself(TwoBranches):
 # --- heads on hidden states
 
 
+class CountsOnTheHost(HiddenHeads):
+    def propose(self, batch: DraftBatch) -> Draft:
+        draft = super().propose(batch)
+        odd = (batch.num_tokens % 2).bool().to(draft.token_ids.device)
+        return attrs.evolve(draft, token_ids=torch.where(odd[:, None], draft.token_ids, draft.token_ids.flip(1)))
+
+
 class FirstHiddenStateForAll(HiddenHeads):
     def propose(self, batch: DraftBatch) -> Draft:
         assert batch.hidden_states is not None
@@ -249,6 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "undeclared-history", "reads the history without declaring it", Level.HOSTILE, PromptLookup, base=_NO_HISTORY
     ),
     _mutant("first-hidden", "uses the first hidden state for all", Level.HOSTILE, FirstHiddenStateForAll),
+    _mutant("host-counts", "declares on_device and reads the host's counts", Level.HOSTILE, CountsOnTheHost),
     _mutant("old-row", "a new request starts with the counts of the row's last one", Level.HOSTILE, KeepsTheOldRow),
     _mutant("admit-forgets-not", "forgets on release alone, not on admit", Level.HOSTILE, ForgetsOnlyOnRelease),
     _mutant("release-all", "forgets all requests when one leaves", Level.HOSTILE, ReleaseForgetsAll),

@@ -189,7 +189,7 @@ hidden_heads = Descriptor(
     kind=Kind.DRAFTER,
     name="reference_hidden_heads",
     summary="random linear heads on the last hidden state",
-    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(4), needs_hidden_states=True),
+    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(4), needs_hidden_states=True, on_device=True),
     factory=HiddenHeads,
 )
 

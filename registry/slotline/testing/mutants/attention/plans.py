@@ -194,6 +194,13 @@ class WritesOncePerStep(_Remembers):
         self.kept["written"] = True
 
 
+class HostLengths(EagerAttention):
+    """Lengths are the host's, in spite of bounded_lengths."""
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        return evolve(super().plan(batch), lengths=batch.seq_lens_cpu.tolist())
+
+
 class SeesWhatWriteStored(_Remembers):
     """New tokens are seen once `write` was called, in spite of plain_writes."""
 
@@ -231,5 +238,6 @@ MUTANTS = (
     mutant("window-shared-by-groups", L3, "two built groups share one window", WindowSharedByInstances),
     mutant("cache-of-first-layer", L2, "all layers of a group read the first one's cache", CacheOfFirstLayer),
     mutant("seen-once-written", L2, "declares plain_writes, but write counts", SeesWhatWriteStored, plain_writes=True),
+    mutant("bounds-for-lengths", L2, "the host's lengths are taken for exact", HostLengths),
     mutant("written-once-per-step", L2, "the first layer's tokens alone are stored", WritesOncePerStep),
 )

@@ -33,6 +33,7 @@ descriptor = Descriptor(
         mla=Flag(True),
         tree_mask=Flag(True),
         kv_scales=Flag(True),
+        bounded_lengths=True,
         lse=Flag(True),
         limits=(
             Limit(

@@ -38,7 +38,7 @@ class EagerAttention:
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """The batch as Python lists and the two tensors that kernels index."""
-        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens_cpu.tolist()
+        starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
         return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal, batch.tree)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:

@@ -1,0 +1,255 @@
+"""Drafting while steps overlap: step n + 1 is launched before the host knows which drafts stood in step n.
+
+What the host counts of a step in flight is an upper bound: all of its drafts might stand. Behind each step's sampling
+the device finds which ones did, so that it can take off the others from the next step's lengths and places, and the
+drafter proposes there without the host. Tokens and drafts come to the host while the next step's forward pass runs; by
+the time that it samples, everything is exact again: processors, grammars and random numbers see what they would see
+in steps that run one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, frozen
+
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.drafting.hidden_states import HiddenStates
+from slotline.core.drafting.verification import drafted
+from slotline.core.execution.attention import Attend
+from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.staging import Download, Staging, reserved_bytes
+from slotline.core.execution.step import Sampling
+from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
+from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import DraftBatch
+
+Int = npt.NDArray[np.int64]
+
+
+@define(kw_only=True, eq=False)
+class Proposal:
+    """Drafts on their way to the host.
+
+    Attributes:
+        rows: [n] int64, whose drafts they are; `generations` [n] of those when the drafter was asked.
+        found: [n, columns + k] int64: what the drafter said, then the drafts as the next step reads them.
+        columns: of the first part.
+    """
+
+    rows: Int
+    generations: Int
+    found: Download
+    columns: int
+
+
+@frozen(kw_only=True, eq=False)
+class Settled:
+    """What a step's verification and the proposal behind it read, once the step before was handed out.
+
+    Attributes:
+        rows: [m] int64, the rows that sample; `verified` [m] their drafts in this step.
+        live: [m] bool, rows that nobody has given up since the step was launched.
+        on_device: [4, m] int64 on the device: of each row its first place among the logits, its drafts, its known
+            tokens, and the number that stands for its next token.
+        rows_device: [m] int64 on the device; `places` [num_logits] the row's index in `rows` of each place.
+        drafts: [num_logits] int64 on the device, the draft at each place, -1 behind a row's last.
+        asked: [n] int64, indices into `rows` of those that get drafts; `asked_device` the same, None for all.
+        room: [n] int64, most drafts of each.
+        temperature: [n] float32 on the device.
+        following: [num_padded_tokens] int64 on the device, the tokens behind the step's as far as the host knows them.
+        attend: plans the drafter's own attention from the positions [n] of the newest tokens, where it has any.
+    """
+
+    rows: Int
+    verified: Int
+    live: npt.NDArray[np.bool_]
+    on_device: torch.Tensor
+    rows_device: torch.Tensor
+    places: torch.Tensor
+    drafts: torch.Tensor | None
+    asked: Int
+    asked_device: torch.Tensor | None
+    room: Int
+    temperature: torch.Tensor
+    following: torch.Tensor | None
+    attend: Callable[[torch.Tensor], Callable[[int], Attend]] | None
+
+
+class Overlap:
+    """Stands between the engine and its drafter.
+
+    Args:
+        staging: of its own; the step's holds what the forward pass reads.
+        max_tokens: of a step.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        drafting: Drafting,
+        last_tokens: LastTokens,
+        staging: Staging,
+        *,
+        max_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self._rows = rows
+        self._drafting = drafting
+        self._last_tokens = last_tokens
+        self._staging = staging
+        self._vocab_size = vocab_size
+        most, count = rows.max_requests, rows.max_requests * (1 + drafting.num_tokens)
+        attention = 0 if drafting.attention is None else drafting.attention.reserved_bytes(most)
+        staging.reserve(
+            reserved_bytes((count, PACKED_WIDTH), np.int32)
+            + 2 * reserved_bytes((count,), np.int64)
+            + reserved_bytes((4, most), np.int64)
+            + 3 * reserved_bytes((most,), np.int64)
+            + reserved_bytes((max(max_tokens, count),), np.int64)
+            + attention
+        )
+
+    def settle(self, inputs: StepInputs, generations: Int) -> Settled:
+        """Make a launched step's host numbers exact, once the step before was handed out, and send what sampling reads.
+
+        Args:
+            generations: [max_requests] of all rows when the step was launched.
+        """
+        rows, which, positions = self._rows, inputs.logits_rows, inputs.draft_positions
+        if inputs.pending is not None:
+            fallen = np.where(inputs.pending, rows.num_fallen[inputs.rows], 0)
+            inputs.seq_lens_cpu = inputs.seq_lens_cpu.copy()
+            inputs.seq_lens_cpu[: len(fallen)] -= fallen.astype(np.int32)
+        self._staging.begin()
+        upload = self._staging.upload
+        inputs.sampling = SamplingBatch.gather(rows, which, positions)
+        inputs.sampling_params = None if inputs.sampling.all_greedy else upload(inputs.sampling.packed())
+        inputs.drafts = None if positions is None else drafted(rows, which, positions)
+        first = np.arange(len(which)) if positions is None else np.flatnonzero(positions == 0)
+        verified = np.diff(np.append(first, len(which))) - 1
+        own = which[first]
+        known = rows.num_tokens[own]
+        live = rows.generation[own] == generations[own]
+        bound = known + verified + 1
+        room = rows.length_limit[own] - bound - 1  # as in `Drafting.propose`, were all drafts to stand
+        asked = np.flatnonzero(live & self._drafting.served[own] & (room > 0))
+        asked = asked if self._drafting.asks(own[asked]) else asked[:0]
+        attention, attend = self._drafting.attention, None
+        if attention is not None and len(asked):
+            attend = attention.stage(own[asked], bound[asked] - 1, upload)
+        settled = Settled(
+            rows=own,
+            verified=verified,
+            live=live,
+            on_device=upload(np.stack([first, verified, known, self._last_tokens.stand_ins(own)])),
+            rows_device=upload(own),
+            places=upload(np.repeat(np.arange(len(own)), verified + 1)),
+            drafts=None if inputs.drafts is None else upload(inputs.drafts),
+            asked=asked,
+            asked_device=None if len(asked) == len(own) else upload(asked),
+            room=np.minimum(room[asked], self._drafting.num_tokens),
+            temperature=upload(rows.temperature[own[asked]]),
+            following=upload(np.minimum(self._drafting.following(inputs), self._vocab_size - 1))
+            if self._drafting.needs_computed
+            else None,
+            attend=attend,
+        )
+        self._staging.flush()
+        self._staging.mark()
+        return settled
+
+    @torch.inference_mode()
+    def propose(self, settled: Settled, sampling: Sampling) -> Proposal | None:
+        """Find which drafts stand, keep what the next step reads of that, and ask for the drafts behind; on the device.
+
+        None where no request gets drafts.
+        """
+        drafting, table = self._drafting, self._last_tokens
+        first, verified, known, stand_ins = settled.on_device.unbind()
+        stood, last = torch.zeros_like(first), first
+        if settled.drafts is not None:  # as in `verification.standing`
+            fell = (sampling.sampled != settled.drafts).long()
+            before = fell.cumsum(0) - fell
+            stands = before == before[first][settled.places]
+            stood = stood.index_add(0, settled.places, stands.long()) - 1
+            last = first + stood
+        newest = sampling.sampled[last].clamp(min=0)  # negative where a request ends with an error
+        table.record(stand_ins, newest)
+        table.fallen[settled.rows_device] = verified - stood
+        drafting.forget()
+        if sampling.computed is not None and settled.following is not None:
+            inputs = sampling.computed.inputs
+            ahead = settled.following.index_copy(0, inputs.logits_indices, sampling.sampled.clamp(min=0))
+            drafting.observe(sampling.computed, ahead)
+        if len(settled.asked) == 0:
+            return None
+        positions, states = known + stood, None if sampling.states is None else sampling.states.pick(last)
+        if (chosen := settled.asked_device) is not None:
+            newest, positions, stand_ins = newest[chosen], positions[chosen], stand_ins[chosen]
+            states = None if states is None else states.pick(chosen)
+        start, rows = perf_counter(), settled.rows[settled.asked]
+        try:
+            found = drafting.drafter.propose(self._batch(settled, rows, newest, positions, states)).token_ids
+            if found.ndim != 2 or found.shape[0] != len(rows) or found.shape[1] > drafting.num_tokens:
+                raise ValueError(
+                    f"token_ids has shape {tuple(found.shape)}, not [{len(rows)}, at most {drafting.num_tokens}]"
+                )
+        except Exception as error:  # a plugin may raise anything; the requests go on without drafts
+            drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
+            return None
+        counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
+        used = settled.room if drafting.uniform and counts.any() else counts
+        self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
+        # What is no token, and what only fills a captured batch, is the newest token again: as good a guess as any.
+        filled = newest[:, None].expand(-1, drafting.num_tokens).clone()
+        valid = (found >= 0) & (found < self._vocab_size)
+        filled[:, : found.shape[1]] = torch.where(valid, found, filled[:, : found.shape[1]])
+        table.record_drafts(stand_ins, filled)
+        return Proposal(
+            rows=rows,
+            generations=self._rows.generation[rows],
+            found=self._staging.download(torch.cat([found, filled], 1)),
+            columns=found.shape[1],
+        )
+
+    def place(self, proposal: Proposal) -> None:
+        """Write the drafts behind the tokens of their rows, all of which are known by now."""
+        found = proposal.found.wait()
+        guesses, drafts = found[:, : proposal.columns], found[:, proposal.columns :]
+        rows = self._rows
+        live = rows.generation[proposal.rows] == proposal.generations
+        outside = (guesses < -1) | (guesses >= self._vocab_size)
+        if outside.any():
+            token = int(guesses[outside][0])
+            self._drafting.failed(
+                int(outside.any(1).sum()), f"token {token} is outside the vocabulary of {self._vocab_size}"
+            )
+        own, drafts = proposal.rows[live], drafts[live]
+        meant = np.cumprod((guesses[live] >= 0) & ~outside[live], axis=1).sum(axis=1)
+        rows.num_guesses[own] = np.minimum(rows.num_guesses[own], meant)
+        for index in range(int(rows.num_drafts[own].max(initial=0))):
+            taken = rows.num_drafts[own] > index
+            rows.token_ids[own[taken], rows.num_tokens[own[taken]] + index] = drafts[taken, index]
+
+    def _batch(
+        self, settled: Settled, rows: Int, newest: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None
+    ) -> DraftBatch:
+        bound = self._rows.num_tokens[rows] + settled.verified[settled.asked] + 1
+        return DraftBatch(
+            rows=torch.from_numpy(rows),
+            token_table=torch.from_numpy(self._rows.token_ids),
+            num_tokens=torch.from_numpy(bound.astype(np.int32)),
+            last_token_ids=newest,
+            positions=positions,
+            hidden_states=None if states is None else states.last,
+            layer_hidden_states=None if states is None else states.layers,
+            computed_index=None if states is None else states.index,
+            attend=None if settled.attend is None else settled.attend(positions),
+            temperature=settled.temperature,
+        )

@@ -1,0 +1,50 @@
+"""A drafter for tests that needs nothing of the host: it knows what will come, and is wrong where a table says so."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from slotline.registry import Descriptor, Kind, Max, Set
+from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
+
+
+class Foreseeing:
+    """Reads rows, newest tokens and positions of a batch, no more.
+
+    Attributes:
+        texts: by prompt, what a request's whole text will be.
+        right: how many of a hundred drafts are.
+    """
+
+    descriptor = Descriptor(
+        kind=Kind.DRAFTER,
+        name="foreseeing",
+        factory="",
+        capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), on_device=True),
+    )
+    texts: ClassVar[dict[tuple[int, ...], list[int]]] = {}
+    right: ClassVar[int] = 70
+
+    def __init__(self, context: DrafterContext) -> None:
+        self.count, self.vocab_size = context.num_tokens, context.vocab_size
+        self.table = torch.zeros((context.max_requests, context.max_model_len + context.num_tokens), dtype=torch.int64)
+        self.wrong = torch.randint(100, self.table.shape, generator=torch.Generator().manual_seed(5))
+
+    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
+        """Look the request's text up."""
+        text = self.texts.get(tuple(prompt_token_ids), [])
+        self.table[row] = 1
+        self.table[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+
+    def release(self, row: int) -> None:
+        """Its row's text is of no more use."""
+        self.table[row] = 2
+
+    def propose(self, batch: DraftBatch) -> Draft:
+        """What comes behind the newest token, now and then one more than that, or no token at all."""
+        places = batch.positions[:, None] + torch.arange(1, 1 + self.count)
+        said, luck = self.table[batch.rows[:, None], places], self.wrong[batch.rows[:, None], places]
+        said = torch.where(luck < self.right, said, (said + 1) % self.vocab_size)
+        return Draft(token_ids=said.masked_fill(luck == 99, -1))

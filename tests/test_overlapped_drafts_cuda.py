@@ -1,0 +1,73 @@
+"""Steps that overlap beside a drafter on a GPU: the same tokens, inside captured graphs too, and nobody waits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_small_model_files import FOLDER, HELD_OUT
+
+from slotline.core import LLM, SamplingParams
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SETTINGS: dict[str, Any] = {
+    "device": "cuda",
+    "backend": "triton",
+    "dtype": "float32",
+    "memory": "2GiB",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 128,
+}
+KINDS = ("eagle", "eagle3", "medusa", "draft_model")
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=48, ignore_eos=True),
+]
+
+
+def prompts() -> list[str]:
+    """Beginnings of code that no training saw, and a part of them again, which a prefix serves."""
+    lines = HELD_OUT.splitlines(keepends=True)
+    return ["".join(lines[:count]) for count in (6, 12, 18, 24, 24, 25)]
+
+
+def drafted(kind: str, **settings: Any) -> LLM:
+    path = {"drafter.path": str(FOLDER)} if kind == "draft_model" else {}
+    return LLM(**SETTINGS, **path, **{"drafter.name": kind, "drafter.tokens": 3}, **settings)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", ["none", "auto"])
+def test_the_text_is_the_same_and_as_many_drafts_stand(kind: str, mode: str) -> None:
+    found, lengths = [], []
+    for asynchronous in (False, "auto"):
+        llm = drafted(kind, **{"graphs.mode": mode, "scheduler.async": asynchronous})
+        assert llm.engine.asynchronous == (asynchronous == "auto")
+        both = [params for params in PARAMS for _ in range(2)]  # the second time from cached prefixes
+        found.append([[o.outputs[0].token_ids for o in llm.generate(prompts(), params)] for params in both])
+        drafting = llm.engine.drafting
+        assert drafting is not None
+        assert drafting.counts.failures == 0, drafting.counts.last_failure
+        lengths.append(drafting.counts.acceptance_length)
+        del llm, drafting
+    assert found[0] == found[1]
+    assert abs(lengths[0] - lengths[1]) < 0.15
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_waits_for_the_one_before_and_for_nothing_else(kind: str) -> None:
+    llm = drafted(kind)
+    for index, prompt in enumerate(prompts()):
+        llm.engine.add(str(index), llm.tokenizer.encode(prompt), PARAMS[index % 2])
+    for _ in range(12):  # prompts, and what is compiled in the first steps
+        llm.engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(6):
+            llm.engine.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
