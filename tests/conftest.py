@@ -91,6 +91,7 @@ def greedy() -> Callable[[Path, list[int], int], list[int]]:
         key = (path, tuple(prompt), max_tokens)
         if key not in known:
             oracle = oracles[path] = oracles.get(path) or tiny_models.oracle(path)
+            tiny_models.forget(oracle)
             known[key] = _greedy_tokens(oracle, prompt, max_tokens)
         return known[key]
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import hybrid_transcript
 import pytest
 import tiny_models
 
@@ -30,6 +31,10 @@ def generator():  # type: ignore[no-untyped-def]
 
 def test_generated_parts_of_the_docs_match_the_code() -> None:
     assert generator().stale_pages() == []
+
+
+def test_the_transcript_of_a_hybrid_with_windows_and_a_drafter_is_what_explain_says() -> None:
+    assert hybrid_transcript.shown() == hybrid_transcript.transcript(), "run `python tests/hybrid_transcript.py`"
 
 
 def test_every_contract_module_is_documented() -> None:

@@ -355,13 +355,18 @@ def test_bfloat16_loads_with_float32_rotary_frequencies(checkpoints: Callable[[s
     assert (logits_of(model, prompt()) - exact).abs().mean() < 0.1
 
 
-def test_a_mixture_of_experts_says_where_it_cannot_be_captured(checkpoints: Callable[[str], Path]) -> None:
+def test_a_model_that_waits_for_the_host_says_that_it_cannot_be_captured(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
     family = TransformersDecoder()
     mixture, plain = family.inspect(checkpoints("mixtral")), family.inspect(checkpoints("llama"))
     assert "synchronise with the host in float32" in str(family.capture_refusal(mixture, "cuda", "float32"))
     assert family.capture_refusal(mixture, "cuda", "bfloat16") is None
     assert family.capture_refusal(mixture, "cpu", "float32") is None
     assert family.capture_refusal(plain, "cuda", "float32") is None
+    copying = family.inspect(tiny_models.build("gemma3n", tmp_path / "copying"))
+    assert "copies from the host" in str(family.capture_refusal(copying, "cuda", "bfloat16"))
+    assert family.capture_refusal(copying, "cpu", "float32") is None
 
 
 @pytest.mark.behaviour(132)

@@ -79,7 +79,8 @@ def test_preempted_requests_of_hybrids_start_from_nothing_or_a_checkpoint(
     free = engines(path, **settings)
     memory = free.engine.memory
     assert memory is not None
-    cache = (20 * memory.block // 4 + memory.states) // 1024 + 1
+    blocks = 20 if None in family(name).windows else 14  # windows give theirs back
+    cache = (blocks * memory.block // 4 + memory.states) // 1024 + 1
     llm = engines(path, block_size=4, memory=f"{cache}KiB", **settings)
     assert llm.engine.memory is not None
     assert llm.engine.memory.num_blocks < 30

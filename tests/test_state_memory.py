@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_driver import add, random_prompts, run_all
+from tiny_models import oracle
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.cache.block_pool import NULL_BLOCK
@@ -66,6 +68,43 @@ def test_a_long_generation_holds_no_more_than_its_layers_read(
     assert len(request.output_token_ids) == 400
     assert request.metrics.num_preemptions == 0
     assert held in (most, most - 1)  # a request may begin where the worst offset does not occur
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny: Tiny) -> None:
+    """All but the prompt's four, in a pool of five blocks; drafts make it thousands of steps instead of a hundred.
+
+    With one layer a token hangs on the window before it alone, so transformers can say what the last ones are.
+    """
+    length, window = 100_000, 32
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "max_position_embeddings": length}
+    path = tiny("mistral", **{**ONE_LAYER, **sizes, "sliding_window": window})
+    llm = LLM(
+        path,
+        dtype="float32",
+        backend="cpu",
+        block_size=16,
+        max_model_len=length,
+        max_num_seqs=1,
+        max_num_batched_tokens=32,
+        memory="64KiB",
+        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.ngram.min_tokens": 1},
+        **{"cache.prefix_caching": False, "observability.progress": False},
+    )
+    memory = llm.engine.memory
+    assert memory is not None
+    assert memory.num_blocks == 1 + 5  # the null block; 31 tokens before the query and 32 of a step, at any offset
+    params = SamplingParams(temperature=0, max_tokens=length - 4, ignore_eos=True, detokenize=False)
+    request = add(llm, "long", [5, 6, 7, 8], params)
+    run_all(llm, most_steps=length // 4)
+    tokens = request.output_token_ids
+    assert len(tokens) == length - 4
+    assert request.metrics.num_preemptions == 0
+    last = torch.tensor([tokens[-4 * window :]])  # [1, 4 * window]
+    places = torch.arange(length - last.shape[1], length)[None]
+    with torch.no_grad():
+        logits = oracle(path)(last, position_ids=places, use_cache=False).logits[0]  # [4 * window, vocab_size]
+    assert logits.argmax(-1)[window:-1].tolist() == tokens[-3 * window + 1 :]
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next", "zamba2"])

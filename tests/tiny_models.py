@@ -411,6 +411,18 @@ _STATE_FAMILIES: Mapping[str, TinyFamily] = {
         },
         windows=(None,) * 2,
     ),
+    "recurrent_gemma": TinyFamily(
+        architecture="RecurrentGemmaForCausalLM",
+        config="RecurrentGemmaConfig",
+        settings={
+            "block_types": ["recurrent", "attention"],
+            "attention_window_size": WINDOW,
+            "logits_soft_cap": 6.0,
+            "w_init_variance_scale": 1.0,
+            "tie_word_embeddings": True,
+        },
+        windows=(WINDOW,) * 2,
+    ),
 }
 
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_FAMILIES)
@@ -493,6 +505,14 @@ def oracle(path: Path) -> Any:
     """The checkpoint in transformers: float32 and eager, since other attention functions may leave out a soft cap."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
+
+
+def forget(model: Any) -> None:
+    """Drop the states that RecurrentGemma keeps in its modules: a prompt of one token goes on from them otherwise."""
+    for module in model.modules():
+        for name in ("conv1d_state", "recurrent_states"):
+            if hasattr(module, name):
+                setattr(module, name, None)
 
 
 def _widen(model: torch.nn.Module) -> None:

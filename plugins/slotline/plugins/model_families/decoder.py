@@ -39,6 +39,7 @@ STATE_ARCHITECTURES: tuple[str, ...] = (
     "Mamba2ForCausalLM",
     "NemotronHForCausalLM",
     "Qwen3NextForCausalLM",
+    "RecurrentGemmaForCausalLM",
     "Zamba2ForCausalLM",
 )
 """Those with layers that keep a state, alone or beside attention; compared as the others are."""

@@ -11,13 +11,14 @@ class LogitsHead:
     """The output projection with the configuration's logit scaling and final soft cap.
 
     Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`; Gemma 2
-    caps with `final_logit_softcapping`.
+    caps with `final_logit_softcapping`, RecurrentGemma with `logits_soft_cap`.
     """
 
     def __init__(self, hf_model: Any) -> None:
         config = hf_model.config
         self._model = hf_model
         self._soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self._soft_cap = self._soft_cap or getattr(config, "logits_soft_cap", None)
         self._factor = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None) or 1.0
         self._factor = self._factor / (getattr(config, "logits_scaling", None) or 1.0)
 

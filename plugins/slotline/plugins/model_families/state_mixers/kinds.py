@@ -5,6 +5,7 @@ handed to `advance`. One adapter serves all mixers that have the same parts unde
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -13,20 +14,31 @@ import torch.nn.functional as F  # noqa: N812
 from slotline.plugins.model_families.state_mixers.slot import StateSlot, conv_of, layer_of, rate
 from slotline.registry.contracts.state import StateLayer
 
+Given = Mapping[str, Any]
+
 
 class Mixer(Protocol):
-    """An adapter of mixer modules."""
+    """An adapter of mixer modules.
+
+    Attributes:
+        in_pair: whether the module returns its output and, as attention does, something behind it.
+    """
+
+    in_pair: bool = False
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         """The state layers of a module of that name, in call order."""
         ...
 
-    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
-        """What the module makes of the flattened tokens [T, hidden_size]: [T, hidden_size]."""
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        """What the module makes of the flattened tokens [T, hidden_size]: [T, hidden_size].
+
+        `given` is what transformers hands the module besides.
+        """
         ...
 
 
-class Mamba2Mixer:
+class Mamba2Mixer(Mixer):
     """Mamba-2: one projection to gate, convolved x, B, C, and dt; a gated norm behind the scan.
 
     A limited time step (Zamba2) holds for every token. transformers 5.23 leaves the limit out for single tokens, so its
@@ -48,7 +60,7 @@ class Mamba2Mixer:
         )
         return (conv_of(name, module.conv1d, module.activation), ssm)
 
-    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
         gate, mixed, dt = self.project(module, hidden).split(
             [module.intermediate_size, module.conv_dim, module.num_heads], dim=-1
         )
@@ -86,7 +98,7 @@ class FalconH1Mixer(Mamba2Mixer):
         return slot.recur({**inputs, "z": gate.unflatten(-1, (module.num_heads, module.head_dim))}).flatten(1)
 
 
-class Mamba1Mixer:
+class Mamba1Mixer(Mixer):
     """Mamba: x and gate from one projection, dt, B and C from the convolved x; some norm these three."""
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
@@ -94,7 +106,7 @@ class Mamba1Mixer:
         ssm = layer_of(name, "mamba1", **sizes, dt_softplus=True)
         return (conv_of(name, module.conv1d, module.activation), ssm)
 
-    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
         x, gate = module.in_proj(hidden).chunk(2, dim=-1)
         x = slot.convolve(module.conv1d, x)
         sizes = [module.time_step_rank, module.ssm_state_size, module.ssm_state_size]
@@ -106,18 +118,18 @@ class Mamba1Mixer:
         return module.out_proj(scanned)  # type: ignore[no-any-return]
 
 
-class ShortConvMixer:
+class ShortConvMixer(Mixer):
     """LFM2: a convolution between two gates."""
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         return (conv_of(name, module.conv, "none"),)
 
-    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
         before, after, x = module.in_proj(hidden).chunk(3, dim=-1)
         return module.out_proj(after * slot.convolve(module.conv, before * x))  # type: ignore[no-any-return]
 
 
-class GatedDeltaMixer:
+class GatedDeltaMixer(Mixer):
     """Qwen3-Next: query, key and value convolved together, decay and strength from a projection of their own."""
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
@@ -133,7 +145,7 @@ class GatedDeltaMixer:
         )
         return (conv_of(name, module.conv1d, module.activation), delta)
 
-    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
         projected = module.in_proj_qkvz(hidden[None]), module.in_proj_ba(hidden[None])
         q, k, v, z, b, a = (part[0] for part in module.fix_query_key_value_ordering(*projected))
         mixed = slot.convolve(module.conv1d, torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], dim=-1))
@@ -147,3 +159,38 @@ class GatedDeltaMixer:
         }
         normed = module.norm(slot.recur(inputs).flatten(0, 1), z.flatten(0, 1))  # [T * Hv, V]
         return module.out_proj(normed.view(len(hidden), -1))  # type: ignore[no-any-return]
+
+
+class RgLruMixer(Mixer):
+    """RecurrentGemma: a convolution, then a real-gated linear recurrent unit (Griffin, arXiv 2402.19427, section 2.4).
+
+    Its h = a * h + sqrt(1 - a^2) * i * x, with a = exp(-d) and d = 8 * r * softplus(L), is a Mamba scan with states of
+    one number each, time steps d, A = -1, B = C = 1 and the inputs divided by d. A text's first token is taken whole.
+    """
+
+    in_pair = True
+    SHARPNESS = 8.0
+    SHORTEST = 1e-6
+    """A time step that keeps all of a state, for gates that are closed to the last bit."""
+
+    def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
+        scan = layer_of(name, "mamba1", channels=module.lru_width, state_size=1, dt_softplus=False)
+        return (conv_of(name, module.conv_1d, "none"), scan)
+
+    def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
+        unit, beginning = module.rg_lru, (given["position_ids"][0] == 0)[:, None]
+        x = slot.convolve(module.conv_1d, module.linear_x(hidden))  # [T, lru_width]
+        opened = self._gate(x, unit.input_gate_weight, unit.input_gate_bias)
+        recurrent = self._gate(x, unit.recurrent_gate_weight, unit.recurrent_gate_bias)
+        step = self.SHARPNESS * recurrent * F.softplus(unit.recurrent_param.float())  # [T, lru_width] float32
+        step = torch.where(beginning, 1.0, step.clamp_min(self.SHORTEST)).to(x.dtype)
+        share = torch.where(beginning, 1.0, (1 - torch.exp(-2 * step.float())).sqrt())
+        ones = x.new_ones((len(x), 1))
+        inputs = {"x": (x * opened * share / step.float()).to(x.dtype), "dt": step, "B": ones, "C": ones}
+        scanned = slot.recur({**inputs, "A": -torch.ones_like(unit.recurrent_param, dtype=torch.float32)[:, None]})
+        return module.linear_out(scanned * module.act_fn(module.linear_y(hidden)))  # type: ignore[no-any-return]
+
+    def _gate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """[T, lru_width] float32 of x [T, lru_width], weight [blocks, width, width] and bias [blocks, width]."""
+        blocks = torch.baddbmm(bias[:, None], x.unflatten(-1, bias.shape).transpose(0, 1), weight)
+        return blocks.transpose(0, 1).flatten(1).float().sigmoid()

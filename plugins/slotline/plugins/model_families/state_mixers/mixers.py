@@ -19,6 +19,7 @@ from slotline.plugins.model_families.state_mixers.kinds import (
     Mamba1Mixer,
     Mamba2Mixer,
     Mixer,
+    RgLruMixer,
     ShortConvMixer,
 )
 from slotline.plugins.model_families.state_mixers.slot import StateSlot
@@ -37,6 +38,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "MambaMixer": Mamba1Mixer(),
         "NemotronHMamba2Mixer": Mamba2Mixer(),
         "Qwen3NextGatedDeltaNet": GatedDeltaMixer(),
+        "RecurrentGemmaRecurrentBlock": RgLruMixer(),
         "Zamba2MambaMixer": Mamba2Mixer(),
     }
 )
@@ -71,10 +73,11 @@ def bind(hf_model: torch.nn.Module, layers: Iterable[StateLayer], holder: Attend
         module.forward = _forward(mixer, module, StateSlot(own, holder))
 
 
-def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., torch.Tensor]:
-    def forward(hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., Any]:
+    def forward(hidden_states: torch.Tensor, **given: Any) -> Any:
         """[1, num_tokens, hidden_size] to the same; caches and masks of transformers are not used."""
-        return mixer.forward(module, slot, hidden_states[0])[None]
+        out = mixer.forward(module, slot, hidden_states[0], given)[None]
+        return (out, None) if mixer.in_pair else out
 
     return forward
 
