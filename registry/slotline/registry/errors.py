@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slotline.registry.negotiation.plan import Conflict, Failure, Reason
+    from slotline.registry.negotiation.failure import Conflict, Failure
+    from slotline.registry.negotiation.reasons import Reason
 
 
 class SlotlineError(Exception):

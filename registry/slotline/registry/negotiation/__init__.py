@@ -2,22 +2,13 @@
 
 from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
+from slotline.registry.negotiation.failure import Conflict, Failure
 from slotline.registry.negotiation.graphs import capture_sizes
+from slotline.registry.negotiation.groups import CacheGroupPlan, GraphPlan, GroupPlan, StateGroupPlan
 from slotline.registry.negotiation.measured import Measured, MeasuredRun, with_measurements
 from slotline.registry.negotiation.pages import GroupPage, PoolPlan
 from slotline.registry.negotiation.parts import part_reasons
-from slotline.registry.negotiation.plan import (
-    CacheGroupPlan,
-    Conflict,
-    Failure,
-    GraphPlan,
-    GroupPlan,
-    Note,
-    Plan,
-    Reason,
-    Rejection,
-    StateGroupPlan,
-)
+from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.pool import with_pool
 from slotline.registry.negotiation.prepare import (
     attention_candidates,
@@ -26,6 +17,7 @@ from slotline.registry.negotiation.prepare import (
     prepare_request,
     state_candidates,
 )
+from slotline.registry.negotiation.reasons import Note, Reason, Rejection
 from slotline.registry.negotiation.request import (
     Asked,
     Candidate,

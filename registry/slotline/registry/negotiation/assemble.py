@@ -14,18 +14,11 @@ from slotline.registry.negotiation.changes import (
     with_ways_out,
 )
 from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GraphPlan, GroupPlan
 from slotline.registry.negotiation.measured import UNMEASURED, figures, in_words, told_cases
 from slotline.registry.negotiation.offers import Offer, cascade_state, kv_reasons
-from slotline.registry.negotiation.plan import (
-    NONE,
-    CacheGroupPlan,
-    GraphPlan,
-    GroupPlan,
-    Note,
-    Plan,
-    Reason,
-    Rejection,
-)
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note, Reason, Rejection
 from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, Setting
 from slotline.registry.negotiation.search import CRITERIA, CachePart, Search, Solution, is_exact
 

@@ -10,10 +10,11 @@ from attrs import evolve
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES, Severity
 from slotline.registry.negotiation.edits import Edit, backend_edit, kv_spec_edit, value_edit
+from slotline.registry.negotiation.groups import CAPTURED
 from slotline.registry.negotiation.measured import figures, told_cases
 from slotline.registry.negotiation.needs import backend_key, conditions, group_needs
 from slotline.registry.negotiation.offers import Offer, graph_refusals, phase_lens
-from slotline.registry.negotiation.plan import CAPTURED, Note
+from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import AUTO, Asked
 from slotline.registry.negotiation.search import CachePart, Search, Solution, is_exact
 

@@ -9,9 +9,10 @@ from attrs import evolve
 
 from slotline.registry.negotiation.columns import place
 from slotline.registry.negotiation.edits import edits_for, toml
+from slotline.registry.negotiation.failure import Conflict, Failure, GroupFailure
 from slotline.registry.negotiation.needs import Problem, asked_keys, dtype_pairs, inherent_keys
 from slotline.registry.negotiation.offers import Offer, kv_reasons
-from slotline.registry.negotiation.plan import Conflict, Failure, GroupFailure, Reason, Rejection
+from slotline.registry.negotiation.reasons import Reason, Rejection
 from slotline.registry.negotiation.request import Asked, Candidate, PlanRequest
 from slotline.registry.negotiation.search import Search, captures, must_capture
 

@@ -11,18 +11,10 @@ from typing import Any, TypeAlias
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.columns import LABEL, hang, place, row, rows, table
-from slotline.registry.negotiation.plan import (
-    NONE,
-    CacheGroupPlan,
-    Conflict,
-    Failure,
-    GroupFailure,
-    GroupPlan,
-    Note,
-    Plan,
-    Rejection,
-    StateGroupPlan,
-)
+from slotline.registry.negotiation.failure import Conflict, Failure, GroupFailure
+from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GroupPlan, StateGroupPlan
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note, Rejection
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a parameter, by the plan's dtype."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from slotline.registry.capability import GraphSupport
-from slotline.registry.negotiation.plan import CAPTURED, EAGER, NONE
+from slotline.registry.negotiation.groups import CAPTURED, EAGER, NONE
 from slotline.registry.negotiation.request import AUTO, PlanRequest
 
 FULL = "full"

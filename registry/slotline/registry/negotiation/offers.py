@@ -10,6 +10,7 @@ from attrs import frozen
 from slotline.registry.capability import Align, Capability, Limit
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES, code_of
+from slotline.registry.negotiation.groups import CAPTURED, EAGER, NONE
 from slotline.registry.negotiation.measured import UNMEASURED
 from slotline.registry.negotiation.needs import (
     GroupNeed,
@@ -21,7 +22,7 @@ from slotline.registry.negotiation.needs import (
     model_key,
     sees_all,
 )
-from slotline.registry.negotiation.plan import CAPTURED, EAGER, NONE, Reason
+from slotline.registry.negotiation.reasons import Reason
 from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, Need
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from slotline.registry.negotiation.offers import refusals_of
-from slotline.registry.negotiation.plan import Reason
+from slotline.registry.negotiation.reasons import Reason
 from slotline.registry.negotiation.request import Need
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from attrs import evolve
 
 from slotline.registry.negotiation.pages import PoolPlan
-from slotline.registry.negotiation.plan import Note, Plan
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import PlanRequest, Setting
 from slotline.registry.negotiation.solve import hold_strictly
 

@@ -9,7 +9,9 @@ from attrs import evolve
 from slotline.registry.errors import NegotiationError
 from slotline.registry.hooks import PlanNote
 from slotline.registry.negotiation.codes import CODES
-from slotline.registry.negotiation.plan import Failure, Note, Plan
+from slotline.registry.negotiation.failure import Failure
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import PlanRequest
 
 

@@ -14,10 +14,10 @@ from math import lcm
 from attrs import define, evolve, field, frozen
 
 from slotline.registry.negotiation.graphs import FULL, GRAPH_DEVICES
+from slotline.registry.negotiation.groups import CAPTURED
 from slotline.registry.negotiation.measured import clamped
 from slotline.registry.negotiation.needs import Pair, Problem, dtype_pairs
 from slotline.registry.negotiation.offers import Offer, divisors, kernel_sizes, kv_reasons, offer_of
-from slotline.registry.negotiation.plan import CAPTURED
 from slotline.registry.negotiation.request import AUTO, Candidate, GroupRequest
 
 LARGEST_BLOCK = 4096

@@ -9,8 +9,10 @@ from slotline.registry.negotiation.assemble import assemble
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.conflict import explain_infeasible
 from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.failure import Failure
 from slotline.registry.negotiation.needs import Problem
-from slotline.registry.negotiation.plan import Failure, Note, Plan
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
 from slotline.registry.negotiation.search import Search
 from slotline.registry.negotiation.states import with_states

@@ -11,21 +11,13 @@ from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import graphs
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.edits import toml
+from slotline.registry.negotiation.failure import Failure, GroupFailure
+from slotline.registry.negotiation.groups import CAPTURED, NONE, GroupPlan, StateGroupPlan
 from slotline.registry.negotiation.needs import Pair
 from slotline.registry.negotiation.offers import not_asked_for, usability
 from slotline.registry.negotiation.parts import part_reasons
-from slotline.registry.negotiation.plan import (
-    CAPTURED,
-    NONE,
-    Failure,
-    GroupFailure,
-    GroupPlan,
-    Note,
-    Plan,
-    Reason,
-    Rejection,
-    StateGroupPlan,
-)
+from slotline.registry.negotiation.plan import Plan
+from slotline.registry.negotiation.reasons import Note, Reason, Rejection
 from slotline.registry.negotiation.request import (
     AUTO,
     Asked,
