@@ -1,11 +1,15 @@
 """Sampling alone on a GPU: our kernels, the same arithmetic in torch, and FlashInfer's sampler where it is installed.
 
-    python benchmarks/sampling_gpu.py [--vocab-size 128256] [--rows 256 64 1] [--json out.json]
+    python benchmarks/sampling_gpu.py [--vocab-size 128256] [--rows 256 64 1] [--logits peaked flat] [--json out.json]
 
-Logits are float32 and given (processors ran before). `peaked` rows are like a language model's: weights fall with the
-square of the rank, ranks shuffled over the vocabulary; `flat` rows are normal with a standard deviation of 1, where a
-nucleus is half the vocabulary. Times are medians of calls one after another, by events on the device, over two sets of
-logits in turn. FlashInfer's softmax is part of its time; the upload of our parameters, 32 bytes a row, not of ours.
+Logits are float32 and given. `peaked` rows are like a language model's: weights fall with the square of the rank, ranks
+shuffled over the vocabulary; `flat` rows are normal with a standard deviation of 1, where a nucleus is half the
+vocabulary. Times are medians of calls one after another, by events on the device, over two sets of logits in turn.
+FlashInfer's softmax is part of its time and shown apart too; the upload of our parameters, 32 bytes a row, is not.
+
+`penalties` is everything that a step does to logits: the processor of the three penalties on histories of 1,024 prompt
+and 512 output tokens, each a token longer in each call, the check of what it made, top-k, top-p and the draw;
+FlashInfer beside it penalises nothing. `host` is the time that the host needs for such a call.
 """
 
 from __future__ import annotations
@@ -15,21 +19,31 @@ import importlib.util
 import json
 from collections.abc import Callable
 from itertools import pairwise
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import torch
 
+from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.sampling.sampler import SamplingBatch, sample
 from slotline.core.sampling.torch_sampling import sample_torch
+from slotline.core.scheduling.rows import Rows
+from slotline.registry.contracts import LogitsProcessorContext
+from slotline.testing.subject import subject_of
 
+BOTH = "top-k 50, top-p 0.9"
+PENALTIES = f"{BOTH}, penalties"
 CASES: dict[str, dict[str, float]] = {
-    "top-k 50, top-p 0.9": {"top_k": 50, "top_p": 0.9},
+    BOTH: {"top_k": 50, "top_p": 0.9},
+    PENALTIES: {"top_k": 50, "top_p": 0.9},
     "greedy": {"temperature": 0.0},
     "temperature": {},
     "top-p 0.9": {"top_p": 0.9},
     "min-p 0.05": {"min_p": 0.05},
 }
+PROMPT, OUTPUT = 1024, 512
+ROUNDS = 30
 
 
 def batch(n: int, *, temperature: float = 0.8, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
@@ -51,13 +65,42 @@ def logits_of(kind: str, n: int, vocab_size: int) -> torch.Tensor:
     return -2 * torch.log1p(ranks.float()) + 0.3 * torch.randn(n, vocab_size, device="cuda")
 
 
-def median(work: Callable[[int], Any], rounds: int) -> float:
+class Penalised:
+    """The part of a step behind the logits, for requests with all three penalties."""
+
+    def __init__(self, n: int, vocab_size: int, rows: Any, params: torch.Tensor | None) -> None:
+        self._rows, self._batch, self._params = Rows(n, PROMPT + OUTPUT + 1024), rows, params
+        self._rows.token_ids[:] = np.random.default_rng(0).zipf(1.2, self._rows.token_ids.shape) % vocab_size
+        self._rows.num_prompt_tokens[:], self._rows.num_tokens[:] = PROMPT, PROMPT + OUTPUT
+        subject = subject_of("logits_processor:penalties")
+        context = LogitsProcessorContext(
+            contract=1,
+            vocab_size=vocab_size,
+            eos_token_ids=(),
+            max_requests=n,
+            max_model_len=self._rows.max_model_len,
+            device="cuda",
+        )
+        processor, capabilities = subject.build(context), subject.descriptor.capabilities
+        slot = ProcessorSlot(name="penalties", processor=processor, capabilities=capabilities, active=np.zeros(n, bool))
+        self._pipeline = ProcessorPipeline([slot], self._rows, frozenset())
+        wanted = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+        for row in range(n):
+            slot.set_active(row, processor.admit(row, wanted, self._rows.token_ids[row, :PROMPT].tolist()))
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        self._rows.num_tokens += 1
+        processed = self._pipeline.apply(logits, self._batch.rows, all_greedy=False)
+        return processed.mark(sample(processed.logits, self._batch, self._params)[0])
+
+
+def median(work: Callable[[int], Any], rounds: int = ROUNDS) -> float:
     """Median microseconds of a call, from the start of one to the start of the next on the device."""
     for index in range(3):
         work(index)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(rounds + 1)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(20_000_000)  # so that the device never waits for the host
+    torch.cuda._sleep(100_000_000)  # so that the device never waits for the host
     for index in range(rounds):
         events[index].record()
         work(index)
@@ -67,56 +110,88 @@ def median(work: Callable[[int], Any], rounds: int) -> float:
     return 1e3 * times[rounds // 2]
 
 
-def flashinfer_call(case: str, sets: list[torch.Tensor]) -> Callable[[int], Any] | None:
-    """FlashInfer's calls for the same parameters, as its documentation chains them."""
+def on_host(work: Callable[[int], Any]) -> float:
+    """Median microseconds until a call returns, the device having nothing else to do."""
+    times = []
+    for index in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = perf_counter()
+        work(index)
+        times.append(perf_counter() - start)
+    return 1e6 * sorted(times)[ROUNDS // 2]
+
+
+def flashinfer_calls(n: int) -> dict[str, Callable[[torch.Tensor], Any]]:
+    """FlashInfer's calls for the same parameters, chained as in its documentation; `softmax` is that alone."""
     if importlib.util.find_spec("flashinfer") is None:
-        return None
+        return {}
     from flashinfer import sampling
 
-    n = len(sets[0])
     temperature = torch.full((n,), 0.8, device="cuda")
-    calls: dict[str, Callable[[torch.Tensor], Any]] = {
+
+    def both(x: torch.Tensor) -> Any:
+        return sampling.top_k_top_p_sampling_from_probs(sampling.softmax(x, temperature), 50, 0.9)
+
+    return {
+        "softmax": lambda x: sampling.softmax(x, temperature),
+        BOTH: both,
+        PENALTIES: both,
         "temperature": lambda x: sampling.sampling_from_probs(sampling.softmax(x, temperature)),
-        "top-k 50, top-p 0.9": lambda x: sampling.top_k_top_p_sampling_from_probs(
-            sampling.softmax(x, temperature), 50, 0.9
-        ),
         "top-p 0.9": lambda x: sampling.top_p_sampling_from_probs(sampling.softmax(x, temperature), 0.9),
         "min-p 0.05": lambda x: sampling.min_p_sampling_from_probs(sampling.softmax(x, temperature), 0.05),
     }
-    call = calls.get(case)
-    return None if call is None else lambda index: call(sets[index % 2])
 
 
+def ours(case: str, sets: list[torch.Tensor]) -> tuple[float, float, float | None]:
+    """Microseconds on the device, on the host, and of the same arithmetic in torch."""
+    n, vocab_size = sets[0].shape
+    rows = batch(n, **CASES[case])
+    params = None if rows.all_greedy else torch.from_numpy(rows.packed()).cuda()
+    if case == PENALTIES:
+        step = Penalised(n, vocab_size, rows, params)
+        return median(lambda i: step(sets[i % 2])), on_host(lambda i: step(sets[i % 2])), None
+
+    def work(i: int) -> Any:
+        return sample(sets[i % 2], rows, params)
+
+    slow = None if params is None else median(lambda i: sample_torch(sets[i % 2], rows, params), 3)
+    return median(work), on_host(work), slow
+
+
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab-size", type=int, default=128_256)
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 64, 1])
+    parser.add_argument("--logits", nargs="+", default=["peaked", "flat"])
     parser.add_argument("--json")
     arguments = parser.parse_args()
-    torch.manual_seed(0)
-    print(f"{torch.cuda.get_device_name()}, {arguments.vocab_size} tokens; microseconds")
-    print(f"{'':38}{'ours':>9}{'torch':>9}{'FlashInfer':>12}{'of FlashInfer':>15}")
-    figures = []
-    for n in arguments.rows:
-        for kind in ("peaked", "flat"):
-            sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
-            for case, values in CASES.items():
-                rows = batch(n, **values)
-                params = None if rows.all_greedy else torch.from_numpy(rows.packed()).cuda()
-                ours = median(lambda i: sample(sets[i % 2], rows, params), 30)  # noqa: B023
-                theirs = None if params is None else median(lambda i: sample_torch(sets[i % 2], rows, params), 3)  # noqa: B023
-                library = flashinfer_call(case, sets)
-                other = None if library is None else median(library, 30)
-                figures.append(
-                    {"rows": n, "logits": kind, "case": case, "ours": ours, "torch": theirs, "flashinfer": other}
-                )
-                ratio = f"{ours / other:15.2f}" if other else ""
-                print(
-                    f"{n:4} rows, {kind:6}  {case:20}{ours:9.1f}{theirs or 0:9.1f}{other or 0:12.1f}{ratio}", flush=True
-                )
+    print(f"{torch.cuda.get_device_name()}, {arguments.vocab_size} tokens; microseconds", flush=True)
+    shapes = [(n, kind) for n in arguments.rows for kind in arguments.logits]
+    figures: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for n, kind in shapes:
+        torch.manual_seed(0)
+        sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
+        for case in CASES:
+            device, host, slow = ours(case, sets)
+            figures[n, kind, case] = {"ours": device, "host": host, "torch": slow}
+            print(
+                f"{n:4} rows, {kind:6}  {case:30} ours {device:8.1f}, host {host:7.1f}, torch {slow or 0:8.1f}",
+                flush=True,
+            )
+    for n, kind in shapes:  # behind ours: its kernels may have to be compiled first
+        torch.manual_seed(0)
+        sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
+        for case, call in flashinfer_calls(n).items():
+            other = median(lambda i: call(sets[i % 2]))  # noqa: B023
+            found = figures.setdefault((n, kind, case), {})
+            found["flashinfer"] = other
+            ratio = f", ours is {found['ours'] / other:.2f} times that" if "ours" in found else ""
+            print(f"{n:4} rows, {kind:6}  {case:30} FlashInfer {other:8.1f}{ratio}", flush=True)
     if arguments.json:
+        rows = [{"rows": n, "logits": kind, "case": case, **found} for (n, kind, case), found in figures.items()]
         with open(arguments.json, "w", encoding="utf-8") as file:
-            json.dump(figures, file, indent=1)
+            json.dump(rows, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.core.sampling.bitmask import TokenBitmask, unpacked
+
+pytest.importorskip("triton", reason="the kernel is Triton's")
+from slotline.core.sampling.triton_bitmask import ban_by_bitmask
 
 pytestmark = [pytest.mark.behaviour(102)]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def filled(allowed: np.ndarray, places: list[int], vocab_size: int) -> TokenBitmask:
@@ -37,9 +41,11 @@ def test_what_is_not_allowed_is_minus_infinity_and_nothing_else_changes(
     bitmask = filled(allowed, places, vocab_size)
     assert torch.equal(bitmask.apply(logits), want)
     assert torch.equal(logits, before)
-    found_places, found = bitmask._on_device(torch.device("cpu"), vocab_size)  # as it is done on a GPU
+    words, found_places = bitmask._on_device(torch.device(DEVICE))  # as it is done on a GPU
     assert found_places.tolist() == places
-    assert found.tolist() == (~allowed).tolist()
+    assert unpacked(words, vocab_size).tolist() == (~allowed).tolist()
+    assert torch.equal(ban_by_bitmask(logits.to(DEVICE), words, found_places).cpu(), want)
+    assert torch.equal(logits, before)
 
 
 def test_tokens_are_banned_in_the_rows_asked_for() -> None:

@@ -138,7 +138,8 @@ class Runner:
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)
-            sampled = processed.mark(tokens)
+            plain_greedy = inputs.sampling_params is None and inputs.rejections is None
+            sampled = processed.mark(tokens, all_greedy=plain_greedy)
             sampling = Sampling(
                 batch=batch,
                 draft_positions=inputs.draft_positions,

@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.sampling.batch import has_triton
+
 Int32 = npt.NDArray[np.int32]
 _BITS = 32  # of a word
 
@@ -39,19 +41,31 @@ class TokenBitmask:
         """The logits [n, vocab_size] with minus infinity for every token that is banned; the input is not changed."""
         if logits.device.type == "cpu":
             bits = np.unpackbits(self.words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-            places, banned = torch.from_numpy(self.places), torch.from_numpy(bits == 0)
-        else:
-            places, banned = self._on_device(logits.device, logits.shape[1])
-        if len(places) == len(logits):
-            return logits.masked_fill(banned, -torch.inf)
-        result = logits.clone()
-        result[places] = logits[places].masked_fill_(banned, -torch.inf)
-        return result
+            return _masked(logits, torch.from_numpy(self.places), torch.from_numpy(bits == 0))
+        words, places = self._on_device(logits.device)
+        if logits.device.type == "cuda" and has_triton():
+            from slotline.core.sampling.triton_bitmask import ban_by_bitmask
 
-    def _on_device(self, device: torch.device, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places [num_rows] and what is banned there [num_rows, vocab_size] bool."""
+            return ban_by_bitmask(logits, words, places)
+        return _masked(logits, places, unpacked(words, logits.shape[1]))
+
+    def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The words and the places, sent in one copy."""
         flat = self._flat.to(device, non_blocking=True)
         num_rows, width = self.words.shape
-        eights = flat[: num_rows * width].view(torch.uint8).view(num_rows, -1, 1)
-        bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=device))
-        return flat[num_rows * width :], ((eights & bit) == 0).view(num_rows, -1)[:, :vocab_size]
+        return flat[: num_rows * width].view(num_rows, width), flat[num_rows * width :]
+
+
+def unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """What bitmasks [num_rows, ceil(vocab_size / 32)] int32 ban, [num_rows, vocab_size] bool, in torch."""
+    eights = words.view(torch.uint8).view(len(words), -1, 1)
+    bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=words.device))
+    return ((eights & bit) == 0).view(len(words), -1)[:, :vocab_size]
+
+
+def _masked(logits: torch.Tensor, places: torch.Tensor, banned: torch.Tensor) -> torch.Tensor:
+    if len(places) == len(logits):
+        return logits.masked_fill(banned, -torch.inf)
+    result = logits.clone()
+    result[places] = logits[places].masked_fill_(banned, -torch.inf)
+    return result

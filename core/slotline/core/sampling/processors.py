@@ -58,11 +58,17 @@ class Processed:
     touched: npt.NDArray[np.bool_] | None = None
     errors: dict[int, str] = field(factory=dict)
 
-    def mark(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for."""
+    def mark(self, tokens: torch.Tensor, *, all_greedy: bool = False) -> torch.Tensor:
+        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for.
+
+        `all_greedy` says that each is the place of its row's largest logit, or of NaN, so that nothing is looked for.
+        """
         if self.touched is None:
             return tokens
-        best, place = self.logits.max(dim=-1)  # of NaN, if there is one
+        if all_greedy:
+            best, place = self.logits.gather(1, tokens[:, None]).squeeze(1), tokens
+        else:
+            best, place = self.logits.max(dim=-1)  # of NaN, if there is one
         made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
         marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
         if self.errors:

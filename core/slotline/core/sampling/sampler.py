@@ -12,13 +12,10 @@ Nothing here waits for the device: a step's parameters go there in one array, se
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import numpy as np
 import torch
 
-from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
+from slotline.core.sampling.batch import PackedParameters, SamplingBatch, has_triton, uniforms
 from slotline.core.sampling.torch_sampling import invert, sample_torch
 from slotline.registry.errors import CapacityError
 
@@ -41,7 +38,7 @@ def sample(
     """
     if params is None:
         return logits.argmax(dim=-1), logits if keep_final else None
-    if logits.device.type == "cuda" and _has_triton():
+    if logits.device.type == "cuda" and has_triton():
         from slotline.core.sampling.triton_sampling import sample_triton
 
         tokens, least = sample_triton(logits, params)
@@ -77,8 +74,3 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
 def _final(logits: torch.Tensor, params: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     scaled = logits / PackedParameters(params).temperature[:, None]
     return scaled.masked_fill_(scaled < least[:, None], -torch.inf)
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -126,6 +126,27 @@ def draw_rows(
 
 
 @triton.jit
+def ban_tokens(
+    logits,  # [n, vocab_size] float32
+    result,  # [n, vocab_size] float32, out
+    words,  # [num_rows, num_words] int32, a bit for each token
+    places,  # [num_rows] int32, rows of the logits
+    vocab_size,
+    num_words,
+    block: tl.constexpr,
+):
+    """One program for `block` words of a row: minus infinity where a bit is 0."""
+    row = tl.load(places + tl.program_id(0)).to(tl.int64)
+    index = tl.program_id(1) * block + tl.arange(0, block)
+    word = tl.load(words + tl.program_id(0) * num_words + index, index < num_words, 0)
+    bits = tl.arange(0, 32)[None, :]
+    tokens = index[:, None] * 32 + bits
+    inside = tokens < vocab_size
+    x = tl.load(logits + row * vocab_size + tokens, inside & (((word[:, None] >> bits) & 1) != 0), -float("inf"))
+    tl.store(result + row * vocab_size + tokens, x, inside)
+
+
+@triton.jit
 def _scaled(logits, packed, groups, num_groups, vocab_size, group: tl.constexpr):
     """A row's logits of some groups over the temperature, [len(groups), group]; minus infinity outside."""
     ids = groups[:, None] * group + tl.arange(0, group)[None, :]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +12,13 @@ import torch
 
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
+if TYPE_CHECKING:
+    from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts
+
 
 class Penalties:
-    """Keeps the three penalties of each row; counts tokens afresh from the rows' history in each step.
+    """Keeps the three penalties of each row. On a CUDA device with Triton tokens are counted as they come; elsewhere
+    afresh from the rows' history in each step.
 
     Repetition looks at prompt and output (Keskar et al. 2019, section 4.1); presence and frequency at the output alone.
     """
@@ -22,6 +27,11 @@ class Penalties:
         self._presence = np.zeros(context.max_requests, np.float32)
         self._frequency = np.zeros(context.max_requests, np.float32)
         self._repetition = np.ones(context.max_requests, np.float32)
+        self._counts: DeviceCounts | None = None
+        if context.device.startswith("cuda") and find_spec("triton"):
+            from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts
+
+            self._counts = DeviceCounts(context.max_requests, context.vocab_size, context.device)
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """The parameters' ranges are checked by `SamplingParams`."""
@@ -31,10 +41,15 @@ class Penalties:
         self._presence[row] = params.get("presence_penalty", 0.0)
         self._frequency[row] = params.get("frequency_penalty", 0.0)
         self._repetition[row] = params.get("repetition_penalty", 1.0)
+        if self._counts is not None:
+            self._counts.forget(row)
         return bool(self._presence[row] or self._frequency[row] or self._repetition[row] != 1)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Penalise [n, vocab_size] logits in place, and only where a token stands in the history."""
+        if self._counts is not None:
+            penalties = np.stack([values[batch.rows] for values in (self._presence, self._frequency, self._repetition)])
+            return self._counts.apply(logits, batch, penalties)
         if (self._repetition[batch.rows] != 1).any():
             ids, inside = self._history(batch, np.zeros_like(batch.num_tokens), logits.device)
             factor = torch.where(inside.any(1, keepdim=True), _column(self._repetition, batch, logits), 1)

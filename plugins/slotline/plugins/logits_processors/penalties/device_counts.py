@@ -1,0 +1,110 @@
+"""What requests have said so far, counted on the device, so that a step sends the new tokens alone and reads no more of
+the logits than these.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from slotline.plugins.logits_processors.penalties.kernels import clear_rows, count_tokens, penalise
+from slotline.registry.contracts import LogitsBatch
+
+Int = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+_BLOCK = 1024
+_LEAST_CAPACITY = 1024
+
+
+class DeviceCounts:
+    """Tables by permanent row, made when a request first asks for a penalty.
+
+    `counts` [max_requests, vocab_size] int32 is how often a token stands in the output, and a flag for the prompt;
+    `distinct` [max_requests, capacity] int32 is the tokens with a count, each once and in no order, `num_distinct`
+    [max_requests] int32 how many. A row's known tokens never change, so each is counted once; drafts are not.
+    """
+
+    def __init__(self, max_requests: int, vocab_size: int, device: str) -> None:
+        self._vocab_size = vocab_size
+        self._device = torch.device(device)
+        self._seen = np.zeros(max_requests, np.int64)
+        self._stale = np.ones(max_requests, bool)
+        self._counts: torch.Tensor | None = None
+
+    def forget(self, row: int) -> None:
+        """Another request took the row."""
+        self._stale[row] = True
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch, penalties: Float32) -> torch.Tensor:
+        """Penalise [n, vocab_size] float32 logits in place by `penalties` [3, n]: presence, frequency, repetition."""
+        counts = self._tables(int(batch.num_tokens.max(initial=1)))
+        fresh, entries = self._news(batch)
+        n, drafts = len(batch.rows), batch.draft_token_ids
+        if drafts is None:
+            drafts = np.zeros((n, 0), np.int64)
+        parts = (fresh, entries, batch.rows, penalties.view(np.int32), batch.draft_positions, drafts)
+        sent = self._send([np.ascontiguousarray(part, np.int32).reshape(-1) for part in parts])
+        fresh_rows, entry_values, rows, wanted, draft_counts, draft_ids = sent
+        common = (self._distinct, self._num_distinct, self._capacity, self._vocab_size)
+        if len(fresh):
+            grid = len(fresh), triton.cdiv(self._vocab_size, _BLOCK)
+            clear_rows[grid](counts, self._num_distinct, fresh_rows, self._vocab_size, block=_BLOCK)
+        if entries.shape[1]:
+            grid = (triton.cdiv(entries.shape[1], _BLOCK),)
+            count_tokens[grid](counts, *common, entry_values, entries.shape[1], block=_BLOCK)
+        penalise[n, triton.cdiv(int(batch.num_tokens.max(initial=1)), _BLOCK)](
+            logits,
+            logits.stride(0),
+            rows,
+            wanted.view(torch.float32),
+            draft_counts,
+            draft_ids,
+            drafts.shape[1],
+            counts,
+            *common,
+            n,
+            block=_BLOCK,
+            width=max(16, triton.next_power_of_2(drafts.shape[1])),
+            enable_fp_fusion=False,  # so that a CPU gives the same bits
+        )
+        return logits
+
+    def _tables(self, longest: int) -> torch.Tensor:
+        """The counts; makes room for so many tokens in a row."""
+        if self._counts is None:
+            shape = len(self._seen), self._vocab_size
+            self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
+            self._num_distinct = torch.zeros(shape[:1], dtype=torch.int32, device=self._device)
+            self._capacity = 0
+        if longest > self._capacity:
+            before, self._capacity = self._capacity, max(_LEAST_CAPACITY, triton.next_power_of_2(longest))
+            distinct = torch.empty(len(self._seen), self._capacity, dtype=torch.int32, device=self._device)
+            if before:
+                distinct[:, :before] = self._distinct
+            self._distinct = distinct
+        return self._counts
+
+    def _news(self, batch: LogitsBatch) -> tuple[Int, Int]:
+        """Rows [f] to be counted afresh, and tokens [3, m] not counted yet: row, token, whether it is the prompt's."""
+        rows, first = np.unique(batch.rows, return_index=True)
+        known, prompt = batch.num_tokens[first], batch.num_prompt_tokens[first]
+        stale = self._stale[rows] | (known < self._seen[rows])
+        fresh = rows[stale]
+        self._seen[fresh] = 0
+        self._stale[fresh] = False
+        seen = self._seen[rows]
+        new = known - seen
+        self._seen[rows] = known
+        entries = np.repeat(np.arange(len(rows)), new)
+        places = np.arange(len(entries)) + np.repeat(seen - (np.cumsum(new) - new), new)
+        tokens = batch.token_table[rows[entries], places]
+        return fresh, np.stack([rows[entries], tokens, places < prompt[entries]])
+
+    def _send(self, parts: list[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
+        """The arrays on the device, in one copy that nothing waits for."""
+        sizes = [len(part) for part in parts]
+        flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        np.concatenate(parts, out=flat.numpy())
+        return list(flat.to(self._device, non_blocking=True).split(sizes))
