@@ -15,11 +15,13 @@ from sampling_cases import allowed, batch, params
 from slotline.core.execution.staging import reserved_bytes, staging_for
 from slotline.core.sampling.batch import PACKED_WIDTH, PackedParameters
 from slotline.core.sampling.logprobs import pack_logprobs
+from slotline.core.sampling.processors import NONE_LEFT, NOT_FINITE, Processed
 from slotline.core.sampling.sampler import SamplingBatch, sample, uniforms
 from slotline.core.sampling.torch_sampling import sample_torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.core.sampling import triton_sampling
+from slotline.core.sampling.triton_rows import mark_unusable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -243,3 +245,34 @@ def test_a_sampling_step_never_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
     assert torch.equal(found[0].cpu(), sample(logits.cpu(), mixed, params(mixed))[0])
+
+
+@pytest.mark.parametrize("vocab_size", [5, 8192, 20_000])
+@pytest.mark.parametrize("all_touched", [True, False])
+def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: int, all_touched: bool) -> None:
+    raw = random_logits(8, vocab_size, 3)
+    raw[1, 3] = torch.nan  # the model's own
+    logits = raw.clone()
+    logits[2, vocab_size - 1] = torch.nan
+    logits[3, 0] = torch.inf
+    logits[4] = -torch.inf
+    logits[5, 1:] = -torch.inf
+    touched = np.array([True] * 7 + [all_touched])
+    if not all_touched:
+        touched[3] = False
+    processed = Processed(logits=logits, raw=raw, touched=touched)
+    tokens = torch.arange(8) % vocab_size
+    which = None if all_touched else torch.from_numpy(touched)
+    want = processed.mark_in_torch(tokens, which, all_greedy=False)
+    assert want.tolist() == [0, 1, NOT_FINITE, 3 if not all_touched else NOT_FINITE, NONE_LEFT, *(tokens[5:].tolist())]
+    found = mark_unusable(
+        *(tensor.to(DEVICE) for tensor in (logits, raw)),
+        None if which is None else which.to(DEVICE),
+        tokens.to(DEVICE),
+        not_finite=NOT_FINITE,
+        none_left=NONE_LEFT,
+    )
+    assert found.tolist() == want.tolist()
+    best = logits.argmax(dim=-1)
+    greedy = processed.mark_in_torch(best, which, all_greedy=True)
+    assert torch.equal(greedy, processed.mark_in_torch(best, which, all_greedy=False))

@@ -42,6 +42,7 @@ from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_outp
 from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.admission import EngineLimits, check_capacity, check_request
+from slotline.core.scheduling.guidance import check_pair_capacity, leaders, pair, refuse_guidance, with_partners
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.rows import Rows
@@ -206,15 +207,19 @@ class Engine:
             arrival=self._arrivals,
         )
         self.validate(request)
+        if sampling.guided:
+            self._add_companion(request)
         if sampling.stop or (stream and sampling.detokenize):
             request.detokenizer = self._detokenizer(request)
-        self._enter(request)
+        for one in (request, request.companion):
+            if one is not None:
+                self._enter(one)
+                self.requests[one.request_id] = one
         if sampling.structured_outputs is not None and self.grammars is not None:
             self.grammars.compiler.submit(request, sampling.structured_outputs.constraint)
         else:
-            self.scheduler.add(request)
-        self._arrivals += 1
-        self.requests[request_id] = request
+            self._queue(request)
+        self._arrivals += 1 if request.companion is None else 2
         return request
 
     def validate(self, request: Request) -> None:
@@ -236,6 +241,27 @@ class Engine:
         self.pipeline.validate(request)
         if self.grammars is not None:
             self.grammars.validate(request)
+
+    def _add_companion(self, request: Request) -> None:
+        """Give a request that asks for guidance the request of its negative prompt."""
+        refuse_guidance(
+            request,
+            self.rows.max_requests,
+            drafts=self.drafting is not None,
+            chunked_prefill=self.limits.chunked_prefill,
+        )
+        companion = pair(request, self.tokenizer, self.limits.max_model_len)
+        try:
+            self.validate(companion)
+        except RequestError as error:
+            raise RequestError(f"negative_prompt: {error.message}", fix=error.fix) from error
+        check_pair_capacity(request, companion, self.scheduler.cache)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, and its companion with it."""
+        self.scheduler.add(request)
+        if request.companion is not None:
+            self.scheduler.add(request.companion)
 
     @on_device
     def _enter(self, request: Request) -> None:
@@ -327,7 +353,7 @@ class Engine:
         idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
         ready, failed = self.grammars.compiler.collect(idle=idle)
         for request in ready:
-            self.scheduler.add(request)
+            self._queue(request)
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
             self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
@@ -353,13 +379,15 @@ class Engine:
             lost = [(self.rows.request(row), error) for row, error in without.items()]
             schedule, refused = self._without(schedule, lost), refused + lost
             self.encoding.cache.forget(failed)
-        return schedule, [request for request, _ in refused]
+        return schedule, leaders([request for request, _ in refused])
 
     def _without(self, schedule: Schedule, refused: Sequence[tuple[Request, Exception]]) -> Schedule:
         """The step without requests that end with an error."""
-        rows = [request.row for request, _ in refused]
+        pairs = [(one, one.partner) for one, _ in refused]
+        rows = [one.row for both in pairs for one in both if one is not None and one.row >= 0]
         for request, error in refused:
-            self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+            if not request.finished:  # with the other one of its pair
+                self._finish([request], ["error"], [f"{type(error).__name__}: {error}"])
         return schedule.without(rows)
 
     def _prepare(self, request: Request) -> None:
@@ -478,7 +506,7 @@ class Engine:
         finished = [rows.request(row) for row in ended]
         self._finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
         result = given[0] if len(given) == 1 else tuple(map(np.concatenate, zip(*given, strict=True)))
-        return StepResult(rows=result[0], token_ids=result[1], finished=finished)
+        return StepResult(rows=result[0], token_ids=result[1], finished=leaders(finished))
 
     def _standing(self, schedule: Schedule, output: StepOutput) -> Int:
         """Tokens of a step's rows [num_requests] that are computed behind it: not those of drafts that fell."""
@@ -562,7 +590,9 @@ class Engine:
         if not requests:
             return
         now = monotonic()
-        for request, reason, cause in zip(requests, reasons, causes, strict=True):
+        ending = with_partners(requests, reasons, causes)
+        requests = [request for request, _, _ in ending]
+        for request, reason, cause in ending:
             request.finish_reason, request.stop_reason = reason, cause
             request.metrics.time_in_all = now - request.arrival_time
             if self.grammars is not None:

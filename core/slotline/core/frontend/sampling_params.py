@@ -83,6 +83,9 @@ class SamplingParams:
             logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments; each returns
             the logits. Slow: they run one by one on the host's thread in every step.
         structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar.
+        guidance_scale: classifier-free guidance: how far to go from what the negative prompt makes likely to what the
+            prompt does; 1 for none. It costs a second row.
+        negative_prompt: text, or `negative_prompt_token_ids`; None for the prompt's last token.
         detokenize: whether the output carries text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: parameters of third-party logits processors.
@@ -158,6 +161,16 @@ class SamplingParams:
             lambda v: v is None or isinstance(v, StructuredOutputsParams), "a StructuredOutputsParams or None"
         ),
     )
+    guidance_scale: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
+    negative_prompt: str | None = field(
+        default=None,
+        validator=_check(lambda v: v is None or (isinstance(v, str) and bool(v)), "a non-empty string, or None"),
+    )
+    negative_prompt_token_ids: tuple[int, ...] | None = field(
+        default=None,
+        converter=_optional_tuple,
+        validator=_check(lambda v: v is None or (v and all(map(_is_token, v))), "one or more token ids >= 0, or None"),
+    )
     detokenize: bool = True
     skip_special_tokens: bool = True
     extra_args: Mapping[str, Any] | None = field(
@@ -178,6 +191,11 @@ class SamplingParams:
                     f"best_of={self.best_of} with temperature=0, whose outputs are all equal",
                     fix="set temperature above 0, or leave best_of out",
                 )
+        for name in ("negative_prompt", "negative_prompt_token_ids"):
+            if getattr(self, name) is not None and not self.guided:
+                raise RequestError(f"{name} without guidance", fix="set guidance_scale to another number than 1")
+        if self.negative_prompt is not None and self.negative_prompt_token_ids is not None:
+            raise RequestError("negative_prompt and negative_prompt_token_ids together", fix="give one of them")
         for name in self.extra_args or ():
             if name in {parameter.name for parameter in fields(SamplingParams)}:
                 raise RequestError(f"extra_args names {name!r}", fix=f"give it as SamplingParams({name}=...)")
@@ -186,6 +204,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
+
+    @property
+    def guided(self) -> bool:
+        """Whether a negative prompt takes part."""
+        return self.guidance_scale != 1
 
     def as_mapping(self) -> dict[str, Any]:
         """All parameters by name, `extra_args` merged in, as logits processors read them."""

@@ -44,7 +44,7 @@ class TokenBitmask:
             return _masked(logits, torch.from_numpy(self.places), torch.from_numpy(bits == 0))
         words, places = self._on_device(logits.device)
         if logits.device.type == "cuda" and has_triton():
-            from slotline.core.sampling.triton_bitmask import ban_by_bitmask
+            from slotline.core.sampling.triton_rows import ban_by_bitmask
 
             return ban_by_bitmask(logits, words, places)
         return _masked(logits, places, unpacked(words, logits.shape[1]))

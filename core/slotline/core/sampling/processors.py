@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, field, frozen
 
+from slotline.core.sampling.batch import has_triton
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsBatch, LogitsProcessor, LogitsProcessorCapabilities
@@ -65,17 +66,26 @@ class Processed:
         """
         if self.touched is None:
             return tokens
+        touched = None if self.touched.all() else torch.from_numpy(self.touched).to(tokens.device, non_blocking=True)
+        if tokens.device.type == "cuda" and not all_greedy and has_triton():
+            from slotline.core.sampling.triton_rows import mark_unusable
+
+            marked = mark_unusable(self.logits, self.raw, touched, tokens, not_finite=NOT_FINITE, none_left=NONE_LEFT)
+        else:
+            marked = self.mark_in_torch(tokens, touched, all_greedy=all_greedy)
+        if self.errors:
+            marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
+        return marked
+
+    def mark_in_torch(self, tokens: torch.Tensor, touched: torch.Tensor | None, *, all_greedy: bool) -> torch.Tensor:
+        """The tokens of `touched` rows [n] bool (None for all) marked by what their logits are."""
         if all_greedy:
             best, place = self.logits.gather(1, tokens[:, None]).squeeze(1), tokens
         else:
             best, place = self.logits.max(dim=-1)  # of NaN, if there is one
         made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
         marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
-        if self.errors:
-            marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
-        if self.touched.all():
-            return marked
-        return torch.where(torch.from_numpy(self.touched).to(tokens.device), marked, tokens)
+        return marked if touched is None else torch.where(touched, marked, tokens)
 
 
 class ProcessorPipeline:
@@ -186,7 +196,7 @@ class ProcessorPipeline:
             if wanted.all():
                 logits = _applied(slot, logits, self._batch(rows, draft_nodes))
             elif wanted.any():
-                index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device)
+                index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device, non_blocking=True)
                 assumed = None if draft_nodes is None else draft_nodes[wanted]
                 logits[index] = _applied(slot, logits[index], self._batch(rows[wanted], assumed))
         return logits

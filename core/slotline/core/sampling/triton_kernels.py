@@ -147,6 +147,42 @@ def ban_tokens(
 
 
 @triton.jit
+def mark_rows(
+    logits,  # [n, vocab_size] float32, behind the processors
+    raw,  # [n, vocab_size] float32, before them
+    touched,  # [n] bool, not read if `every`
+    tokens,  # [n] int64
+    marked,  # [n] int64, out
+    vocab_size,
+    not_finite,
+    none_left,
+    every: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program for a row: its token, or what says that none can be drawn."""
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(tokens + row)
+    looked_at = True
+    if not every:
+        looked_at = tl.load(touched + row) != 0
+    if looked_at:
+        logits += row * vocab_size
+        raw += row * vocab_size
+        best = tl.full([block], -float("inf"), tl.float32)
+        wrong = tl.zeros([block], tl.int32)
+        for start in range(0, vocab_size, block):
+            places = start + tl.arange(0, block)
+            x = tl.load(logits + places, places < vocab_size, -float("inf"))
+            bad = (x != x) | (x == float("inf"))
+            before = tl.load(raw + places, bad, float("inf"))
+            wrong |= (bad & (before == before) & (tl.abs(before) != float("inf"))).to(tl.int32)
+            best = tl.maximum(best, tl.where(bad, float("inf"), x))
+        token = tl.where(tl.max(best, 0) == -float("inf"), none_left, token)
+        token = tl.where(tl.max(wrong, 0) != 0, not_finite, token)
+    tl.store(marked + row, token)
+
+
+@triton.jit
 def _scaled(logits, packed, groups, num_groups, vocab_size, group: tl.constexpr):
     """A row's logits of some groups over the temperature, [len(groups), group]; minus infinity outside."""
     ids = groups[:, None] * group + tl.arange(0, group)[None, :]

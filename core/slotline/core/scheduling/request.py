@@ -46,6 +46,8 @@ class Request:
         lora_request: its adapter; `adapter_key` tells that one's keys and values from others'.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
+        companion: under guidance, the request that computes the negative prompt with the same output tokens; its
+            `leader` is the request that it belongs to. The two sample in the same steps.
         row: permanent row from admission until the request leaves, else -1.
         features: inputs besides text, in the prompt's order.
         block_hashes: chained hashes of its full blocks so far.
@@ -65,6 +67,8 @@ class Request:
     index: int = 0
     arrival: int = 0
     arrival_time: float = field(factory=monotonic)
+    companion: Request | None = None
+    leader: Request | None = None
     row: int = -1
     status: Status = Status.WAITING
     features: tuple[Feature, ...] = ()
@@ -83,6 +87,11 @@ class Request:
     def order(self) -> tuple[int, int]:
         """Scheduling order: lower goes first."""
         return (self.priority, self.arrival)
+
+    @property
+    def partner(self) -> Request | None:
+        """The other one of a pair."""
+        return self.companion or self.leader
 
     @property
     def whole_prompt(self) -> bool:

@@ -17,6 +17,7 @@ from slotline.core.scheduling.request import Request
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
+ABSENT = -2
 NO_LIMIT = np.iinfo(np.int64).max
 
 
@@ -46,6 +47,8 @@ class Rows:
         temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
         seed: uint64, one per request.
         num_logprobs, num_prompt_logprobs: -1 for none.
+        partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
+        guidance_scale: float32, of the leader of a pair; 1 elsewhere.
         lora_slot: slot of the request's adapter, -1 for none.
         ignore_eos, has_stop_tokens, streams: flags; `streams` rows are detokenised in every step.
         requests: the request of each row, or None.
@@ -77,6 +80,8 @@ class Rows:
         self.seed = np.zeros(max_requests, np.uint64)
         self.num_logprobs = np.full(max_requests, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
+        self.partner = np.full(max_requests, -1, np.int64)
+        self.guidance_scale = np.ones(max_requests, np.float32)
         self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.has_stop_tokens = np.zeros(max_requests, bool)
@@ -96,6 +101,7 @@ class Rows:
         self.requests[row] = request
         self._write_lengths(row, request)
         self._write_sampling(row, request, default_seed)
+        self._pair(row, request)
         return row
 
     def release(self, request: Request) -> None:
@@ -108,6 +114,9 @@ class Rows:
         if row < 0 or self.requests[row] is not request:
             raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
         self.requests[row] = None
+        if request.partner is not None and request.partner.row >= 0:
+            self.partner[request.partner.row] = ABSENT
+        self.partner[row] = -1
         self.give_up(row)
         self.num_tokens[row] = 0
         request.row = -1
@@ -176,6 +185,15 @@ class Rows:
         if request is None:
             raise IntegrityError(f"row {row} is free but was scheduled")
         return request
+
+    def _pair(self, row: int, request: Request) -> None:
+        self.guidance_scale[row] = request.params.guidance_scale
+        self.partner[row] = -1
+        if request.partner is not None:
+            other = request.partner.row
+            self.partner[row] = ABSENT if other < 0 else other
+            if other >= 0:
+                self.partner[other] = row
 
     def _write_lengths(self, row: int, request: Request) -> None:
         num_prompt, params = len(request.prompt_token_ids), request.params

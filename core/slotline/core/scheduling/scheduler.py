@@ -118,8 +118,9 @@ class Scheduler:
         admitted: list[Request] = []
         if self._waiting and not preempted:
             admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
-            rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)])
-            counts = np.concatenate([counts, np.array(more, np.int64)])
+            some = np.array(more, np.int64) > 0  # one of a pair may have nothing to compute before the other is there
+            rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
+            counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
         return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
 
@@ -160,9 +161,9 @@ class Scheduler:
                     after[position] = min(after[position], self.rows.num_tokens[request.row])
                     undrafted = True
                     continue
-                victim = self._preempt_last()
-                preempted.append(victim)
-                if victim is request:
+                victims = self._preempt()
+                preempted += victims
+                if request in victims:
                     break
         if preempted or undrafted:
             rows = self._running_rows
@@ -171,6 +172,21 @@ class Scheduler:
         return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
 
     def _counts(self, rows: Int, most: Int | None = None) -> Int:
+        """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
+        so samples, without the other."""
+        counts = self._wanted(rows, most)
+        partners = self.rows.partner[rows]
+        paired = partners != -1
+        if not paired.any():
+            return counts
+        left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
+        samples = np.zeros(self.rows.max_requests, bool)
+        samples[rows] = counts >= left
+        alone = paired & ~((partners >= 0) & samples[partners])
+        capped: Int = np.where(alone, np.minimum(counts, np.maximum(left - 1, 0)), counts)
+        return capped
+
+    def _wanted(self, rows: Int, most: Int | None) -> Int:
         """Tokens of each running row in this step: what is left to compute, `most` at most, cut where the budget ends
         and before items that cannot be encoded in this step."""
         known = self.rows.num_tokens[rows]
@@ -221,6 +237,14 @@ class Scheduler:
         encode, dropped = encoder_cache.take()
         return evolve(schedule, encode=encode, dropped=dropped, features=features)
 
+    def _preempt(self) -> list[Request]:
+        """Preempt the last running request, and the other one of its pair: their outputs are of the same length."""
+        victims = [self._preempt_last()]
+        partner = victims[0].partner
+        if partner is not None and partner.status is Status.RUNNING:  # it stands right before the other one
+            victims.append(self._preempt_last())
+        return victims
+
     def _preempt_last(self) -> Request:
         """Take the blocks of the running request that is last in order and queue it again."""
         victim = self.running.pop()
@@ -245,7 +269,7 @@ class Scheduler:
                 aside.append(heapq.heappop(self._waiting))
                 continue
             count = self._try_admit(request, budget)
-            if count == 0:
+            if count is None:
                 if request.row < 0 and self.adapters is not None:
                     self.adapters.release(request)
                 break
@@ -264,20 +288,23 @@ class Scheduler:
     def _acquire(self, request: Request) -> bool:
         return self.adapters is None or self.adapters.acquire(request)
 
-    def _try_admit(self, request: Request, budget: int) -> int:
-        """Tokens of the request that fit into this step; 0 if it has to wait, and nothing is taken then."""
+    def _try_admit(self, request: Request, budget: int) -> int | None:
+        """Tokens of the request that fit into this step; None if it has to wait, and nothing is taken then.
+
+        One of a pair leaves its last token to a step in which both are running.
+        """
         known = self._known_tokens(request)
         hit, prefix = self.cache.find_prefix(request, known)
-        count = len(known) - hit
+        count = len(known) - hit - (request.partner is not None)
         if count > budget:
             if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
-                return 0
+                return None
             count = budget
         if request.features and self.encoder_cache is not None:
             whole, count = count, self.encoder_cache.reach(request, hit, count)
             if count == 0 or (count < whole and not self.chunked_prefill):
                 self.encoder_cache.release(request)
-                return 0
+                return None
         fresh = request.row < 0
         row = self.rows.admit(request, self._seed(request)) if fresh else request.row
         checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
@@ -290,7 +317,7 @@ class Scheduler:
                 self.rows.release(request)
             if self.encoder_cache is not None:
                 self.encoder_cache.release(request)
-            return 0
+            return None
         if checkpoints is not None:
             checkpoints.begin(row, units, hit)
         self.rows.num_computed_tokens[row] = hit

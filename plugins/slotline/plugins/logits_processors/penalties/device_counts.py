@@ -4,6 +4,8 @@ the logits than these.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -32,6 +34,7 @@ class DeviceCounts:
         self._seen = np.zeros(max_requests, np.int64)
         self._stale = np.ones(max_requests, bool)
         self._counts: torch.Tensor | None = None
+        self._distinct = torch.empty(max_requests, 0, dtype=torch.int32, device=self._device)
 
     def forget(self, row: int) -> None:
         """Another request took the row."""
@@ -40,20 +43,20 @@ class DeviceCounts:
     def apply(self, logits: torch.Tensor, batch: LogitsBatch, penalties: Float32) -> torch.Tensor:
         """Penalise [n, vocab_size] float32 logits in place by `penalties` [3, n]: presence, frequency, repetition."""
         counts = self._tables(int(batch.num_tokens.max(initial=1)))
-        fresh, entries = self._news(batch)
+        fresh, *entries = self._news(batch)
         n, drafts = len(batch.rows), batch.draft_token_ids
         if drafts is None:
             drafts = np.zeros((n, 0), np.int64)
-        parts = (fresh, entries, batch.rows, penalties.view(np.int32), batch.draft_positions, drafts)
-        sent = self._send([np.ascontiguousarray(part, np.int32).reshape(-1) for part in parts])
-        fresh_rows, entry_values, rows, wanted, draft_counts, draft_ids = sent
-        common = (self._distinct, self._num_distinct, self._capacity, self._vocab_size)
+        parts = (fresh, np.concatenate(entries), batch.rows, penalties.view(np.int32), batch.draft_positions, drafts)
+        fresh_rows, entry_values, rows, wanted, draft_counts, draft_ids = self._send([part.ravel() for part in parts])
+        num_entries = len(entries[0])
+        common = (self._distinct, self._num_distinct, self._distinct.shape[1], self._vocab_size)
         if len(fresh):
-            grid = len(fresh), triton.cdiv(self._vocab_size, _BLOCK)
-            clear_rows[grid](counts, self._num_distinct, fresh_rows, self._vocab_size, block=_BLOCK)
-        if entries.shape[1]:
-            grid = (triton.cdiv(entries.shape[1], _BLOCK),)
-            count_tokens[grid](counts, *common, entry_values, entries.shape[1], block=_BLOCK)
+            clear_rows[len(fresh), triton.cdiv(self._vocab_size, _BLOCK)](
+                counts, self._num_distinct, fresh_rows, self._vocab_size, block=_BLOCK
+            )
+        if num_entries:
+            count_tokens[(triton.cdiv(num_entries, _BLOCK),)](counts, *common, entry_values, num_entries, block=_BLOCK)
         penalise[n, triton.cdiv(int(batch.num_tokens.max(initial=1)), _BLOCK)](
             logits,
             logits.stride(0),
@@ -77,17 +80,16 @@ class DeviceCounts:
             shape = len(self._seen), self._vocab_size
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
             self._num_distinct = torch.zeros(shape[:1], dtype=torch.int32, device=self._device)
-            self._capacity = 0
-        if longest > self._capacity:
-            before, self._capacity = self._capacity, max(_LEAST_CAPACITY, triton.next_power_of_2(longest))
-            distinct = torch.empty(len(self._seen), self._capacity, dtype=torch.int32, device=self._device)
-            if before:
-                distinct[:, :before] = self._distinct
+        before = self._distinct.shape[1]
+        if longest > before:
+            capacity = max(_LEAST_CAPACITY, triton.next_power_of_2(longest))
+            distinct = torch.empty(len(self._seen), capacity, dtype=torch.int32, device=self._device)
+            distinct[:, :before] = self._distinct
             self._distinct = distinct
         return self._counts
 
-    def _news(self, batch: LogitsBatch) -> tuple[Int, Int]:
-        """Rows [f] to be counted afresh, and tokens [3, m] not counted yet: row, token, whether it is the prompt's."""
+    def _news(self, batch: LogitsBatch) -> tuple[Int, Int, Int, Int]:
+        """Rows [f] to be counted afresh; and by token not counted yet [m], its row, itself, and 1 for the prompt's."""
         rows, first = np.unique(batch.rows, return_index=True)
         known, prompt = batch.num_tokens[first], batch.num_prompt_tokens[first]
         stale = self._stale[rows] | (known < self._seen[rows])
@@ -97,14 +99,17 @@ class DeviceCounts:
         seen = self._seen[rows]
         new = known - seen
         self._seen[rows] = known
-        entries = np.repeat(np.arange(len(rows)), new)
-        places = np.arange(len(entries)) + np.repeat(seen - (np.cumsum(new) - new), new)
-        tokens = batch.token_table[rows[entries], places]
-        return fresh, np.stack([rows[entries], tokens, places < prompt[entries]])
+        if (new == 1).all():  # as in all but a request's first step
+            entry_rows, places, ends = rows, seen, prompt
+        else:
+            entry_rows, ends = np.repeat(rows, new), np.repeat(prompt, new)
+            places = np.arange(len(entry_rows)) + np.repeat(seen - (np.cumsum(new) - new), new)
+        tokens = batch.token_table[entry_rows, places].astype(np.int64)
+        return fresh, entry_rows, tokens, (places < ends).astype(np.int64)
 
-    def _send(self, parts: list[npt.NDArray[np.int32]]) -> list[torch.Tensor]:
-        """The arrays on the device, in one copy that nothing waits for."""
+    def _send(self, parts: list[npt.NDArray[Any]]) -> list[torch.Tensor]:
+        """The arrays as int32 on the device, in one copy that nothing waits for."""
         sizes = [len(part) for part in parts]
         flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        np.concatenate(parts, out=flat.numpy())
+        np.concatenate(parts, out=flat.numpy(), casting="unsafe")
         return list(flat.to(self._device, non_blocking=True).split(sizes))

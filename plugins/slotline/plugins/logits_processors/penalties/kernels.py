@@ -21,7 +21,7 @@ def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
         tl.store(num_distinct + row, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_entries"])
 def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, num_entries, block: tl.constexpr):
     """One program for `block` tokens not counted yet: `entries` [3, num_entries] is row, token, if in the prompt."""
     places = tl.program_id(0) * block + tl.arange(0, block)
@@ -38,7 +38,7 @@ def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, 
     tl.store(distinct + row * capacity + place, token, first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_drafts", "n"])
 def penalise(
     logits,  # [n, vocab_size] float32, in and out
     stride,

@@ -1,0 +1,60 @@
+"""What else a step does to rows of logits on a GPU: bans by bitmask, and marks where no token can be drawn."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from slotline.core.sampling.triton_kernels import ban_tokens, mark_rows
+
+_BLOCK_WORDS = 64
+_BLOCK_LOGITS = 8192
+_MARK_WARPS = 16
+
+
+def ban_by_bitmask(logits: torch.Tensor, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Logits [n, vocab_size] float32 with minus infinity where a bit is 0; the input is not changed.
+
+    Args:
+        words: [num_rows, ceil(vocab_size / 32)] int32, bit i of word j for token 32 * j + i.
+        places: [num_rows] int32, distinct rows of the logits.
+    """
+    vocab_size, num_words = logits.shape[1], words.shape[1]
+    logits = logits.contiguous()
+    result = torch.empty_like(logits) if len(words) == len(logits) else logits.clone()
+    grid = (len(words), triton.cdiv(num_words, _BLOCK_WORDS))
+    ban_tokens[grid](logits, result, words, places, vocab_size, num_words, block=_BLOCK_WORDS)
+    return result
+
+
+def mark_unusable(
+    logits: torch.Tensor,
+    raw: torch.Tensor,
+    touched: torch.Tensor | None,
+    tokens: torch.Tensor,
+    *,
+    not_finite: int,
+    none_left: int,
+) -> torch.Tensor:
+    """Tokens [n] int64 with a number in place of those of rows that hold NaN or infinity where `raw` does not, or that
+    are minus infinity throughout.
+
+    Args:
+        logits, raw: [n, vocab_size] float32.
+        touched: [n] bool, the rows to look at; None for all.
+    """
+    marked = torch.empty_like(tokens)
+    mark_rows[(len(tokens),)](
+        logits.contiguous(),
+        raw.contiguous(),
+        touched,
+        tokens.contiguous(),
+        marked,
+        logits.shape[1],
+        not_finite,
+        none_left,
+        every=touched is None,
+        block=min(_BLOCK_LOGITS, triton.next_power_of_2(logits.shape[1])),
+        num_warps=_MARK_WARPS,
+    )
+    return marked

@@ -1,0 +1,186 @@
+"""Classifier-free guidance: the texts of transformers, whatever the batch and however little room."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.core.planning.plan import SMALL_MODEL
+from slotline.registry.errors import RequestError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES = [
+    ("def main(", "import os\nimport sys\n", 1.5),
+    ("class Foo", "class Bar:\n    def f(self):\n        return 1\n", 2.0),
+    ("x = ", None, 1.7),
+    ("for i in range(", "while True:\n", 0.5),
+]
+SETTINGS: dict[str, Any] = {"dtype": "float32", "max_model_len": 128, "observability.check_integrity": True}
+TOKENS = 20
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one by one", "overlapped"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return LLM(**SETTINGS, max_num_seqs=6, **{"scheduler.async": request.param})
+
+
+def greedy(negative: str | None, scale: float, **more: Any) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=TOKENS, guidance_scale=scale, negative_prompt=negative, ignore_eos=True, **more
+    )
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[list[int]]:
+    """What transformers generates."""
+    tokenizer = LLM(**SETTINGS).tokenizer
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
+    found = []
+    for prompt, negative, scale in CASES:
+        ids = tokenizer.encode(prompt)
+        more = {} if negative is None else {"negative_prompt_ids": torch.tensor([tokenizer.encode(negative)])}
+        output = model.generate(
+            torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, guidance_scale=scale, pad_token_id=0, **more
+        )
+        found.append(output[0, len(ids) :].tolist())
+    return found
+
+
+def texts(llm: LLM, cases: Any = CASES) -> list[list[int]]:
+    outputs = llm.generate([case[0] for case in cases], [greedy(case[1], case[2]) for case in cases])
+    assert not llm.engine.requests
+    assert llm.engine.rows.num_free == llm.engine.rows.max_requests
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_texts_are_those_of_transformers(llm: LLM, wanted: list[list[int]]) -> None:
+    assert texts(llm) == wanted
+    free = llm.generate([case[0] for case in CASES], SamplingParams(temperature=0, max_tokens=TOKENS))
+    assert all(output.outputs[0].token_ids != want for output, want in zip(free, wanted, strict=True))
+
+
+def test_unguided_requests_beside_them_change_nothing(llm: LLM, wanted: list[list[int]]) -> None:
+    plain = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    (alone,) = llm.generate("import ", plain)
+    mixed = llm.generate(["import ", CASES[1][0], "import "], [plain, greedy(*CASES[1][1:]), plain])
+    assert [output.outputs[0].token_ids for output in mixed] == [
+        alone.outputs[0].token_ids,
+        wanted[1],
+        alone.outputs[0].token_ids,
+    ]
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize(
+    "little",
+    [
+        {"scheduler.max_batched_tokens": 7, "max_num_seqs": 3},
+        {"scheduler.max_batched_tokens": 4, "max_num_seqs": 8, "cache.block_size": 16, "memory": "1MiB"},
+        {"max_num_seqs": 2, "cache.prefix_caching": False},
+    ],
+    ids=["few tokens a step", "few blocks", "two rows"],
+)
+def test_little_room_delays_them_and_changes_nothing(
+    little: dict[str, Any], overlapped: bool, wanted: list[list[int]]
+) -> None:
+    llm = LLM(**SETTINGS | {"max_model_len": 64} | little, **{"scheduler.async": overlapped})
+    assert texts(llm, CASES * 2) == wanted * 2
+
+
+def test_both_of_a_pair_are_preempted(wanted: list[list[int]]) -> None:
+    for overlapped in (False, True):
+        llm = LLM(**SETTINGS, max_num_seqs=8, **{"scheduler.async": overlapped})
+        engine = llm.engine
+        requests = [
+            engine.add(f"r{i}", llm.tokenizer.encode(case[0]), greedy(*case[1:])) for i, case in enumerate(CASES)
+        ]
+        steps = 0
+        while engine.has_work:
+            engine.step()
+            steps += 1
+            if steps % 5 == 0 and engine.scheduler.running:
+                victims = engine.scheduler._preempt()
+                assert [one.partner for one in victims] == victims[::-1]
+        assert [request.output_token_ids for request in requests] == wanted
+        assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+def test_processors_stops_and_grammars_see_the_guided_request_alone(llm: LLM) -> None:
+    prompt, negative, scale = CASES[0]
+    banned = texts(llm, CASES[:1])[0][3]
+    (output,) = llm.generate(prompt, greedy(negative, scale, logit_bias={banned: -100.0}))
+    assert banned not in output.outputs[0].token_ids
+    (output,) = llm.generate(prompt, greedy(negative, scale, stop_token_ids=[banned]))
+    assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", banned)
+    schema = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 99}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    made = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
+    params = SamplingParams(temperature=0, max_tokens=40, guidance_scale=1.5, structured_outputs=made)
+    jsonschema.validate(json.loads(llm.generate("value = ", params)[0].outputs[0].text), schema)
+
+
+def test_samples_follow_their_seeds_alone(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, temperature=0.9, max_tokens=12, guidance_scale=1.4, logprobs=1)
+    first, second = (llm.generate(["def f(", "import "][:count], params)[0].outputs for count in (1, 2))
+    assert [one.token_ids for one in first] == [one.token_ids for one in second]
+    assert len({tuple(one.token_ids) for one in first}) == 3
+    assert all(len(one.logprobs or ()) == len(one.token_ids) for one in first)
+
+
+def test_an_aborted_request_takes_its_companion_along(llm: LLM) -> None:
+    engine = llm.engine
+    engine.add("leaves", llm.tokenizer.encode("def f("), greedy(None, 1.5))
+    for _ in range(4):
+        engine.step()
+    assert len(engine.requests) == 2
+    engine.abort("leaves")
+    assert not engine.requests
+    while engine._in_flight is not None:
+        engine.step()
+    assert engine.rows.num_free == engine.rows.max_requests
+
+
+def test_the_pair_ends_where_the_longer_prompt_meets_the_models_length(llm: LLM) -> None:
+    params = SamplingParams(
+        temperature=0, max_tokens=None, ignore_eos=True, guidance_scale=2, negative_prompt_token_ids=[5] * 100
+    )
+    (output,) = llm.generate("def f(", params)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (28, "length")
+
+
+@pytest.mark.parametrize(
+    ("settings", "params", "says"),
+    [
+        ({"drafter.name": "ngram"}, {}, "drafter"),
+        ({"max_num_seqs": 1}, {}, "two rows"),
+        ({"scheduler.chunked_prefill": False}, {}, "divided"),
+        ({}, {"negative_prompt_token_ids": [10**6]}, "negative_prompt: token id 1000000"),
+        ({}, {"negative_prompt_token_ids": [1] * 200}, "negative_prompt: the prompt has 200 tokens"),
+    ],
+)
+def test_what_cannot_be_guided_is_refused(settings: dict[str, Any], params: dict[str, Any], says: str) -> None:
+    llm = LLM(**SETTINGS | settings)
+    with pytest.raises(RequestError, match=says):
+        llm.generate("def f(", SamplingParams(guidance_scale=1.5, **params))
+    assert not llm.engine.requests
+    assert llm.generate("def f(", SamplingParams(max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"guidance_scale": -1}, "guidance_scale=-1"),
+        ({"negative_prompt": "x"}, "without guidance"),
+        ({"guidance_scale": 2, "negative_prompt": ""}, "negative_prompt=''"),
+        ({"guidance_scale": 2, "negative_prompt": "x", "negative_prompt_token_ids": [1]}, "together"),
+    ],
+)
+def test_wrong_parameters_are_named(params: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        SamplingParams(**params)
