@@ -512,3 +512,23 @@ def test_raw_logprobs_do_not_see_the_processors_of_the_same_batch(tiny: Tiny, en
     for prompt, output in zip(prompts, engines(path).generate(prompts, params), strict=True):
         (entry,) = output.outputs[0].logprobs or [{}]
         entries_match(entry, reference(path, prompt)[-1].log_softmax(-1), 9, 1)
+
+
+def test_what_a_row_is_left_does_not_hang_on_the_limits_of_others() -> None:
+    limits = [
+        (0, 1.0, 0.0),
+        (3, 1.0, 0.0),
+        (40, 0.8, 0.0),
+        (0, 0.7, 0.0),
+        (0, 1.0, 0.2),
+        (10**6, 0.9, 0.1),
+        (5, 0.5, 0.3),
+    ]
+    logits = 3 * torch.randn(len(limits), 90, generator=torch.Generator().manual_seed(0))
+    top_k, top_p, min_p = zip(*limits, strict=True)
+    together = masked(logits, batch(len(limits), top_k=top_k, top_p=top_p, min_p=min_p))
+    for i, (k, p, least) in enumerate(limits):
+        alone = masked(logits[i : i + 1], batch(1, top_k=k, top_p=p, min_p=least))
+        assert torch.equal(together[i : i + 1], alone)
+        kept = allowed(logits[i].double().softmax(-1).numpy(), 0 if k >= 90 else k, p, least)
+        assert together[i].isfinite().tolist() == kept.tolist()

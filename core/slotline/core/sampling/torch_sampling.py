@@ -54,20 +54,37 @@ def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch, columns: PackedPar
 def least_kept(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor | None:
     """The lowest logit [n, 1] that min-p, top-k and top-p leave in; None if no row asks for any of them.
 
-    By value, not by place: equal logits stay or go together, whatever order a sort gives them.
+    By value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows with top-k are
+    ordered as far as the largest k, those with top-p alone wholly, others not at all.
     """
     floor = None
     if batch.min_p.any():
         floor = logits.amax(dim=-1, keepdim=True) + columns.log_min_p[:, None]
-    if not (batch.top_k.any() or (batch.top_p < 1).any()):
-        return floor
     vocab_size = logits.shape[-1]
-    largest = int(np.where(batch.top_k == 0, vocab_size, np.minimum(batch.top_k, vocab_size)).max(initial=1))
-    if largest < vocab_size:  # a partial sort is enough when every row limits its tokens
-        ordered = torch.topk(logits, largest, dim=-1).values
+    by_count = (batch.top_k > 0) & (batch.top_k < vocab_size)
+    by_mass = ~by_count & (batch.top_p < 1)
+    if not (by_count.any() or by_mass.any()):
+        return floor
+    least = torch.full_like(logits[:, :1], -torch.inf) if floor is None else floor.clone()
+    for which, most in ((by_count, int(batch.top_k[by_count].max(initial=1))), (by_mass, vocab_size)):
+        if which.all():
+            return _least_ordered(logits, floor, columns, most)
+        if which.any():
+            index = torch.from_numpy(np.flatnonzero(which)).to(logits.device, non_blocking=True)
+            part = PackedParameters(columns.packed[index])
+            least[index] = _least_ordered(logits[index], None if floor is None else floor[index], part, most)
+    return least
+
+
+def _least_ordered(
+    logits: torch.Tensor, floor: torch.Tensor | None, columns: PackedParameters, most: int
+) -> torch.Tensor:
+    """The lowest logit [n, 1] that is left of the `most` largest in each row."""
+    if most < logits.shape[-1]:
+        ordered = torch.topk(logits, most, dim=-1).values
     else:
         ordered = torch.sort(logits, dim=-1, descending=True).values
-    rank = torch.arange(largest, device=logits.device)
+    rank = torch.arange(most, device=logits.device)
     top_k = columns.top_k[:, None]
     drop = (rank >= top_k) & (top_k > 0)
     if floor is not None:
