@@ -29,14 +29,15 @@ class Foreseeing:
 
     def __init__(self, context: DrafterContext) -> None:
         self.count, self.vocab_size = context.num_tokens, context.vocab_size
-        self.table = torch.zeros((context.max_requests, context.max_model_len + context.num_tokens), dtype=torch.int64)
-        self.wrong = torch.randint(100, self.table.shape, generator=torch.Generator().manual_seed(5))
+        shape = (context.max_requests, context.max_model_len + context.num_tokens)
+        self.table = torch.zeros(shape, dtype=torch.int64, device=context.device)
+        self.wrong = torch.randint(100, shape, generator=torch.Generator().manual_seed(5)).to(context.device)
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
         """Look the request's text up."""
         text = self.texts.get(tuple(prompt_token_ids), [])
         self.table[row] = 1
-        self.table[row, : len(text)] = torch.tensor(text, dtype=torch.int64)
+        self.table[row, : len(text)] = torch.tensor(text, dtype=torch.int64, device=self.table.device)
 
     def release(self, row: int) -> None:
         """Its row's text is of no more use."""
@@ -44,7 +45,9 @@ class Foreseeing:
 
     def propose(self, batch: DraftBatch) -> Draft:
         """What comes behind the newest token, now and then one more than that, or no token at all."""
-        places = batch.positions[:, None] + torch.arange(1, 1 + self.count)
-        said, luck = self.table[batch.rows[:, None], places], self.wrong[batch.rows[:, None], places]
+        device = self.table.device
+        places = batch.positions[:, None] + torch.arange(1, 1 + self.count, device=device)
+        rows = batch.rows.to(device, non_blocking=True)[:, None]
+        said, luck = self.table[rows, places], self.wrong[rows, places]
         said = torch.where(luck < self.right, said, (said + 1) % self.vocab_size)
         return Draft(token_ids=said.masked_fill(luck == 99, -1))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+from device_drafter import Foreseeing
+from engine_driver import GREEDY, random_prompts, tokens_of
 from test_small_model_files import FOLDER, HELD_OUT
 
 from slotline.core import LLM, SamplingParams
@@ -71,3 +75,20 @@ def test_a_step_waits_for_the_one_before_and_for_nothing_else(kind: str) -> None
         torch.cuda.set_sync_debug_mode("default")
     assert llm.engine.drafting is not None
     assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
+
+
+@pytest.mark.parametrize("family", ["bamba", "qwen3_next"])
+def test_states_go_back_to_what_stood(family: str, tmp_path: Path) -> None:
+    path = tiny_models.build(family, tmp_path, 0)
+    settings = {**SETTINGS, "memory": "64MiB", "max_model_len": 64, "max_num_seqs": 8}
+    prompts = random_prompts([3, 33, 17, 30, 1, 25])
+    expected = tokens_of(LLM(path, **settings), prompts)
+    drafter = {"plugins.inline": (f"{Path(__file__).parent / 'device_drafter.py'}:Foreseeing",)}
+    llm = LLM(path, **settings, **drafter, **{"drafter.name": "foreseeing", "drafter.tokens": 3})
+    assert llm.engine.overlap is not None
+    foreseeing = type(llm.engine.overlap._drafting.drafter)
+    assert foreseeing.__name__ == Foreseeing.__name__
+    foreseeing.texts = {tuple(p): p + t for p, t in zip(prompts, expected, strict=True)}  # type: ignore[attr-defined]
+    assert tokens_of(llm, prompts, GREEDY) == expected
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.accepted > 20

@@ -375,8 +375,8 @@ def recorded_accepted(llm: LLM) -> Callable[[], set[int]]:
     checkpoints, seen = checkpoints_of(llm), set[int]()
     original = checkpoints.commit
 
-    def commit(rows: Any, counts: Any, accepted: Any, verified: Any) -> None:
-        original(rows, counts, accepted, verified)
+    def commit(rows: Any, counts: Any, accepted: Any, verified: Any, *, done: bool) -> None:
+        original(rows, counts, accepted, verified, done=done)
         seen.update(llm.engine.rows.num_accepted[rows].tolist())
 
     checkpoints.commit = commit  # type: ignore[method-assign]
@@ -395,7 +395,7 @@ def test_a_rejected_draft_that_stays_in_a_state_is_seen(
     llm = engines(
         tiny("bamba"), **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
     )
-    monkeypatch.setattr(checkpoints_of(llm), "commit", lambda *_: None)
+    monkeypatch.setattr(checkpoints_of(llm), "commit", lambda *_, **__: None)
     add(llm, "drafted", SHARED)
     try:
         with pytest.raises(IntegrityError, match=r"row 0 computed .* tokens and its state covers"):

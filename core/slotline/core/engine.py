@@ -479,9 +479,10 @@ class Engine:
         if output.draft_positions is not None:  # what was computed for rejected drafts does not count
             computed = self._standing(schedule, output)
             rows.num_computed_tokens[schedule.rows] -= ends - computed  # a step in flight may have added its own
-            if self.checkpoints is not None:
-                accepted, verified = computed - schedule.num_computed, ends > rows.num_tokens[schedule.rows]
-                self.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified)
+        overlapped = self.overlap is not None
+        if self.checkpoints is not None and (overlapped or output.draft_positions is not None):
+            accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
+            self.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified, done=overlapped)
         rows.num_fallen[schedule.rows] = ends - computed
         self.scheduler.cache.commit(rows, schedule.rows, schedule.num_computed, computed)
         self._record(output)

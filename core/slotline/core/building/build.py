@@ -249,6 +249,7 @@ class EngineBuilder:
             runner.drafting,
             runner.last_tokens,
             staging_for(self.planned.device),
+            runner.states,
             max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
             vocab_size=self.planned.facts.vocab_size,
         )

@@ -150,6 +150,7 @@ class Checkpoints:
             return rows[:0]
         computed = self.rows.num_computed_tokens[rows]
         wanted = (computed % self.interval == 0) | (computed == self._last[rows]) | (computed == self._branch[rows])
+        wanted &= self.rows.num_pending[rows] < 2  # behind drafts in flight nobody knows yet how far a state has come
         due: Int = rows[wanted & (computed > 0) & (computed != self._kept[rows])]
         return due
 
@@ -174,15 +175,17 @@ class Checkpoints:
         self.lengths[rows] = np.where(computed > 0, self.lengths[rows], 0) + counts
         self.rows.num_accepted[rows] = 1
 
-    def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask) -> None:
-        """Of the last step's tokens of its `rows`, in its order, only the first `accepted` of `counts` stand.
+    def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask, *, done: bool = False) -> None:
+        """Of a step's tokens of its `rows`, in its order, only the first `accepted` of `counts` stand.
 
         Args:
             verified: [n] bool, which of the rows had drafts.
+            done: whether the states have been brought there behind the step's sampling, as where steps overlap.
         """
-        self.rows.num_accepted[rows[verified]] = accepted[verified]
+        self.rows.num_accepted[rows] = np.where(verified, accepted, 1)
         if (back := accepted < counts).any():
-            self._states.commit(np.where(back, rows, -1), accepted)
+            if not done:
+                self._states.commit(np.where(back, rows, -1), accepted)
             self.lengths[rows] -= counts - accepted
 
     def reset(self) -> None:

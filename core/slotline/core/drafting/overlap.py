@@ -23,6 +23,7 @@ from slotline.core.drafting.verification import drafted
 from slotline.core.execution.attention import Attend
 from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.staging import Download, Staging, reserved_bytes
+from slotline.core.execution.states import StateRouter
 from slotline.core.execution.step import Sampling
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.sampling.last_tokens import LastTokens
@@ -54,9 +55,9 @@ class Settled:
 
     Attributes:
         rows: [m] int64, the rows that sample; `verified` [m] their drafts in this step.
-        live: [m] bool, rows that nobody has given up since the step was launched.
-        on_device: [4, m] int64 on the device: of each row its first place among the logits, its drafts, its known
-            tokens, and the number that stands for its next token.
+        num_requests: of the step.
+        on_device: [6, m] int64 on the device: of each row its first place among the logits, its drafts, its known
+            tokens, the number that stands for its next token, its place among the step's requests, its tokens there.
         rows_device: [m] int64 on the device; `places` [num_logits] the row's index in `rows` of each place.
         drafts: [num_logits] int64 on the device, the draft at each place, -1 behind a row's last.
         asked: [n] int64, indices into `rows` of those that get drafts; `asked_device` the same, None for all.
@@ -68,7 +69,7 @@ class Settled:
 
     rows: Int
     verified: Int
-    live: npt.NDArray[np.bool_]
+    num_requests: int
     on_device: torch.Tensor
     rows_device: torch.Tensor
     places: torch.Tensor
@@ -86,6 +87,7 @@ class Overlap:
 
     Args:
         staging: of its own; the step's holds what the forward pass reads.
+        states: of the model's state layers, where it has any.
         max_tokens: of a step.
     """
 
@@ -95,6 +97,7 @@ class Overlap:
         drafting: Drafting,
         last_tokens: LastTokens,
         staging: Staging,
+        states: StateRouter | None = None,
         *,
         max_tokens: int,
         vocab_size: int,
@@ -103,13 +106,14 @@ class Overlap:
         self._drafting = drafting
         self._last_tokens = last_tokens
         self._staging = staging
+        self._states = states
         self._vocab_size = vocab_size
         most, count = rows.max_requests, rows.max_requests * (1 + drafting.num_tokens)
         attention = 0 if drafting.attention is None else drafting.attention.reserved_bytes(most)
         staging.reserve(
             reserved_bytes((count, PACKED_WIDTH), np.int32)
             + 2 * reserved_bytes((count,), np.int64)
-            + reserved_bytes((4, most), np.int64)
+            + reserved_bytes((6, most), np.int64)
             + 3 * reserved_bytes((most,), np.int64)
             + reserved_bytes((max(max_tokens, count),), np.int64)
             + attention
@@ -134,7 +138,7 @@ class Overlap:
         first = np.arange(len(which)) if positions is None else np.flatnonzero(positions == 0)
         verified = np.diff(np.append(first, len(which))) - 1
         own = which[first]
-        known = rows.num_tokens[own]
+        known, at = rows.num_tokens[own], np.flatnonzero(np.isin(inputs.rows, own))
         live = rows.generation[own] == generations[own]
         bound = known + verified + 1
         room = rows.length_limit[own] - bound - 1  # as in `Drafting.propose`, were all drafts to stand
@@ -146,8 +150,10 @@ class Overlap:
         settled = Settled(
             rows=own,
             verified=verified,
-            live=live,
-            on_device=upload(np.stack([first, verified, known, self._last_tokens.stand_ins(own)])),
+            num_requests=len(inputs.rows),
+            on_device=upload(
+                np.stack([first, verified, known, self._last_tokens.stand_ins(own), at, inputs.num_scheduled[at]])
+            ),
             rows_device=upload(own),
             places=upload(np.repeat(np.arange(len(own)), verified + 1)),
             drafts=None if inputs.drafts is None else upload(inputs.drafts),
@@ -171,7 +177,7 @@ class Overlap:
         None where no request gets drafts.
         """
         drafting, table = self._drafting, self._last_tokens
-        first, verified, known, stand_ins = settled.on_device.unbind()
+        first, verified, known, stand_ins, at, scheduled = settled.on_device.unbind()
         stood, last = torch.zeros_like(first), first
         if settled.drafts is not None:  # as in `verification.standing`
             fell = (sampling.sampled != settled.drafts).long()
@@ -181,7 +187,14 @@ class Overlap:
             last = first + stood
         newest = sampling.sampled[last].clamp(min=0)  # negative where a request ends with an error
         table.record(stand_ins, newest)
-        table.fallen[settled.rows_device] = verified - stood
+        fallen = verified - stood
+        table.fallen[settled.rows_device] = fallen
+        if self._states is not None and settled.drafts is not None:
+            slots = torch.full((settled.num_requests,), -1, dtype=torch.int32, device=at.device)
+            slots[at] = torch.where(fallen > 0, settled.rows_device, -1).int()
+            accepted = torch.ones_like(slots)
+            accepted[at] = (scheduled - fallen).int()
+            self._states.commit_there(slots, accepted)
         drafting.forget()
         if sampling.computed is not None and settled.following is not None:
             inputs = sampling.computed.inputs
@@ -195,7 +208,10 @@ class Overlap:
             states = None if states is None else states.pick(chosen)
         start, rows = perf_counter(), settled.rows[settled.asked]
         try:
-            found = drafting.drafter.propose(self._batch(settled, rows, newest, positions, states)).token_ids
+            draft = drafting.drafter.propose(self._batch(settled, rows, newest, positions, states))
+            if draft.parents is not None:
+                raise ValueError("a tree was proposed where a chain was negotiated")
+            found = draft.token_ids
             if found.ndim != 2 or found.shape[0] != len(rows) or found.shape[1] > drafting.num_tokens:
                 raise ValueError(
                     f"token_ids has shape {tuple(found.shape)}, not [{len(rows)}, at most {drafting.num_tokens}]"

@@ -392,6 +392,8 @@ class InputGatherer:
         if self.has_states:
             pad = (0, missing)  # padded requests have no slot
             accepted = self.rows.num_accepted[rows].astype(np.int32)
+            if pending is not None:
+                accepted = np.where(pending, self.rows.num_pending[rows], accepted).astype(np.int32)
             states = StateBatch(
                 num_requests=len(rows),
                 num_tokens=num_tokens,
@@ -435,7 +437,7 @@ class InputGatherer:
             feed.staging.flush()
         tables = [feed.tables.take(longest_sequence) for feed in self.feeds]
         if bounded is not None:
-            self._take_off(sent[0], tables[0], *bounded)
+            self._take_off(sent[0], tables[0], states, *bounded)
         batches = tuple(
             self._of_group(
                 group,
@@ -506,12 +508,21 @@ class InputGatherer:
         upload = self.feeds[0].staging.upload
         return upload(which), upload(owner)
 
-    def _take_off(self, sent: Sent, tables: Sequence[torch.Tensor], which: torch.Tensor, owner: torch.Tensor) -> None:
+    def _take_off(
+        self,
+        sent: Sent,
+        tables: Sequence[torch.Tensor],
+        states: StateBatch | None,
+        which: torch.Tensor,
+        owner: torch.Tensor,
+    ) -> None:
         """Make bounds exact, in place: the drafts of a step before that fell have left no token behind."""
         assert self.last_tokens is not None
         fallen = self.last_tokens.fallen[which]
         sent.seq_lens.sub_(fallen[:-1])
         sent.positions.sub_(fallen[owner])
+        if states is not None:
+            states.num_accepted.sub_(fallen[:-1])
         request = owner.clamp(max=len(which) - 2)
         for group, size, table, slots in zip(
             self.groups, self.kernel_block_sizes, tables, sent.slot_mappings, strict=True

@@ -108,9 +108,14 @@ class StateRouter:
             accepted: [num_requests] tokens.
         """
         pair = torch.from_numpy(np.stack([rows, accepted]).astype(np.int32)).to(self._device, non_blocking=True)
+        self.commit_there(pair[0], pair[1])
+
+    @torch.inference_mode()
+    def commit_there(self, rows: torch.Tensor, accepted: torch.Tensor) -> None:
+        """The same with what the device alone knows: [num_requests] int32 each."""
         for group in self.groups:
             for layer in group.layers:
-                group.backend.commit(layer, self.state(layer), pair[0], pair[1])
+                group.backend.commit(layer, self.state(layer), rows, accepted)
 
     def state(self, layer: StateLayer) -> State:
         """The layer's tensors [num_slots, *shape] by name."""

@@ -46,7 +46,6 @@ def overlap_drafts(
     drafter: Descriptor[Any],
     plan: Plan,
     registry: PluginRegistry,
-    tree: Setting | None,
     *,
     stages: int,
 ) -> Setting:
@@ -62,10 +61,6 @@ def overlap_drafts(
         backend = registry.load(Kind.ATTENTION, name, required=True)
         if not backend.capabilities.bounded_lengths:
             texts.append(f"attention backend {name!r} plans with exact lengths (bounded_lengths is not declared)")
-    if plan.state_groups:
-        texts.append("the host commits the states of accepted drafts")
-    if tree is not None and tree.resolved == "tree":
-        texts.append("the host finds the path of a tree that stands")
     if stages > 1:
         texts.append(f"the model runs over {stages} pipeline stages")
     if texts and setting.explicit:
@@ -80,6 +75,8 @@ def _of_drafter(drafter: Descriptor[Any]) -> str | None:
     name = f"drafter.name = {drafter.name!r}"
     if not drafter.capabilities.on_device:
         return f"{name}: drafts are made from the step before's tokens (on_device is not declared)"
+    if drafter.capabilities.tree.support:
+        return f"{name}: it proposes trees, and the host finds the path that stands"
     if drafter.capabilities.probabilities.support:
         return f"{name}: it draws with numbers of the host's"
     return None

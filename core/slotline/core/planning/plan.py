@@ -194,7 +194,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
     plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
     if drafter is not None:
-        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, registry, tree, stages=len(stages.stages))
+        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, registry, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
