@@ -227,8 +227,11 @@ def test_prefixes_are_shared_under_one_adapter_and_with_no_other(engine, oracle)
     ]
 
 
-def test_drafts_are_verified_with_the_adapter(engine, oracle):
-    llm = engine(**{"drafter.name": "ngram", "drafter.tokens": 3})
+@pytest.mark.parametrize("drafter", ["ngram", "foreseeing"])
+def test_drafts_are_verified_with_the_adapter(drafter, engine, oracle):
+    inline = f"{Path(__file__).parent / 'device_drafter.py'}:Foreseeing"  # steps overlap beside this one
+    more = {"plugins.inline": (inline,), "scheduler.async": True} if drafter == "foreseeing" else {}
+    llm = engine(**{"drafter.name": drafter, "drafter.tokens": 3}, **more)
     check(llm, oracle, ["plain", None, "stabilised", "plain"], length=12)
     assert llm.engine.drafting.counts.proposed > 0
     assert any("guesses without adapters" in note for note in llm.engine.notes)

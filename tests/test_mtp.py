@@ -84,10 +84,13 @@ def test_a_cached_prefix_has_the_layers_entries_too(engines: Engines, folder: An
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "glm4_moe_lite"])
-def test_sampled_texts_are_the_same(engines: Engines, folder: Any, family: str) -> None:
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sampled_texts_are_the_same(engines: Engines, folder: Any, family: str, asynchronous: bool) -> None:
     path, prompts = folder(family), random_prompts(LENGTHS, seed=9)
     params = SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=20, ignore_eos=True)
-    assert tokens_of(engines(path, **settings_of()), prompts, params) == tokens_of(engines(path), prompts, params)
+    llm = engines(path, **settings_of(), **{"scheduler.async": asynchronous})
+    assert tokens_of(llm, prompts, params) == tokens_of(engines(path), prompts, params)
+    assert llm.engine.drafting.counts.failures == 0  # type: ignore[union-attr]
 
 
 def test_what_is_kept_in_float32_stays_so(engines: Engines, folder: Any) -> None:

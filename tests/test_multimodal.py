@@ -306,7 +306,9 @@ def test_steps_without_items_take_the_text_path(tiny_vision_model: Vision, engin
 
 @pytest.mark.behaviour(121)
 @pytest.mark.parametrize("tokens_per_step", [64, 24], ids=["whole", "chunks"])
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
+    asynchronous: bool,
     tokens_per_step: int,
     tiny_vision_model: Vision,
     engines: Engines,
@@ -315,8 +317,9 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
 ) -> None:
     path = tiny_vision_model(VARIANTS[0])
     head = build_head(tmp_path / "head", path, "eagle")
-    settings = {"drafter.name": "eagle", "drafter.path": str(head), "drafter.tokens": 3}
-    llm = engines(path, **settings, max_num_batched_tokens=tokens_per_step)
+    settings: dict[str, Any] = {"drafter.name": "eagle", "drafter.path": str(head), "drafter.tokens": 3}
+    settings |= {"scheduler.async": asynchronous, "max_num_batched_tokens": tokens_per_step}
+    llm = engines(path, **settings)
     encoding, drafting = llm.engine.encoding, llm.engine.drafting
     assert encoding is not None
     assert drafting is not None
