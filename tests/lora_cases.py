@@ -10,9 +10,23 @@ import pytest
 import tiny_models
 import torch
 
-from slotline.core import LoRARequest
+from slotline.core import LLM, LoRARequest
 
 ATTENTION_AND_MLP = r".*\.(q_proj|k_proj|v_proj|qkv_proj|o_proj|gate_proj|up_proj|gate_up_proj|down_proj|c_fc|c_proj)"
+
+
+def expansions(llm: LLM) -> list[tuple[str, ...]]:
+    """Which products' shares are expanded from what stood behind their weights, from now on."""
+    adapters: Any = llm.engine.adapters
+    seen: list[tuple[str, ...]] = []
+    original = adapters._expand
+
+    def expand(names: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
+        seen.append(names)
+        original(names, inner, out)
+
+    adapters._expand = expand
+    return seen
 
 
 class PeftOracle:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import random_prompts
-from lora_cases import PeftOracle
+from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from slotline.core.execution.graphs import GraphShapes
@@ -169,6 +169,31 @@ def test_an_adapter_of_the_embedding_is_merged_into_it(engine, embedded):
     check(llm, embedded, ["both"])
     llm.remove_lora(embedded.request("both").lora_int_id)
     check(llm, embedded, [None])
+
+
+@pytest.mark.parametrize("family", ["llama", "starcoder2"], ids=["plain", "with-biases"])
+def test_products_with_adapters_behind_their_weights_equal_peft(family, tiny, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from slotline.plugins.lora.segmented import plugin
+
+    if torch.cuda.is_available():
+        pytest.skip("tests/test_lora_cuda.py has it with the compiled kernels")
+    monkeypatch.setattr(plugin, "MOST_EXTENDED", 100)
+    monkeypatch.setattr(plugin, "FEW_TOKENS", 8)  # so that prompts are computed without, and decoded with it
+    path = tiny(family)
+    oracle = PeftOracle(path, tmp_path, {"first": {}, "second": {"r": 3, "use_rslora": True}})
+    settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 8, "memory": "8MiB"}
+    named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
+    llm = LLM(path, optimize=False, **{**settings, **LORA, **named})
+    model, expanded = llm.engine.runner.model, expansions(llm)
+    names = ["first", None, "second", "first"]
+    check(llm, oracle, names, length=4)
+    assert len(set(expanded)) == len(model.linears) - 1  # all but the output projection
+    model.reload_weights()
+    check(llm, oracle, names[::-1], length=3)
+    used = len(expanded)
+    check(llm, oracle, [None, None], length=3)
+    assert len(expanded) == used
 
 
 def test_an_embedding_is_refused_with_the_key_that_allows_it(engine, embedded):

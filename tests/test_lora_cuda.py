@@ -9,7 +9,7 @@ import pytest
 import tiny_models
 import torch
 from engine_driver import random_prompts
-from lora_cases import PeftOracle
+from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, SamplingParams
 
@@ -69,6 +69,28 @@ def test_adapters_of_the_embedding_and_the_head_give_peft_s_text_in_graphs(famil
     for plugin in ("triton", "torch"):
         llm = engine(path, **{"lora.name": plugin, "lora.target_modules": tuple(targets)})
         assert tokens(llm, oracle, NAMES) == expected, plugin
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma3"])
+def test_products_with_adapters_behind_their_weights_give_peft_s_text(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slotline.plugins.lora.segmented import plugin
+
+    monkeypatch.setattr(plugin, "MOST_EXTENDED", 100)
+    monkeypatch.setattr(plugin, "FEW_TOKENS", 16)  # prompts are computed without, in part
+    path = tiny_models.build(family, tmp_path / "model", 0)
+    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}, "second": {"r": 8, "use_rslora": True}, "third": {}})
+    expected = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    base = [oracle.greedy(None, prompt, 10) for prompt in PROMPTS]
+    for mode in ("full_and_piecewise", "none"):
+        llm = engine(path, **{"lora.name": "triton", "graphs.mode": mode})
+        expanded = expansions(llm)
+        assert tokens(llm, oracle, NAMES) == expected, mode
+        assert tokens(llm, oracle, [None] * len(PROMPTS)) == base, mode
+        llm.engine.runner.model.reload_weights()
+        assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], mode
+        assert mode != "none" or expanded
 
 
 @pytest.mark.behaviour(146)

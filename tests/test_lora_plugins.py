@@ -22,8 +22,10 @@ def test_the_torch_plugin_passes_every_check():
 INTERPRETED = (
     "lora.apply.none",
     "lora.apply.embedding",
+    "lora.apply.extended",
     "lora.apply.rslora",
     "lora.apply.strided",
+    "lora.batch.extended",
     "lora.batch.mixed",
     "lora.slots.hot_swap",
 )
@@ -31,9 +33,10 @@ INTERPRETED = (
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the suite runs the compiled kernels on the GPU")
-def test_the_triton_plugin_passes_the_hardest_checks_under_the_interpreter():
+def test_the_triton_plugin_passes_the_hardest_checks_under_the_interpreter(monkeypatch):
     """Declared for the CPU here, and without bfloat16, which the interpreter does not have."""
     pytest.importorskip("triton")
+    monkeypatch.setattr("slotline.plugins.lora.segmented.plugin.MOST_EXTENDED", 100)
     offer = evolve(segmented.capabilities, devices=Set(("cpu",)), dtypes=Set(("float32",)))
     subject = evolve(segmented, capabilities=offer, probe=None)
     records = check_plugin(subject, only=lambda item: item.id in INTERPRETED)
@@ -43,7 +46,8 @@ def test_the_triton_plugin_passes_the_hardest_checks_under_the_interpreter():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("plugin", [grouped, segmented], ids=lambda plugin: plugin.name)
-def test_both_plugins_pass_every_check_on_the_gpu(plugin):
+def test_both_plugins_pass_every_check_on_the_gpu(plugin, monkeypatch):
+    monkeypatch.setattr("slotline.plugins.lora.segmented.plugin.MOST_EXTENDED", 100)
     records = check_plugin(plugin)
     assert {"lora.batch.mixed", "lora.slots.hot_swap"} <= {record.id for record in records}
     assert [(record.id, record.reason) for record in records if record.bad] == []

@@ -8,7 +8,7 @@ be. Rows hold their request's slot, so a step gathers the slots of its tokens as
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -57,6 +57,8 @@ class Adapters:
         rows: their slots stand there.
         modules: the linear layers that may carry one.
         apply_merged: the plugin's, where it has one; `merged` are the layers that it serves so.
+        expand: the plugin's, where it has one; `extended` are the layers that it serves so. The model may have extended
+            others for an engine before this one.
         max_adapters, max_cpu_adapters: as in the configuration.
     """
 
@@ -69,6 +71,8 @@ class Adapters:
         *,
         apply_merged: Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None] | None = None,
         merged: tuple[tuple[str, ...], ...] = (),
+        expand: Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None] | None = None,
+        extended: Collection[tuple[str, ...]] = (),
         max_adapters: int,
         max_cpu_adapters: int,
     ) -> None:
@@ -77,7 +81,8 @@ class Adapters:
         self._rows = rows
         self._modules = modules
         self._ends = {names: np.cumsum([model.linears[name][1] for name in names]) for names in model.merged_linears}
-        self._apply_merged, self._merged = apply_merged, frozenset(merged)
+        self._apply_merged, self._merged, self._expand = apply_merged, frozenset(merged), expand
+        self._extended = frozenset(extended)
         self._max_adapters, self._max_known = max_adapters, max(max_adapters, max_cpu_adapters)
         self._known: OrderedDict[int, Adapter] = OrderedDict()  # by number, least recently used first
         self._head = "lm_head" in modules
@@ -244,9 +249,13 @@ class Adapters:
         if self._head:
             self._lora.plan(slots[indices])
 
-    def _add(self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the shares of one product's linear layers."""
-        if len(names) == 1:
+    def _add(
+        self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None
+    ) -> None:
+        """Add the shares of one product's linear layers, or of an embedding."""
+        if inner is not None and self._expand is not None and names in self._extended:
+            self._expand(names, inner, out)
+        elif len(names) == 1:
             self._lora.apply(names[0], inputs, out)
         elif self._apply_merged is not None and names in self._merged:
             self._apply_merged(names, inputs, out)

@@ -42,11 +42,21 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         )
     can_merge = bool(descriptor.capabilities.merged.support)
     merged = tuple(names for names in adaptable.merged_linears if can_merge and set(names) <= modules.keys())
+    extends = bool(descriptor.capabilities.extended.support) and not config.merge  # or the weights would not be alone
+    extended: set[tuple[str, ...]] = set()
+
+    def extend(names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+        room = adaptable.extend(names, rows, max_tokens)
+        if room is not None:
+            extended.add(names)
+        return room
+
     context = LoraContext(
         contract=bind_contract(descriptor),
         modules=modules,
         merged=merged,
         embeddings=embeddings,
+        extend=extend if extends else None,
         max_adapters=1 if config.merge else config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
         max_rank=config.max_rank,
@@ -74,6 +84,8 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         modules,
         apply_merged=lora.apply_merged if merged else None,
         merged=merged,
+        expand=lora.expand if extended else None,
+        extended=extended,
         max_adapters=config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
     )

@@ -1,7 +1,8 @@
 """Where adapters join a loaded decoder: behind its linear layers, merged ones included, and its embedding.
 
-Forward hooks do the work. The passes' short forwards look for them and leave the layers that have some to be called as
-modules, so an adapter's share is added wherever the base's product is made; without hooks all is as fast as ever.
+Forward hooks do the work, or forwards of layers that were extended. The passes' short forwards look for both and leave
+such layers to be called as modules, so an adapter's share is added wherever the base's product is made; without them
+all is as fast as ever.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from attrs import frozen
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slotline.plugins.model_families.passes.merged_projections import MergedProjection
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, pack
+from slotline.plugins.model_families.extended import ExtendedLinear
+from slotline.plugins.model_families.passes.merged_projections import MergedProjection, PlainMerged
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, pack
 from slotline.registry.errors import ModelError
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Adaptation:
         self.embedding = next((place for place in found if place.embeds), None)
         self._tied = _tied(hf_model)
         self._shared = _shared(hf_model)
+        self._extended: dict[tuple[str, ...], ExtendedLinear] = {}
         self._handles: list[RemovableHandle] = []
         self._add: AddShares | None = None
 
@@ -86,12 +89,26 @@ class Adaptation:
             return
         for handle in self._handles:
             handle.remove()
+        for extended in self._extended.values():
+            extended.leave()
         self._add, self._handles = add, []
         if add is not None:
-            places = [place for place in self.places if not set(names).isdisjoint(place.names)]
-            self._handles = [place.module.register_forward_hook(_adding(place.names, add)) for place in places]
+            for place in (place for place in self.places if not set(names).isdisjoint(place.names)):
+                if place.names in self._extended:
+                    self._extended[place.names].enter(add)
+                else:
+                    self._handles.append(place.module.register_forward_hook(_adding(place.names, add)))
             if self.embedding is not None and self.embedding.names[0] in names:
                 self._handles.append(self.embedding.module.register_forward_hook(_embedding_too(self.embedding, add)))
+
+    @torch.no_grad()
+    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.extend`."""
+        module = next((place.module for place in self.places if place.names == names), None)
+        if not isinstance(module, nn.Linear | PlainMerged) or has_hooks(module) or id(module.weight) in self._tied:
+            return None
+        self._extended[names] = ExtendedLinear(module, names, rows, max_tokens)
+        return self._extended[names].room
 
     @torch.no_grad()
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:

@@ -143,6 +143,10 @@ class DecoderModel:
         """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
         self._adaptable().adapt(add, names)
 
+    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.extend`."""
+        return None if self._context.offload_bytes else self._adaptable().extend(names, rows, max_tokens)
+
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.add_to_weight`."""
         self._adaptable().add_to_weight(name, delta)

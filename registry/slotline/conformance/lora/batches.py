@@ -29,6 +29,18 @@ def batch_mixed(run: Run) -> None:
             world.check(world.names(num_tokens), f"mixed batch of {num_tokens} tokens")
 
 
+@check(Kind.LORA, "lora.batch.extended", Level.HOSTILE, needs={"extended": True}, cases=by_dtype, cost=0.025)
+def batch_extended(run: Run) -> None:
+    """In a mixed batch each token's share is made of its own adapter's columns of the product with the room."""
+    with LoraWorld(run, run["dtype"], extends=True) as world:
+        _loaded(run, world)
+        for num_tokens in (2, 9, world.max_tokens):
+            world.check(world.names(num_tokens), f"mixed batch of {num_tokens} tokens")
+        world.unload("a0")
+        world.load("other", world.adapter(ranks(run.subject)[0]))
+        world.check(world.names(9), "another adapter in the first one's slot")
+
+
 @check(Kind.LORA, "lora.batch.separate", Level.HOSTILE, cases=once)
 def batch_separate(run: Run) -> None:
     """A mixed batch gives each adapter's tokens what they get in a batch of their own, up to rounding."""

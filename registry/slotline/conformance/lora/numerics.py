@@ -105,6 +105,16 @@ def apply_embedding(run: Run) -> None:
             world.check(["a"] * num_tokens, f"rank {run['rank']}, {num_tokens} tokens")
 
 
+@check(Kind.LORA, "lora.apply.extended", Level.NUMERICS, needs={"extended": True}, cases=by_dtype, cost=0.05)
+def apply_extended(run: Run) -> None:
+    """With matrices A behind the base model's weights, `expand` adds what `apply` adds, and `apply` still does."""
+    with LoraWorld(run, run["dtype"], extends=True) as world:
+        world.load("a", world.adapter(ranks(run.subject)[-1]))
+        world.check(["a"] * 7, "the product with the room given")
+        world.rooms.clear()
+        world.check(["a"] * 7, "the inputs given")
+
+
 @check(Kind.LORA, "lora.load.slots", Level.NUMERICS, cases=once, cost=0.05)
 def load_slots(run: Run) -> None:
     """Each loaded adapter has a slot of its own, from 0 to max_adapters - 1, and all of them can be filled."""

@@ -16,6 +16,7 @@ register_part_refusals(
         "max_adapters": lambda subject: beyond(subject, "max_adapters"),
         "rslora": lambda _: (True,),
         "embeddings": lambda _: (True,),
+        "extended": lambda _: (True,),
         "dora": lambda _: (True,),
         "graphs": lambda _: tuple(GraphSupport),
     },

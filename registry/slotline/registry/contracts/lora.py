@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
@@ -26,6 +27,7 @@ class LoraCapabilities:
         graph_key: whether graphs differ with and without adapters.
         merged: whether it has `MergedLora.apply_merged`.
         embeddings: whether `Lora.apply` serves the modules of `LoraContext.embeddings`.
+        extended: whether it has `ExtendedLora.expand`.
     """
 
     devices: Set[str]
@@ -39,6 +41,7 @@ class LoraCapabilities:
     graph_key: bool = True
     merged: Flag = Flag(False)
     embeddings: Flag = Flag(False)
+    extended: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -51,6 +54,11 @@ class LoraContext:
             `modules` too. Only for a plugin that declares `merged`, else empty.
         embeddings: those of `modules` that look rows of a table up, (num_embeddings, embedding_dim) in `modules`. Only
             for a plugin that declares `embeddings`, else empty.
+        extend: gives room for adapters' matrices A behind the weight of a product, called as ``extend(names, rows,
+            max_tokens)`` with one module's name or one tuple of `merged`: zeros [rows, in_features] on the device, or
+            None where there can be none. In steps of up to `max_tokens` tokens the product of the inputs with both
+            is one, and `ExtendedLora.expand` is called in place of `apply`. Only for a plugin that declares
+            `extended`, else None.
         max_adapters: slots on the device; `max_cpu_adapters` how many adapters to keep in host memory, those on the
             device included, so that loading one again reads no file.
     """
@@ -64,6 +72,7 @@ class LoraContext:
     dtype: str
     merged: tuple[tuple[str, ...], ...] = ()
     embeddings: tuple[str, ...] = ()
+    extend: Callable[[tuple[str, ...], int, int], torch.Tensor | None] | None = None
     max_cpu_adapters: int = 0
     options: Any = None
 
@@ -111,4 +120,13 @@ class MergedLora(Lora, Protocol):
     def apply_merged(self, modules: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor) -> None:
         """As `apply` for one tuple of `LoraContext.merged`: `out` [num_tokens, all out_features] holds the outputs of
         the modules side by side."""
+        ...
+
+
+class ExtendedLora(Lora, Protocol):
+    """A plugin whose matrices A may lie behind the base model's weights, so that a product gives both."""
+
+    def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
+        """As `apply` or `apply_merged` for modules whose weight was extended: `inner` [num_tokens, rows] is the product
+        of the inputs with the rows that `LoraContext.extend` gave; it may be columns of a wider tensor, as `out`."""
         ...

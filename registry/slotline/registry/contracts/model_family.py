@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     Attend = Callable[[AttentionLayer, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
     Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
     Tap = Callable[[int, torch.Tensor], None]
-    AddShares = Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None]
+
+
+class AddShares(Protocol):
+    """What adds adapters' shares behind a product."""
+
+    def __call__(
+        self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None
+    ) -> None:
+        """See `AdaptableModel.adapt`."""
+        ...
 
 
 class StoringAttend(Protocol):
@@ -350,7 +359,19 @@ class AdaptableModel(Model, Protocol):
         Args:
             add: called as ``add(names, inputs, out)`` with one layer's name, or with all names of one merged product,
                 inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place.
-                An embedding's inputs are token ids [num_tokens] int64.
+                An embedding's inputs are token ids [num_tokens] int64. Where the layer was extended and the step has
+                few tokens, `inner` [num_tokens, rows] is the inputs' product with the rows behind the weight.
+        """
+        ...
+
+    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+        """Make room behind the weight of one product of linear layers, or None where there can be none.
+
+        In steps of up to `max_tokens` tokens in which the layers are adapted, their product is taken with the room as
+        well.
+
+        Returns:
+            Zeros [rows, in_features] of the weight's dtype, to be written to in place.
         """
         ...
 

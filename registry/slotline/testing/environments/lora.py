@@ -38,6 +38,7 @@ class LoraWorld:
         run: whose subject is built.
         dtype: of the base model, by name; the subject's first one if not given.
         embeds: whether the model's embedding is among the modules.
+        extends: whether the model gives room behind its weights, and takes products with both.
         loaded: name -> (slot, adapter).
         rng: of which tokens use which adapter.
     """
@@ -45,6 +46,7 @@ class LoraWorld:
     run: Run
     dtype: str = ""
     embeds: bool = False
+    extends: bool = False
     max_adapters: int = 3
     max_tokens: int = 24
     max_rank: int = field(init=False)
@@ -53,6 +55,7 @@ class LoraWorld:
     loaded: dict[str, tuple[int, Adapter]] = field(init=False, factory=dict)
     planned: list[str | None] = field(init=False, factory=list)
     written: int = field(init=False, default=0)
+    rooms: dict[str, torch.Tensor] = field(init=False, factory=dict)
     _folder: TemporaryDirectory[str] = field(init=False, factory=TemporaryDirectory)
     rng: Random = field(init=False)
     _generator: torch.Generator = field(init=False)
@@ -70,6 +73,7 @@ class LoraWorld:
                 contract=1,
                 modules=dict(self.modules),
                 embeddings=(EMBEDDING,) if self.embeds else (),
+                extend=self._extend if self.extends else None,
                 max_adapters=self.max_adapters,
                 max_rank=self.max_rank,
                 max_tokens=self.max_tokens,
@@ -167,8 +171,18 @@ class LoraWorld:
     def applied(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """A copy of `out` after the plugin has added its share."""
         result = out.clone()
-        self.lora.apply(module, inputs, result)
+        if module in self.rooms:
+            self.lora.expand((module,), inputs @ self.rooms[module].T, result)
+        else:
+            self.lora.apply(module, inputs, result)
         return result
+
+    def _extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor:
+        """Room behind a module's weight, of which there is no more than the room."""
+        (module,) = names
+        device = self.run.subject.device.type
+        self.rooms[module] = torch.zeros(rows, self.modules[module][0], dtype=self.torch_dtype, device=device)
+        return self.rooms[module]
 
     def compare(self, module: str, inputs: torch.Tensor, out: torch.Tensor, result: torch.Tensor, what: str) -> None:
         """The result against the oracle, tokens without a share bit for bit.

@@ -52,6 +52,11 @@ class EmbedsByPlace(PaddedSlots):
         return super().rows(module, torch.arange(len(inputs), device=inputs.device) if is_embedding else inputs)
 
 
+class FirstColumns(PaddedSlots):
+    def columns(self, inner: torch.Tensor, slot: int) -> torch.Tensor:
+        return super().columns(inner, 0)
+
+
 class Overwrites(PaddedSlots):
     def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
         out[rows] = share
@@ -254,6 +259,7 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("none-is-zero", "takes slot -1 for slot 0", Level.NUMERICS, NoneIsSlotZero),
     _mutant("first-slot", "uses the first token's slot for the whole batch", Level.HOSTILE, FirstSlotForAll),
     _mutant("sorts-tokens", "sorts the slots and not the tokens", Level.HOSTILE, SortsTheTokens),
+    _mutant("first-columns", "expands every token of the first slot's columns", Level.HOSTILE, FirstColumns),
     _mutant("first-plan", "keeps a plan until a longer one comes", Level.HOSTILE, KeepsTheFirstPlan),
     _mutant("empty-plan", "fails on a step without tokens", Level.HOSTILE, NoEmptyPlan),
     _mutant("copies-out", "adds to a copy where out is not contiguous", Level.HOSTILE, CopiesOut),

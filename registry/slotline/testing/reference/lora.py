@@ -38,9 +38,21 @@ class PaddedSlots:
         slots, rank = context.max_adapters, context.max_rank
         self.slots: dict[str, int] = {}  # name -> slot
         self.scales = torch.zeros(slots, device=context.device)
-        self.a = {m: torch.zeros(slots, rank, i, dtype=dtype, device=context.device) for m, (i, _) in self.modules()}
+        self.a = {m: self.room(m, i).view(slots, rank, i) for m, (i, _) in self.modules()}
         self.b = {m: torch.zeros(slots, o, rank, dtype=dtype, device=context.device) for m, (_, o) in self.modules()}
         self.planned = torch.full((context.max_tokens,), -1, dtype=torch.int64, device=context.device)
+
+    def room(self, module: str, size: int) -> torch.Tensor:
+        """Where a module's A of all slots lie, [slots * rank, in_features]: behind its weight, or by themselves."""
+        context, rows = self.context, self.context.max_adapters * self.context.max_rank
+        room = None
+        if context.extend is not None and module not in context.embeddings:
+            room = context.extend((module,), rows, context.max_tokens)
+        return (
+            torch.zeros(rows, size, dtype=getattr(torch, context.dtype), device=context.device)
+            if room is None
+            else room
+        )
 
     def modules(self) -> list[tuple[str, tuple[int, int]]]:
         return list(self.context.modules.items())
@@ -68,6 +80,19 @@ class PaddedSlots:
             if slot >= 0:
                 rows = (planned == slot).nonzero().flatten()
                 self.add(out, rows, self.share(module, slot, inputs[rows]))
+
+    def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
+        (module,), planned = modules, self.planned[: len(inner)]
+        for slot in planned.unique().tolist():
+            if slot >= 0:
+                rows = (planned == slot).nonzero().flatten()
+                own = self.columns(inner[rows], slot)
+                self.add(out, rows, (own @ self.b[module][slot].T) * self.scales[slot].to(inner.dtype))
+
+    def columns(self, inner: torch.Tensor, slot: int) -> torch.Tensor:
+        """The columns [n, rank] of a slot."""
+        rank = self.context.max_rank
+        return inner[:, slot * rank : (slot + 1) * rank]
 
     def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
         """What the slot's adapter gives for some tokens."""
@@ -182,6 +207,7 @@ def _capabilities(graphs: GraphSupport) -> LoraCapabilities:
         graphs=Level(graphs),
         graph_key=False,
         embeddings=Flag(True),
+        extended=Flag(True),
     )
 
 

@@ -30,6 +30,7 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         graphs=Level(GraphSupport.ALWAYS),
         merged=Flag(True),
         embeddings=Flag(True),
+        extended=Flag(True),
     ),
     factory="slotline.plugins.lora.segmented.plugin:SegmentedLora",
     probe="slotline.plugins.lora.segmented:probe",

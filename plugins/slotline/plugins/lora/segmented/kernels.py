@@ -87,17 +87,22 @@ def expand(
     inner, b, scales, out, block_slots, block_tokens, inner_split, inner_token, stride_out, b_slot, scale_slot,
     size_0, size_1, size_2,
     splits: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    precision: tl.constexpr, early: tl.constexpr,
+    by_slot: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """out [num_tokens, size_0 + size_1 + size_2] += scale * inner @ B^T, part by part.
 
-    inner [splits, num_tokens, parts * rank] strided by split and token, b [num_slots, all sizes, rank] and scales
-    [num_slots, parts] strided by slot; a part with scale 0 is left alone.
+    inner [splits, num_tokens, parts * rank] strided by split and token, or with `by_slot` [splits, num_tokens,
+    num_slots * parts * rank] from the kernel that wrote out; b [num_slots, all sizes, rank] and scales [num_slots,
+    parts] strided by slot; a part with scale 0 is left alone.
     """
-    block, column, part, begin, size = tl.program_id(0), tl.program_id(1), 0, 0, size_0
+    if early:
+        gdc_launch_dependents()
+    column, block, part, begin, size = tl.program_id(0), tl.program_id(1), 0, 0, size_0
     slot = tl.load(block_slots + block)
     tokens = tl.load(block_tokens + block * block_m + tl.arange(0, block_m))
     if slot < 0:
+        if early:
+            gdc_wait()  # what ends behind this kernel must end behind the one before, too
         return
     if parts > 1:
         columns_0, columns_1 = tl.cdiv(size_0, block_n), tl.cdiv(size_1, block_n)
@@ -107,6 +112,8 @@ def expand(
                 column, part, begin, size = column - columns_1, 2, size_0 + size_1, size_2
     scale = tl.load(scales + slot * scale_slot + part)
     if scale == 0.0:
+        if early:
+            gdc_wait()
         return
     ranks, columns = tl.arange(0, rank), column * block_n + tl.arange(0, block_n)
     weights = tl.load(
@@ -115,12 +122,20 @@ def expand(
     )  # [rank, block_n]  # fmt: skip
     there = out + tokens.to(tl.int64)[:, None] * stride_out + (begin + columns)[None, :]
     mask = (tokens >= 0)[:, None] & (columns < size)[None, :]
-    base = tl.load(there, mask=mask, other=0.0)
-    if early:
-        gdc_wait()
+    if by_slot:
+        if early:
+            gdc_wait()
+        base = tl.load(there, mask=mask, other=0.0)
+    else:
+        base = tl.load(there, mask=mask, other=0.0)
+        if early:
+            gdc_wait()
+    first = part * rank
+    if by_slot:
+        first += slot * (parts * rank)
     total = tl.zeros((block_m, rank), tl.float32)
     for split in tl.static_range(splits):
-        place = inner + split * inner_split + tokens.to(tl.int64)[:, None] * inner_token + part * rank + ranks[None, :]
+        place = inner + split * inner_split + tokens.to(tl.int64)[:, None] * inner_token + first + ranks[None, :]
         total += tl.load(place, mask=(tokens >= 0)[:, None], other=0.0).to(tl.float32)
     share = tl.dot((total * scale).to(weights.dtype), weights, input_precision=precision)
     tl.store(there, (base.to(tl.float32) + share).to(out.dtype.element_ty), mask=mask)

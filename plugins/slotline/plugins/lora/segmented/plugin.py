@@ -18,6 +18,8 @@ LEAST_RANK = 16
 FEW_TOKENS, FEW_M, MANY_M = 256, 16, 64
 """Up to so many tokens a block has `FEW_M` lines, else `MANY_M`."""
 MOST_SPLITS = 8
+MOST_EXTENDED = 0.25
+"""So many rows may lie behind a weight, as a share of its own: each step fetches all slots' rows then, used or not."""
 TILE_BYTES = 48 << 10
 """Most bytes of one tile; a multiprocessor holds several."""
 EARLIEST = (9, 0)
@@ -65,7 +67,7 @@ def tiling(blocks: int, k: int, columns: int) -> Tiling:
     splits = 1
     while 2 * splits <= MOST_SPLITS and splits * blocks < 160 and 512 * splits <= k:
         splits *= 2
-    return Tiling(splits, 256, 512 if columns >= 16384 else 256, 4, 4)
+    return Tiling(splits, 256, 256 if columns >= 16384 else 128, 4, 4)
 
 
 def fitting(cut: Tiling, block_m: int, width: int, rank: int, itemsize: int) -> Tiling:
@@ -79,7 +81,7 @@ def fitting(cut: Tiling, block_m: int, width: int, rank: int, itemsize: int) -> 
 
 
 class SegmentedLora(AdapterSlots):
-    """Implements `slotline.registry.contracts.lora.MergedLora` with the kernels of `kernels`.
+    """Implements `slotline.registry.contracts.lora.MergedLora` and `ExtendedLora` with the kernels of `kernels`.
 
     Raises:
         CapacityError: if the slots do not fit into the device's memory.
@@ -147,6 +149,13 @@ class SegmentedLora(AdapterSlots):
         """See `MergedLora.apply_merged`."""
         self._launch(self._weights[modules], inputs, out)
 
+    def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
+        """See `ExtendedLora.expand`."""
+        if len(out):
+            weights = self._weights[modules]
+            cut = self._cut(weights, self._rank, out.itemsize)._replace(splits=1)
+            self._expand(weights, inner[None], out, cut, by_slot=True)
+
     def _launch(self, weights: Weights, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, k = inputs.shape
         if num_tokens == 0:
@@ -190,10 +199,12 @@ class SegmentedLora(AdapterSlots):
         padded = triton.next_power_of_2(len(weights.sizes) * self._rank)
         return fitting(cut, self._block_m, padded, self._rank, itemsize)
 
-    def _expand(self, weights: Weights, inner: torch.Tensor, out: torch.Tensor, cut: Tiling) -> None:
-        """Add what follows from inner [splits, num_tokens, parts * rank]."""
+    def _expand(
+        self, weights: Weights, inner: torch.Tensor, out: torch.Tensor, cut: Tiling, *, by_slot: bool = False
+    ) -> None:
+        """Add what follows from inner, see `kernels.expand`."""
         columns = sum(triton.cdiv(size, cut.block_n) for size in weights.sizes)
-        kernels.expand[(self._blocks, columns)](
+        kernels.expand[(columns, self._blocks)](
             inner,
             weights.b,
             weights.scales,
@@ -211,6 +222,7 @@ class SegmentedLora(AdapterSlots):
             parts=len(weights.sizes),
             block_m=self._block_m,
             block_n=cut.block_n,
+            by_slot=by_slot,
             precision=self._precision,
             num_warps=cut.expand_warps,
             early=self._early,
@@ -220,13 +232,24 @@ class SegmentedLora(AdapterSlots):
     def _empty(self, names: tuple[str, ...]) -> Weights:
         slots, device = self.context.max_adapters, self.context.device
         inner, sizes = self.context.modules[names[0]][0], tuple(self.context.modules[name][1] for name in names)
-        shape = (inner, self._rank) if names[0] in self.context.embeddings else (self._rank, inner)
         return Weights(
-            torch.zeros(slots, len(names), *shape, dtype=self._dtype, device=device),
+            self._room(names, inner, sum(sizes)),
             torch.zeros(slots, sum(sizes), self._rank, dtype=self._dtype, device=device),
             torch.zeros(slots, len(names), device=device),
             sizes,
         )
+
+    def _room(self, names: tuple[str, ...], inner: int, outer: int) -> torch.Tensor:
+        """The first matrices of a product's modules: behind its weight, if they are few beside it."""
+        slots, parts, extend = self.context.max_adapters, len(names), self.context.extend
+        rows = slots * parts * self._rank
+        embeds = names[0] in self.context.embeddings
+        if extend is not None and not embeds and rows <= MOST_EXTENDED * outer:
+            room = extend(names, rows, FEW_TOKENS)
+            if room is not None:
+                return room.view(slots, parts, self._rank, inner)
+        shape = (inner, self._rank) if embeds else (self._rank, inner)
+        return torch.zeros(slots, parts, *shape, dtype=self._dtype, device=self.context.device)
 
     def _write(self, slot: int, adapter: PeftAdapter) -> None:
         for names, weights in self._weights.items():

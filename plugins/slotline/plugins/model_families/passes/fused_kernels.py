@@ -59,6 +59,7 @@ class TritonKernels:
             0.0 if inner is None else inner.offset,
             0.0 if outer is None else outer.eps,
             0.0 if outer is None else outer.offset,
+            x.stride(-2),
             residual.numel(),
             n=n,
             parts=x.numel() // residual.numel() if rows else 1,
@@ -122,7 +123,7 @@ class TritonKernels:
         slots: CacheSlots | None = None,
     ) -> None:
         """See `kernels.FusedKernels.rotate_and_store`."""
-        _, _, held, size = states.shape
+        size = states.shape[-1]
         width = cos.shape[-1]
         rows, turned = cos.numel() // width, query_heads + key_heads
         heads = turned if slots is None else turned + key_heads
@@ -141,7 +142,7 @@ class TritonKernels:
             states if slots is None else slots.slot_mapping,
             0.0 if query is None else query.eps,
             0.0 if query is None else query.offset,
-            held * size,
+            states.stride(1),
             *strides,
             0 if slots is None else keys.shape[1],
             query_heads=query_heads,
@@ -160,12 +161,14 @@ class TritonKernels:
         )
 
     def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of merged [..., 2 * n] contiguous, gate first, to [..., n]."""
+        """See `kernels.FusedKernels.act_and_mul`."""
         n = merged.shape[-1] // 2
         out = merged.new_empty((*merged.shape[:-1], n))
         block = min(ACTIVATION_BLOCK, triton.next_power_of_2(n))
         grid = (out.numel() // n, triton.cdiv(n, block))
-        triton_kernels.act_and_mul[grid](merged, out, n, activation=activation, block=block, **self._early)
+        triton_kernels.act_and_mul[grid](
+            merged, out, n, merged.stride(-2), activation=activation, block=block, **self._early
+        )
         return out
 
     def linear(

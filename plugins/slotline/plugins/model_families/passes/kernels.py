@@ -96,7 +96,8 @@ class FusedKernels(RowKernels, Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """``total = residual + norm(x)`` by `inner` and the norm of the rounded total by `outer`; None is no norm.
 
-        The residual is [..., n] contiguous, x the same or parts [parts, ..., n] whose sum it is.
+        The residual is [..., n] contiguous, x the same or parts [parts, ..., n] whose sum it is; the
+        rows of x may be parts of wider ones.
         Returns both, [..., n]; without `outer` the total twice.
         """
         ...
@@ -136,7 +137,7 @@ class FusedKernels(RowKernels, Protocol):
         ...
 
     def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of merged [..., 2 * n] contiguous, gate first, to [..., n]."""
+        """``activation(gate) * up`` of merged [..., 2 * n], gate first, to [..., n]; its rows may be far apart."""
         ...
 
     def add_linear(

@@ -95,7 +95,7 @@ class LeanForward:
 
     def _of_norm(self, merged: Any, hidden_states: torch.Tensor, norm: KernelRMSNorm) -> torch.Tensor:
         """The merged projection of normed hidden states, in one kernel where nobody listens to the projection."""
-        if self._fused is None or merged._forward_hooks or merged._forward_pre_hooks:
+        if self._fused is None or has_hooks(merged):
             return merged(norm.forward(hidden_states))  # type: ignore[no-any-return]
         return self._fused.linear(hidden_states, merged.weight, merged.bias, norm.factors)
 

@@ -15,7 +15,7 @@ from torch import nn
 from slotline.plugins.model_families.passes.equality import TOLERANCES, equal, relative_difference
 from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, FusedKernels
 from slotline.plugins.model_families.passes.merged_projections import GATE_UP, merged_of
-from slotline.plugins.model_families.passes.packed_linear import has_hooks, is_listened_to
+from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
@@ -47,7 +47,7 @@ class LeanMLP:
         merged: Any = merged_of(self._module, "gate_up_proj", GATE_UP)
         if merged is None:
             return None
-        if is_listened_to(merged):
+        if has_hooks(merged):
             return self._fused.act_and_mul(merged(x if norm is None else norm.forward(x)), self._activation)
         factors = None if norm is None else norm.factors
         return self._fused.gated_linear(x, merged.weight, merged.bias, self._activation, factors)

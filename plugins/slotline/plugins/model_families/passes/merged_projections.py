@@ -22,17 +22,21 @@ GATE_UP = ("gate_proj", "up_proj")
 
 
 class PlainMerged(nn.Module):
-    """The merged projection where weights are not packed, by torch's product or the device's own."""
+    """The merged projection where weights are not packed, by torch's product or the device's own.
+
+    Attributes:
+        linear: that product, of inputs, weight and bias.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, fused: FusedKernels | None) -> None:
         super().__init__()
-        self._linear: Callable[..., torch.Tensor] = functional.linear if fused is None else fused.linear
+        self.linear: Callable[..., torch.Tensor] = functional.linear if fused is None else fused.linear
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., all out_features]."""
-        return self._linear(x, self.weight, self.bias)
+        return self.linear(x, self.weight, self.bias)
 
 
 class _Shared:

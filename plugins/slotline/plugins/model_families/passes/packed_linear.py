@@ -99,13 +99,8 @@ def is_untouched(module: nn.Module | None) -> TypeGuard[PackedLinear]:
     return type(module) is PackedLinear and not module._forward_hooks and not module._forward_pre_hooks
 
 
-def is_listened_to(module: nn.Module) -> bool:
-    """Whether somebody listens to the module's forward, so that it has to be called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
-
-
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody listens to the module's forward, or has replaced it on the instance."""
+    """Whether somebody listens to the module's forward or replaced it on the instance, so that it must be called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 

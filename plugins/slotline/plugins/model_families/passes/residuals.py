@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from slotline.plugins.model_families.passes.kernels import FusedKernels
-from slotline.plugins.model_families.passes.packed_linear import PackedLinear, is_listened_to
+from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
 from slotline.plugins.model_families.passes.target import Target
 
@@ -68,7 +68,7 @@ class PackedResiduals:
 
     def add(self, linear: PackedLinear, x: torch.Tensor, residual: torch.Tensor, inner: None) -> torch.Tensor:
         """See `Residuals.add`."""
-        return residual + linear(x) if is_listened_to(linear) else linear.plus(x, residual)
+        return residual + linear(x) if has_hooks(linear) else linear.plus(x, residual)
 
     def keeps(self, hidden_states: torch.Tensor) -> bool:
         """See `Residuals.keeps`: oneDNN's products do not norm."""
@@ -99,15 +99,14 @@ class FusedResiduals:
         """See `Residuals.add_and_norm`."""
         first = None if inner is None else inner.factors
         second = None if outer is None else outer.factors
-        listened = is_listened_to(linear)
-        branch = linear(x)[None] if listened else self._kernels.linear_parts(x, linear.weight, linear.bias)
+        branch = linear(x)[None] if has_hooks(linear) else self._kernels.linear_parts(x, linear.weight, linear.bias)
         return self._kernels.add_rms_norm(branch, residual.contiguous(), first, second)
 
     def add(
         self, linear: nn.Linear, x: torch.Tensor, residual: torch.Tensor, inner: KernelRMSNorm | None
     ) -> torch.Tensor:
         """See `Residuals.add`."""
-        if inner is not None or is_listened_to(linear):
+        if inner is not None or has_hooks(linear):
             return self.add_and_norm(linear, x, residual, inner, None)[0]
         return self._kernels.add_linear(residual, x, linear.weight, linear.bias)
 

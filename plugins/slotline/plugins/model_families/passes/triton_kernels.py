@@ -82,6 +82,7 @@ def add_rms_norm(
     inner_offset,
     outer_eps,
     outer_offset,
+    row_stride,
     part_stride,
     n: tl.constexpr,
     padded: tl.constexpr,
@@ -92,15 +93,16 @@ def add_rms_norm(
 ):
     """One program a row: total = residual + x or its norm; out = the norm of the total as it was rounded.
 
-    x may be the sum of several parts of rows.
+    x may be the sum of several parts of rows, and its rows part of wider ones.
     """
     _begin(early)
     at = tl.arange(0, padded)
     keep = at < n
     row = tl.program_id(0).to(tl.int64) * n + at
-    values = tl.load(x + row, mask=keep, other=0.0).to(tl.float32)
+    x += tl.program_id(0).to(tl.int64) * row_stride + at
+    values = tl.load(x, mask=keep, other=0.0).to(tl.float32)
     for part in tl.static_range(1, parts):
-        values += tl.load(x + part * part_stride + row, mask=keep, other=0.0).to(tl.float32)
+        values += tl.load(x + part * part_stride, mask=keep, other=0.0).to(tl.float32)
     before = tl.load(residual + row, mask=keep, other=0.0).to(tl.float32)
     if has_inner:
         values = _normed(values, tl.load(inner + at, mask=keep, other=0.0).to(tl.float32), n, inner_eps, inner_offset)
@@ -255,12 +257,12 @@ def activated(gate, activation: tl.constexpr):
 
 
 @triton.jit
-def act_and_mul(merged, out, n, activation: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
-    """A program computes `block` elements of one row; merged [rows, 2 * n], out [rows, n]."""
+def act_and_mul(merged, out, n, row_stride, activation: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
+    """A program computes `block` elements of one row; merged [rows, 2 * n] in wider rows, out [rows, n]."""
     _begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)
     keep = at < n
-    gate = tl.load(merged + row * 2 * n + at, mask=keep, other=0.0).to(tl.float32)
-    up = tl.load(merged + row * 2 * n + n + at, mask=keep, other=0.0).to(tl.float32)
+    gate = tl.load(merged + row * row_stride + at, mask=keep, other=0.0).to(tl.float32)
+    up = tl.load(merged + row * row_stride + n + at, mask=keep, other=0.0).to(tl.float32)
     tl.store(out + row * n + at, (activated(gate, activation) * up).to(out.dtype.element_ty), mask=keep)
