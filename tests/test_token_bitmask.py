@@ -61,3 +61,11 @@ def test_a_new_bitmask_allows_everything() -> None:
     bitmask = TokenBitmask(2, 33, torch.device("cpu"))
     bitmask.places[:] = [0, 1]
     assert torch.equal(bitmask.apply(logits), logits)
+
+
+def test_what_is_banned_is_minus_infinity_whatever_it_was_and_what_is_allowed_stays() -> None:
+    strange = torch.tensor([[torch.nan, torch.inf, -torch.inf, -0.0] * 2])
+    allowed = np.array([[True] * 4 + [False] * 4])
+    found = filled(allowed, [0], 8).apply(strange)
+    assert torch.equal(found[:, :4].view(torch.int32), strange[:, :4].view(torch.int32))
+    assert (found[:, 4:] == -torch.inf).all()
