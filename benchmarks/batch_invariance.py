@@ -2,8 +2,8 @@
 
     python benchmarks/batch_invariance.py [--requests 16] [--tokens 48] [--set dtype=bfloat16] [--set model=FOLDER]
 
-Each prompt runs alone, then all run together; the log-probabilities of prompt and output are compared as float32 bits. A
-request whose sampled tokens differ counts with all of its tokens. Exit code 1 if a bit differs under `batch_invariant`.
+Each prompt runs alone, then all run together; the log-probabilities of prompt and output are compared as float32 bits.
+A request whose sampled tokens differ counts with all of them. Exit code 1 if a bit differs under `batch_invariant`.
 """
 
 from __future__ import annotations

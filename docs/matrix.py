@@ -4,8 +4,8 @@
     python docs/matrix.py REPORTS                                        # write the page from a folder of reports
     python docs/matrix.py --check                                        # exit 1 if the page misses a plugin or a check
 
-Running everything takes half an hour on two cores, so the page is made now and then, and `make check` only sees whether it
-is of the plugins and checks that there are.
+Running everything takes ten minutes on two cores, so the page is made now and then, and `make check` only sees whether
+it is of the plugins and checks that there are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KINDS = ("attention", "state", "kv_spec", "drafter", "logits_processor", "lora",
 HEAD = """# What our plugins do
 
 Made by `python docs/matrix.py` from reports of `slotline conform KIND:NAME --report ...`, one for each column: nothing
-here is a declaration. CPU: 2 cores of an EPYC; GPU: one H200. docs/conformance.md says what the levels and the checks are.
+here is a declaration. CPU: 2 cores of an EPYC; GPU: one H200. docs/conformance.md says what levels and checks are.
 
 """
 
@@ -44,7 +44,7 @@ def run(folder: Path, device: str, names: list[str]) -> None:
         report = folder / f"{name.replace(':', '-')}-{device}.json"
         command = [sys.executable, "-m", "slotline", "conform", name, "--device", device, "--report", str(report)]
         code = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False).returncode
-        print(f"{name} on {device}: {'a report' if report.exists() else 'no report'}, exit code {code}", flush=True)
+        sys.stderr.write(f"{name} on {device}: {'a' if report.exists() else 'no'} report, exit code {code}\n")
 
 
 def page(folder: Path) -> str:
@@ -84,7 +84,7 @@ def main() -> int:
     if arguments.check:
         found = gaps()
         if found:
-            print(f"docs/support-matrix.md is of other plugins or checks: {', '.join(found)}; run python docs/matrix.py")
+            sys.stderr.write(f"docs/support-matrix.md is stale, run python docs/matrix.py: {', '.join(found)}\n")
         return int(bool(found))
     if arguments.reports is None:
         parser.error("name a folder of reports")
