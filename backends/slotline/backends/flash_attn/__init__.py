@@ -47,6 +47,7 @@ descriptor = Descriptor(
         # Query lengths are an argument of the launch, so that only batches of equal ones can be replayed.
         graphs=Level(GraphSupport.UNIFORM),
         lse=Flag(True, "natural log; a sink counts as one more key"),
+        bounded_lengths=True,
         priority=8,
         priority_reason="two faults that the suite found on a GPU are mended, and it has not run again there",
     ),

@@ -508,6 +508,7 @@ class InputGatherer:
         upload = self.feeds[0].staging.upload
         return upload(which), upload(owner)
 
+    @torch.inference_mode()  # the views were made while graphs were captured, and are inference tensors
     def _take_off(
         self,
         sent: Sent,
