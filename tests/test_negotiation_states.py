@@ -11,7 +11,7 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
-from slotline.core.execution.states import refuse_unfit_states
+from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.state import StateCapabilities, StateLayer, StateTensorSpec
 from slotline.registry.descriptor import Descriptor, Kind
@@ -149,6 +149,16 @@ def test_a_drafter_needs_states_that_can_be_taken_back() -> None:
     assert "N177" in raised.value.explain()
     found = plan(backend("a", priority=9), backend("b", rollback=Flag(True)), query_len=drafter)
     assert set(chosen(found).values()) == {"b"}
+
+
+def test_what_a_backend_holds_to_go_back_is_counted_where_there_is_a_drafter() -> None:
+    """Two layers of 3 * 8 numbers, two of 2 * 4 * 8, one of 3 * 16, four bytes each, for ten rows."""
+    able = backend("a", rollback=Flag(True), rollback_copy=True)
+    for length, expected in ((1, 0), (5, 10 * 4 * (2 * 24 + 2 * 64 + 48))):
+        found = with_state_memory(plan(able, query_len=Asked(length, "drafter ngram", True)), 10, 0)
+        assert found.states is not None
+        assert found.states.rollback_bytes == expected
+        assert ("more to go back to accepted drafts" in found.explain()) == (length > 1)
 
 
 def test_a_table_entry_for_a_kind_that_the_model_lacks_is_a_warning() -> None:

@@ -11,6 +11,7 @@ import torch
 from engine_driver import random_prompts
 
 from slotline.core import LLM, SamplingParams
+from slotline.registry.contracts import Draft, DraftBatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -55,8 +56,38 @@ def test_a_state_group_that_cannot_be_captured_breaks_the_graph_at_its_own_layer
     assert {len(c.parts) for s, c in llm.engine.graphs._captured.items() if s.query_len == 1} == {2 * breaks + 1}
 
 
-def test_drafts_are_verified_in_graphs_and_taken_back(tmp_path: Path) -> None:
-    path = tiny_models.build("bamba", tmp_path, 0)
-    expected = tokens(engine(path, **{"graphs.mode": "none"}))
-    drafter = {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
-    assert tokens(engine(path, **drafter)) == expected
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("family", ["bamba", "mamba", "qwen3_next", "lfm2", "recurrent_gemma"])
+@pytest.mark.behaviour(87, 149, 153)
+def test_drafts_are_verified_in_graphs_and_taken_back(
+    family: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter that knows the text guesses right, then wrong at each place in turn."""
+    path = tiny_models.build(family, tmp_path, 0)
+    texts = [[*p, *out] for p, out in zip(PROMPTS, tokens(engine(path, **{"graphs.mode": "none"})), strict=True)]
+    llm = engine(path, **{"drafter.name": "ngram", "drafter.tokens": 3, "state.backend": backend})
+    assert {group.backend for group in llm.plan.state_groups} == {backend}
+    assert llm.engine.drafting is not None
+    asked = 0
+
+    def propose(batch: DraftBatch) -> Draft:
+        nonlocal asked
+        guesses = []
+        for row, known in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
+            (text,) = (t for t in texts if t[:known] == batch.token_table[row, :known].tolist())
+            guess, wrong = [*text[known : known + 3], 0, 0, 0][:3], asked % 4
+            asked += 1
+            guesses.append([token if place < wrong else (token + 1) % 384 for place, token in enumerate(guess)])
+        return Draft(token_ids=torch.tensor(guesses))
+
+    monkeypatch.setattr(llm.engine.drafting.drafter, "propose", propose)
+    counts = llm.engine.drafting.counts
+    for _ in range(2):  # the second time from checkpoints
+        assert [[*p, *out] for p, out in zip(PROMPTS, tokens(llm), strict=True)] == texts
+    assert 20 < counts.accepted < counts.proposed
+    assert counts.failures == 0
+
+
+def test_auto_takes_the_kernels_beside_a_drafter(tmp_path: Path) -> None:
+    llm = engine(tiny_models.build("bamba", tmp_path, 0), **{"drafter.name": "ngram"})
+    assert {group.backend for group in llm.plan.state_groups} == {"triton"}

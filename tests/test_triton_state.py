@@ -47,6 +47,8 @@ HERE = (
     "state.chunked.many_pieces",
     "state.chunked.single_token_extension",
     "state.checkpoint.resume",
+    "state.rollback.each_position",
+    "state.rollback.other_rows",
 )
 """Checks that the interpreter runs in a minute or two: every kernel, odd sizes, slots, padding."""
 

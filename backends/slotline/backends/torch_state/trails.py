@@ -84,7 +84,8 @@ def trail_of(layer: StateLayer, inputs: Tensors, state: Tensors, batch: StateBat
         rows=part.rows,
         before=part.slots.read(tensor).clone(),
         pieces=tuple(part.spread(piece) for piece in pieces),
-        parameters={name: own[name] for name in ("A",) if name in own},
+        # a copy: a model may make it anew in each forward, in memory that a graph uses again before the commit
+        parameters={name: own[name].clone() for name in ("A",) if name in own},
     )
 
 

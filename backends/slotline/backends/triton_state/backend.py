@@ -13,6 +13,7 @@ from slotline.backends.triton_state.gated_delta import GatedDelta
 from slotline.backends.triton_state.mamba1 import Mamba1
 from slotline.backends.triton_state.mamba2 import Mamba2
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
+from slotline.backends.triton_state.trails import Trails
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
@@ -21,7 +22,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
 
 
 class TritonState:
-    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps.
+    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps but what drafts may ask back.
 
     Slots, lengths and initial states are read on the device. From the host come counts of rows and tokens alone, which
     in a captured forward are those of its tensors, so that a replay may hold any requests that fit into them.
@@ -30,9 +31,12 @@ class TritonState:
     def __init__(self, context: StateContext) -> None:
         on_gpu = torch.device(context.device).type == "cuda"
         self._cores = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
+        self._trails = Trails(context, self._cores) if context.max_draft_tokens else None
 
     def plan(self, batch: StateBatch) -> StateBatch:
         """The batch itself: its tensors stay where they are from one replay to the next."""
+        if self._trails is not None:
+            self._trails.begin(batch)
         return batch
 
     def forward(self, layer: StateLayer, inputs: Tensors, state: Tensors, plan: StateBatch) -> Tensor:
@@ -40,10 +44,12 @@ class TritonState:
         like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         tokens, operator = out.shape[0], OPERATORS[layer.state_kind]
-        single = plan.num_decodes == plan.num_requests
+        single, captured = plan.num_decodes == plan.num_requests, _is_captured()
         if not tokens:
             return out
-        decodes = min(plan.slots.shape[0], tokens) if single else 0 if _is_captured() else plan.num_decodes
+        if self._trails is not None and not single:
+            self._trails.keep(layer, inputs, state, plan, captured=captured)
+        decodes = min(plan.slots.shape[0], tokens) if single else 0 if captured else plan.num_decodes
         if decodes:
             operator.decode(layer.facts, inputs, state, out, self._rows(plan, 0, decodes, tokens))
         if single:
@@ -66,7 +72,9 @@ class TritonState:
         )
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
-        """All tokens count: rollback is not offered, so the core never asks for less."""
+        """See the contract: the states before the step again, and from them the accepted tokens once more."""
+        if self._trails is not None:
+            self._trails.go_back(layer, OPERATORS[layer.state_kind], state, slots, accepted)
 
     def copy(self, layer: StateLayer, state: Tensors, source: int, target: int) -> None:
         """See the contract."""

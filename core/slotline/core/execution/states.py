@@ -142,6 +142,14 @@ def with_state_memory(plan: Plan, num_rows: int, checkpoints: int | str) -> Plan
         checkpoints=checkpoints if plan.prefix_caching else 0,
         unit=unit,
         interval=interval_of(unit),
+        rollback_bytes=num_rows
+        * sum(
+            _num_bytes(tensor)
+            for group in plan.state_groups
+            if group.rollback_copy
+            for layer in group.layers
+            for tensor in layer.tensors
+        ),
     )
     return evolve(plan, states=memory)
 

@@ -149,6 +149,7 @@ class StateCapabilities:
         dtypes: pairs (activation dtype, state dtype); a convolution keeps its state in the activation dtype.
         query_len: most new tokens of a request in one batch.
         rollback: whether `commit` can go back to an accepted draft position.
+        rollback_copy: True if it holds room for the states of `max_requests` once more for that, from the start.
         checkpoints: whether `copy` works, so that a state can be kept for prefix reuse and resumed.
         graphs: which batches can be captured.
         limits: offers that shrink when another feature is needed.
@@ -160,6 +161,7 @@ class StateCapabilities:
     dtypes: Set[tuple[str, str]]
     query_len: Max = Max()
     rollback: Flag = Flag(False)
+    rollback_copy: bool = False
     checkpoints: Flag = Flag(False)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
     limits: tuple[Limit, ...] = ()

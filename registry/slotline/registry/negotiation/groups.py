@@ -180,6 +180,7 @@ class StateGroupPlan:
         dtype, state_dtype: names, of activations and of recurrent states.
         max_query_len: most tokens of one request in a batch.
         graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
+        rollback_copy: whether the backend holds room for the rows' states once more, to go back to accepted drafts.
         reason: why this backend.
         rejected: the others, in the candidates' order.
     """
@@ -195,6 +196,7 @@ class StateGroupPlan:
     state_dtype: str
     max_query_len: int = 1
     graphs: tuple[tuple[str, str], ...] = ()
+    rollback_copy: bool = False
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
 
@@ -216,6 +218,7 @@ class StateGroupPlan:
             "state_dtype": self.state_dtype,
             "max_query_len": self.max_query_len,
             "graphs": dict(self.graphs),
+            **({"rollback_copy": True} if self.rollback_copy else {}),
         }
 
     def to_json(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ class StateMemory:
         checkpoints: slots for checkpoints, or ``auto``; 0 without prefix caching.
         unit: tokens; checkpoints stand at multiples of it.
         interval: tokens; a request leaves a checkpoint at each multiple.
+        rollback_bytes: that backends hold of their own, to go back to accepted drafts.
     """
 
     slot_bytes: int
@@ -32,6 +33,7 @@ class StateMemory:
     checkpoints: int | str
     unit: int
     interval: int
+    rollback_bytes: int = 0
 
     @property
     def padding(self) -> float:
@@ -66,7 +68,8 @@ class StateMemory:
             f"{in_units(best)} that are read, or {2**30 / need:.1f} requests per GiB where {2**30 / best:.1f} is the "
             "optimum"
         )
-        return [slots, self._checkpoints(), request]
+        back = f"{in_units(self.rollback_bytes)} more to go back to accepted drafts: the rows' states before a step"
+        return [slots, *([back] if self.rollback_bytes else []), self._checkpoints(), request]
 
     def _checkpoints(self) -> str:
         if self.checkpoints == 0:

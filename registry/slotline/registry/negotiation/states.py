@@ -225,6 +225,7 @@ def _plan(request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdic
         state_dtype=STATE_DTYPE,
         max_query_len=request.max_query_len.value,
         graphs=_graph_states(request, candidate),
+        rollback_copy=request.query_len.value > 1 and candidate.capabilities.rollback_copy,
         reason=_why_chosen(request.state_backend_for(group.state_kind), chosen, fits),
         rejected=tuple(
             _rejection(verdict, verdict.reasons or (_why_lost(verdict, chosen),))
