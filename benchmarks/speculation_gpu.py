@@ -1,123 +1,190 @@
 """Decoding with drafts that stand as often as asked, against decoding without: what verification costs and gives.
 
-    python benchmarks/speculation_gpu.py benchmarks/models/llama-3.1-8b [--batches 1 4 16 32 64] [--drafts 4]
-        [--right 3 0] [--drafter-gib 0.5] [--tokens 128] [--set attention.backend=triton]
+    python benchmarks/speculation_gpu.py benchmarks/models/llama-3.1-8b benchmarks/models/llama-draft-0.4b
+        [--batches 1 4 16 32 64] [--drafts 4] [--right 3 0] [--tokens 257] [--profile 1 32] [--set KEY=VALUE]
 
-Weights are random and made on the device. A first greedy run gives the texts; a drafter then proposes them, all tokens
-behind the first `right` of each proposal wrong, so that 3 of 4 stand, or none. In each proposal it reads
-`drafter-gib` of weights once for each draft, as a small model would. Random weights make near ties of logits, which
-two batch shapes may decide differently, so the acceptance that was reached stands beside the one asked for.
-Milliseconds a step are wall time by the runs' number of steps; the speedup is in tokens a second.
+Both models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
+known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it. So the acceptance
+is what was asked for, and a text that is not the known one ends the run. A step is wall time by the runs' number of
+steps; the speedup is in tokens a second. With `--profile`, where a step's time goes: on the host by part, and on the
+device by kind of kernel.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import shutil
+import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
-from random import Random
 from typing import Any
 
+import counting_models
+import step_gpu
 import torch
-from step_gpu import engine
 
 from slotline.core import LLM, SamplingParams
-from slotline.registry.contracts import Draft, DraftBatch
+from slotline.plugins.model_families import loading
 
 PROMPT = 128
+PROFILED = 8
+"""Steps that are profiled."""
 
 
-class Replay:
-    """Proposes what it knows will come, the first `right` tokens of each proposal, and wrong ones behind."""
+def counting_engine(folder: Path, draft: Path | None, longest: int, requests: int, settings: list[str]) -> LLM:
+    """An engine of the folder's shape that counts, and a draft model of `draft`'s that does."""
 
-    def __init__(self, drafts: int, right: int, gib: float) -> None:
-        self.drafts, self.right = drafts, right
-        self.texts: dict[tuple[int, ...], list[int]] = {}
-        self.rows: dict[int, torch.Tensor] = {}
-        size = int((gib * 2**30 / 2) ** 0.5)
-        self.weights = torch.randn(size, size, dtype=torch.bfloat16, device="cuda") if gib else None
+    def made(context: Any) -> Any:
+        return counting_models.make_counting(step_gpu.random_model(context))
 
-    def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        text = prompt_token_ids + self.texts[tuple(prompt_token_ids)]
-        self.rows[row] = torch.tensor(text + [0] * self.drafts)
-
-    def release(self, row: int) -> None:
-        del self.rows[row]
-
-    def propose(self, batch: DraftBatch) -> Draft:
-        if self.weights is not None:
-            x = torch.ones(len(batch.rows), len(self.weights), dtype=torch.bfloat16, device="cuda")
-            for _ in range(self.drafts):
-                x = x @ self.weights
-        ids = [
-            self.rows[row][known : known + self.drafts].clone()
-            for row, known in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True)
-        ]
-        found = torch.stack(ids)
-        found[:, self.right :] = (found[:, self.right :] + 1) % 1000
-        return Draft(token_ids=found)
+    loading.load_transformers_model = made
+    with tempfile.TemporaryDirectory() as name:
+        for kind, source in (("target", folder), ("draft", draft)):
+            if source is not None:
+                (Path(name) / kind).mkdir()
+                shutil.copy(source / "config.json", Path(name) / kind)
+                (Path(name) / kind / "model.safetensors").touch()  # its header is never read
+        if draft is not None:
+            settings = [*settings, "drafter.name=draft_model", f"drafter.path={name}/draft"]
+        return LLM(
+            model=f"{name}/target",
+            device="cuda",
+            dtype="bfloat16",
+            max_model_len=longest,
+            max_num_seqs=requests,
+            max_num_batched_tokens=PROMPT * requests,
+            overrides=["cache.prefix_caching=false", *settings],
+        )
 
 
-def timed(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, int, list[list[int]]]:
-    """Seconds of decoding behind the prompts, its steps, and the texts."""
+def begin(llm: LLM, prompts: list[list[int]], tokens: int) -> list[Any]:
+    """Requests that have their first token."""
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
     requests = [llm.engine.add(str(i), prompt, params) for i, prompt in enumerate(prompts)]
     while any(r.metrics.time_to_first_token is None for r in requests):
         llm.engine.step()
     torch.cuda.synchronize()
+    return requests
+
+
+def timed(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, int]:
+    """Seconds of decoding behind the prompts, and its steps."""
+    requests = begin(llm, prompts, tokens)
     start, steps = time.perf_counter(), 0
     while llm.engine.has_work:
         llm.engine.step()
         steps += 1
     torch.cuda.synchronize()
-    return time.perf_counter() - start, steps, [r.output_token_ids for r in requests]
+    seconds = time.perf_counter() - start
+    for request, prompt in zip(requests, prompts, strict=True):
+        if request.output_token_ids != list(range(prompt[-1] + 1, prompt[-1] + 1 + tokens)):
+            raise SystemExit(f"a text is not the known one: {prompt[-1]} -> {request.output_token_ids}")
+    return seconds, steps
+
+
+def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
+    """Where the time of some steps goes, on the host and on the device, by step."""
+    begin(llm, prompts, tokens)
+    profiler = llm.engine.profiler
+
+    def work() -> None:
+        for _ in range(PROFILED):
+            llm.engine.step()
+
+    work()
+    profiler.enabled = True
+    profiler.reset()
+    start = time.perf_counter()
+    work()
+    wall = (time.perf_counter() - start) / PROFILED
+    profiler.enabled = False
+    parts = sorted(profiler.seconds.items(), key=lambda item: -item[1])
+    print(f"   host: {wall * 1e3:.2f} ms: " + ", ".join(f"{n} {s / PROFILED * 1e3:.2f}" for n, s in parts if s > 1e-5))
+    by_kind: dict[str, float] = defaultdict(float)
+    found = step_gpu.kernels(work)
+    for kernel in found:
+        by_kind[step_gpu.kind_of(kernel.name)] += kernel.time / PROFILED
+    kinds = sorted(by_kind.items(), key=lambda item: -item[1])
+    launches = sum(kernel.count for kernel in found) // PROFILED
+    print(
+        f"   device: {sum(by_kind.values()):.0f} us, {launches} kernels: " + ", ".join(f"{k} {t:.0f}" for k, t in kinds)
+    )
+    for kernel in found[:14]:
+        print(f"   {kernel.time / PROFILED:8.1f} us {kernel.count / PROFILED:6.1f} x  {kernel.name[:100]}")
+    step_gpu.finish(llm)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
+    parser.add_argument("draft", type=Path)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--right", type=int, nargs="+", default=[3, 0])
-    parser.add_argument("--drafter-gib", type=float, default=0.5)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=257)
+    parser.add_argument("--draft-graphs", nargs="+", default=["auto"], metavar="SETTING", help="of drafter.graphs")
+    parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
-    most, drafts = max(arguments.batches), arguments.drafts
-    shape: tuple[Any, ...] = (arguments.model, PROMPT + arguments.tokens + drafts + 1, most, PROMPT * most)
-    arguments.settings.insert(0, "cache.memory=16GiB")
-    plain = engine(*shape, arguments.settings)
-    rng, results = Random(0), {}
-    prompts = {n: [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(n)] for n in arguments.batches}
-    print(f"plain: {plain.plan.summary()}, asynchronous: {plain.engine.asynchronous}")
-    for count, own in prompts.items():
-        timed(plain, own, 8)
-        results[count] = timed(plain, own, arguments.tokens)
+    most, drafts, tokens = max(arguments.batches), arguments.drafts, arguments.tokens
+    folder, longest = arguments.model, PROMPT + tokens + drafts + 1
+    sizes = sorted({length * number for length in (1, 1 + drafts) for number in arguments.batches})
+    settings = ["cache.memory=16GiB", f"graphs.sizes={sizes}", *arguments.settings]
+    plain = counting_engine(folder, None, longest, most, settings)
+    prompts = {
+        n: counting_models.prompts(n, PROMPT, plain.engine.limits.vocab_size, tokens + 1) for n in arguments.batches
+    }
+    print(f"plain: {plain.plan.summary()}, asynchronous: {plain.engine.asynchronous}", flush=True)
+    results = {}
+    for number, own in prompts.items():
+        timed(plain, own, 9)
+        results[number] = timed(plain, own, tokens)
+        seconds, steps = results[number]
+        print(f"batch {number:3}, no drafts: a step {seconds / steps * 1e3:6.2f} ms", flush=True)
+        if number in arguments.profile:
+            show_profile(plain, own, tokens)
     del plain
     gc.collect()
     torch.cuda.empty_cache()
-    llm = engine(*shape, [*arguments.settings, "drafter.name=ngram", f"drafter.tokens={drafts}"])
-    drafting = llm.engine.drafting
+    for captured in arguments.draft_graphs:
+        own = [*settings, f"drafter.tokens={drafts}", f"drafter.graphs={captured}"]
+        show(counting_engine(folder, arguments.draft, longest, most, own), prompts, results, arguments)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def show(
+    llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, tuple[float, int]], arguments: argparse.Namespace
+) -> None:
+    """Time an engine that drafts against `results`, seconds and steps of one that does not, by batch."""
+    drafting, drafts, tokens = llm.engine.drafting, arguments.drafts, arguments.tokens
     assert drafting is not None
-    print(f"drafted: {llm.plan.summary()}, verify graphs: {dict(llm.plan.graphs.phases)}")
+    print(f"drafted: {llm.plan.summary()}, asynchronous: {llm.engine.asynchronous}")
+    print(next(str(setting) for setting in llm.plan.settings if setting.key == "drafter.graphs"))
+    if drafting.graphs is not None:
+        print(drafting.graphs.report)
+    network = drafting.drafter._model.hf_model  # type: ignore[attr-defined]
+    embedding = network.get_input_embeddings().weight
+    original = embedding.clone()
     for right in arguments.right:
-        drafting.drafter = replay = Replay(drafts, right, arguments.drafter_gib)
-        for count, own in prompts.items():
-            seconds, steps, texts = results[count]
-            replay.texts = {tuple(p): t for p, t in zip(own, texts, strict=True)}
-            timed(llm, own, 8)
+        counting_models.mislead(embedding.copy_(original), right)
+        for number, own in prompts.items():
+            seconds, steps = results[number]
+            timed(llm, own, 17)
             before = (drafting.counts.steps, drafting.counts.accepted)
-            with_drafts, verifying, found = timed(llm, own, arguments.tokens)
+            with_drafts, verifying = timed(llm, own, tokens)
             done, stood = drafting.counts.steps - before[0], drafting.counts.accepted - before[1]
-            proposal = drafting.counts.draft_seconds / drafting.counts.proposals
             print(
-                f"batch {count:3}, {right} of {drafts} right: a step {with_drafts / verifying * 1e3:6.2f} ms against "
-                f"{seconds / steps * 1e3:6.2f}, {1 + stood / max(done, 1):.2f} tokens a step, speedup "
-                f"{seconds / with_drafts:.2f}x, proposal {proposal * 1e3:.2f} ms on the host so far, "
-                f"{sum(a == b for a, b in zip(found, texts, strict=True))} of {count} texts equal, "
-                f"{drafting.counts.failures} failures"
+                f"batch {number:3}, {right} of {drafts} right: a step {with_drafts / verifying * 1e3:6.2f} ms against "
+                f"{seconds / steps * 1e3:6.2f} ({with_drafts / verifying * steps / seconds:.2f}), "
+                f"{1 + stood / max(done, 1):.2f} tokens a step, speedup {seconds / with_drafts:.2f}x, "
+                f"{drafting.counts.failures} failures {drafting.counts.last_failure}",
+                flush=True,
             )
+            if number in arguments.profile and right:
+                show_profile(llm, own, tokens)
 
 
 if __name__ == "__main__":
