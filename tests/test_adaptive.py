@@ -132,3 +132,17 @@ def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
     decided = llm.engine.drafting.to_json()["adaptive"]
     assert sum(decided["chosen"]) > 0
     assert decided["step_seconds"] + decided["step_seconds_per_token"] > 0
+
+
+def test_what_a_grammar_forces_says_nothing_of_the_drafter(
+    tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engines(tiny("llama"), **NGRAM, **{"drafter.adaptive": True})
+    drafting, control = llm.engine.drafting, DraftControl(8, K)
+    assert drafting is not None
+    monkeypatch.setattr(drafting, "control", control)
+    before = control.to_json()["acceptance"]
+    for forced in (True, False):
+        llm.engine.rows.draft(np.array([0, 1]), np.array([[5, 6]] * 2), np.array([2, 2]), forced=forced)
+        drafting.count(np.repeat([0, 1], 3), np.tile(np.arange(3), 2), np.ones(6, bool), np.full(6, 2))
+        assert (control.to_json()["acceptance"] == before) == forced

@@ -261,8 +261,9 @@ class Drafting:
         self.counts.steps += int(some.sum())
         self.counts.proposed += int(drafted.sum())
         accepted = np.bincount(draft_positions[drafted & stands] - 1, minlength=self.num_tokens)
-        if self.control is not None and some.any():
-            self.control.judged(rows[first][some], drafts[some], stood[some])
+        judged = some & ~self._rows.forced[rows[first]]
+        if self.control is not None and judged.any():
+            self.control.judged(rows[first][judged], drafts[judged], stood[judged])
         self.counts.accepted += int(accepted.sum())
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
 

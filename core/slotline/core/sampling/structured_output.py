@@ -164,7 +164,7 @@ class StructuredOutputs:
                 forced = list(state.forced())[:longest]
                 if forced:
                     count = state.count_legal(forced)
-                    self._rows.draft(np.array([row]), np.array([forced]), np.array([count]))
+                    self._rows.draft(np.array([row]), np.array([forced]), np.array([count]), forced=True)
                 elif self._rows.num_drafts[row]:
                     self._rows.num_drafts[row] = state.count_legal(self._drafts(row))
             except Exception:  # a plugin's code may raise anything; a mask that fails ends the request

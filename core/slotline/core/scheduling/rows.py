@@ -37,6 +37,7 @@ class Rows:
         num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
         draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
         num_guesses: of the drafts, those that a drafter proposed; what is behind them fills a captured batch.
+        forced: whether a grammar forces the drafts, so that they say nothing of the drafter.
         tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
         num_prompt_tokens: of those, the prompt's.
         num_computed_tokens: tokens whose keys and values are in the cache.
@@ -65,6 +66,7 @@ class Rows:
         self.num_accepted = np.ones(max_requests, np.int64)
         self.num_drafts = np.zeros(max_requests, np.int64)
         self.num_guesses = np.zeros(max_requests, np.int64)
+        self.forced = np.zeros(max_requests, bool)
         self.tree: DraftTree | None = None
         self.draft_entry = np.full(max_requests, -1, np.int64)
         self.num_prompt_tokens = np.zeros(max_requests, np.int64)
@@ -122,9 +124,10 @@ class Rows:
         request.row = -1
         heapq.heappush(self._free, row)
 
-    def draft(self, rows: Int, token_ids: Int, counts: Int) -> None:
+    def draft(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
         """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
         self.num_drafts[rows] = self.num_guesses[rows] = counts
+        self.forced[rows] = forced
         for index in range(token_ids.shape[1]):
             taken = counts > index
             self.token_ids[rows[taken], self.num_tokens[rows[taken]] + index] = token_ids[taken, index]
