@@ -113,6 +113,14 @@ def test_a_capture_of_stale_lengths_or_buffers_is_seen(factory: type, case: dict
         graphs.replays(run_of(factory, case), call_again)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_plan_that_fills_buffers_does_not_serve_every_replay(case: dict[str, Any]) -> None:
+    for body in (graphs.replays, graphs.runs_ahead):
+        body(Run(subject(ReadsTensors, plan_once=Flag(True)), case, seed=3), call_again)
+        with pytest.raises((Failed, RuntimeError, IndexError)):
+            body(Run(subject(OwnBuffers, plan_once=Flag(True)), case, seed=3), call_again)
+
+
 class PrefixFromTensor(CascadeAttention):
     """Reads the length of the common prefix, and all else, from the batch's tensors when it runs."""
 

@@ -62,3 +62,36 @@ def test_multi_token_prediction_layers_draft_what_their_formula_says(
     assert llm.engine.drafting is not None
     assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
     assert agree(seen[::6], mtp_checkpoints.Expected(path, family), 128) > 0.95  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model", "medusa"])
+@pytest.mark.parametrize("requests", [1, 5, 13])
+def test_captured_drafts_are_the_eager_ones(kind: str, requests: int) -> None:
+    """Whatever the batch is padded to, and beside prompts, which are drafted behind eagerly or padded."""
+    path = {"drafter.path": str(FOLDER)} if kind == "draft_model" else {}
+    settings = {**SETTINGS, "dtype": "float32", "max_num_batched_tokens": 128, **path}
+    lines, counts, texts = HELD_OUT.splitlines(keepends=True), [], []
+    own = ["".join(lines[i : i + 4 + i]) for i in range(requests)]
+    for captured in (False, True):
+        llm = LLM(**settings, **{"drafter.name": kind, "drafter.tokens": 4, "drafter.graphs": captured})
+        drafting = llm.engine.drafting
+        assert drafting is not None
+        assert (drafting.graphs is not None) == captured
+        replays = 0
+        if drafting.graphs is not None:
+            assert drafting.graphs.report.graphs > 0
+            original = drafting.graphs.propose
+
+            def propose(*args: Any, original: Any = original) -> Any:
+                nonlocal replays
+                replays += 1
+                return original(*args)
+
+            drafting.graphs.propose = propose  # type: ignore[method-assign]
+        texts.append([output.outputs[0].token_ids for output in llm.generate(own, PARAMS)])
+        assert drafting.counts.failures == 0, drafting.counts.last_failure
+        assert replays == (drafting.counts.proposals if captured else 0)
+        counts.append((drafting.counts.proposed, drafting.counts.accepted, drafting.counts.accepted_at))
+    assert texts[0] == texts[1]
+    assert counts[0] == counts[1]
+    assert counts[0][1] > 0

@@ -336,7 +336,7 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
                 seen[places[index]] = value.clone()
         return found
 
-    def observed(computed: Any) -> None:
+    def observed(computed: Any) -> Any:
         embed = encoding.model.embed(computed.next_token_ids)
         shown = embed if computed.next_embeds is None else computed.next_embeds
         starts = computed.query_start_loc.tolist()
@@ -344,7 +344,7 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
             for i in range(start, end):
                 if not bool((shown[i] == embed[i]).all()):
                     ahead[row, int(computed.positions[i]) + 1] = shown[i].clone()
-        observe(computed)
+        return observe(computed)
 
     monkeypatch.setattr(Encoding, "embeds", watched)
     monkeypatch.setattr(drafter, "observe", observed)

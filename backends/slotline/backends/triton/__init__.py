@@ -53,6 +53,7 @@ descriptor = Descriptor(
         cascade=Flag(True),
         kv_scales=Flag(True),
         graphs=Level(GraphSupport.ALWAYS),
+        plan_once=Flag(True),
         plain_writes=True,
         bounded_lengths=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),

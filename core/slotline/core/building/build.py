@@ -162,6 +162,8 @@ class EngineBuilder:
             self._warm_up(engine)
         with self.startup.scope("capture"):
             engine.graphs = runner.graphs = self._graphs(engine)
+            if engine.graphs is not None and drafting is not None and planned.captures_drafts:
+                drafting.capture(engine.graphs, progress=config.observability.progress)
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine

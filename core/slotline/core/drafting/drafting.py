@@ -17,9 +17,11 @@ import torch
 from attrs import define, field
 
 from slotline.core.drafting.adaptive import DraftControl
-from slotline.core.drafting.attention import DraftAttention
+from slotline.core.drafting.attention import DraftAttention, StagedAttention
+from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.drafting.tree import DraftTree
+from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import StepInputs
 from slotline.core.sampling.sampler import uniforms
 from slotline.core.scheduling.request import Request
@@ -99,9 +101,11 @@ class Drafting:
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
         attention: of the drafter's own layers, where it has any; set when the caches are there.
+        graphs: replays the drafter's work, where that is captured.
     """
 
     attention: DraftAttention | None = None
+    graphs: DraftGraphs | None = None
 
     def __init__(
         self,
@@ -135,6 +139,7 @@ class Drafting:
         self._vocab_size = vocab_size
         self._device = device
         self._embed = embed
+        self._observed: tuple[torch.Tensor, ...] = ()  # of the tokens of the last step
         self.served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
         self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
@@ -176,6 +181,25 @@ class Drafting:
             made_up.query_start_loc = torch.zeros(1, dtype=torch.int64)
             observer.observe(made_up)
 
+    def capture(self, target: GraphRunner, *, progress: bool = False) -> None:
+        """Capture the drafter's work for the batches that the model's verification is captured for.
+
+        Raises:
+            SlotlineError: as `DraftGraphs.capture`.
+        """
+        graphs = DraftGraphs(
+            self.drafter,
+            target,
+            self._computed,
+            self.attention,
+            num_tokens=self.num_tokens,
+            needs_computed=self.needs_computed,
+            needs_hidden_states=self.needs_hidden_states,
+            device=self._device,
+        )
+        graphs.capture(progress=progress)
+        self.graphs = graphs
+
     @torch.inference_mode()
     def observe(self, states: ComputedStates, following: torch.Tensor | None = None) -> None:
         """Show the drafter what a step computed.
@@ -185,8 +209,13 @@ class Drafting:
                 step gave are in the rows by now.
         """
         observer: Observer = self.drafter  # type: ignore[assignment]  # as above
+        self._observed = ()
         try:
-            observer.observe(self._computed(states, following))
+            computed = self._computed(states, following)
+            if self.graphs is not None and self.graphs.observes(states):
+                self._observed = self.graphs.observe(states, computed)
+            else:
+                self._observed = observer.observe(computed) or ()
         except Exception as error:  # as in `propose`
             self.failed(len(states.inputs.rows), f"observe raised {type(error).__name__}: {error}")
 
@@ -211,7 +240,10 @@ class Drafting:
             return
         start = perf_counter()
         try:
-            draft = self.drafter.propose(self._batch(rows, known, hidden_states))
+            batch, staged = self._batch(rows, known, hidden_states), None
+            if self.attention is not None:
+                staged = self.attention.stage(rows, known - 1, self._upload)
+            draft = self.ask(batch, staged)
             token_ids, tree = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
@@ -225,6 +257,19 @@ class Drafting:
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
+
+    def ask(self, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
+        """The drafter's answer, from a graph where there is one for so many requests.
+
+        Args:
+            attend: of the drafter's own layers, which is no part of `batch` yet.
+        """
+        if (index := batch.computed_index) is not None:
+            batch.observed = tuple(states.index_select(0, index) for states in self._observed)
+        if self.graphs is not None and (size := self.graphs.size_for(len(batch.rows))) is not None:
+            return self.graphs.propose(size, batch, attend)
+        batch.attend = None if attend is None else attend(batch.positions)
+        return self.drafter.propose(batch)
 
     def forget(self) -> None:
         """Forget all drafts, those of rows that were not scheduled too: a proposal is kept whole or not."""
@@ -268,8 +313,12 @@ class Drafting:
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """The counts, and what was decided about lengths where that is adaptive, as JSON types."""
-        return {**self.counts.to_json(), "adaptive": None if self.control is None else self.control.to_json()}
+        """The counts, what was decided about lengths where that is adaptive, and what graphs took, as JSON types."""
+        return {
+            **self.counts.to_json(),
+            "adaptive": None if self.control is None else self.control.to_json(),
+            "graphs": None if self.graphs is None else self.graphs.report.to_json(),
+        }
 
     def _fill(self, rows: Int, known: Int, room: Int) -> None:
         """Make all requests' drafts equally many, so that a captured graph fits: with the newest token again and again.
@@ -315,6 +364,9 @@ class Drafting:
             attend=None if self.attention is None else states.attend,
         )
 
+    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+
     def following(self, inputs: StepInputs) -> Int:
         """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
         rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows)]
@@ -338,7 +390,6 @@ class Drafting:
             hidden_states=None if hidden_states is None else hidden_states.last,
             layer_hidden_states=None if hidden_states is None else hidden_states.layers,
             computed_index=None if hidden_states is None else hidden_states.index,
-            attend=None if self.attention is None else self.attention.begin(rows, known - 1),
             temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
             uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
         )

@@ -9,7 +9,6 @@ in steps that run one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import perf_counter
 
 import numpy as np
@@ -17,10 +16,10 @@ import numpy.typing as npt
 import torch
 from attrs import define, frozen
 
+from slotline.core.drafting.attention import StagedAttention
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import HiddenStates
 from slotline.core.drafting.verification import drafted
-from slotline.core.execution.attention import Attend
 from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.staging import Download, Staging, reserved_bytes
 from slotline.core.execution.states import StateRouter
@@ -79,7 +78,7 @@ class Settled:
     room: Int
     temperature: torch.Tensor
     following: torch.Tensor | None
-    attend: Callable[[torch.Tensor], Callable[[int], Attend]] | None
+    attend: StagedAttention | None
 
 
 class Overlap:
@@ -208,7 +207,7 @@ class Overlap:
             states = None if states is None else states.pick(chosen)
         start, rows = perf_counter(), settled.rows[settled.asked]
         try:
-            draft = drafting.drafter.propose(self._batch(settled, rows, newest, positions, states))
+            draft = drafting.ask(self._batch(settled, rows, newest, positions, states), settled.attend)
             if draft.parents is not None:
                 raise ValueError("a tree was proposed where a chain was negotiated")
             found = draft.token_ids
@@ -266,6 +265,5 @@ class Overlap:
             hidden_states=None if states is None else states.last,
             layer_hidden_states=None if states is None else states.layers,
             computed_index=None if states is None else states.index,
-            attend=None if settled.attend is None else settled.attend(positions),
             temperature=settled.temperature,
         )

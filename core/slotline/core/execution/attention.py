@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attrs import define, evolve
@@ -55,6 +55,13 @@ class AttentionGroup:
     cascade_captured: bool = False
     plain_writes: bool = False
     fast_prefill: bool = False
+
+
+class StepPlans(NamedTuple):
+    """What the groups planned for a batch, and where its tokens belong, by group."""
+
+    plans: list[Any]
+    slot_mappings: list[torch.Tensor]
 
 
 @define(eq=False)
@@ -131,18 +138,26 @@ class AttentionRouter:
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
         """
+        return self.under(self.plans(batches, wanted))
+
+    def plans(self, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch] = ()) -> StepPlans:
+        """As `plan`, for `under` to use later."""
         if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             raise ModelError(
                 "a step was called while a CUDA graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
         if wanted:
-            self._plans = [self._plan_some(group, batches, wanted) for group in self.groups]
+            plans = [self._plan_some(group, batches, wanted) for group in self.groups]
         elif self._one_device:  # the step's own
-            self._plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
+            plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
         else:
-            self._plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
-        self._slot_mappings = [batches[group.batch].slot_mapping for group in self.groups]
+            plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
+        return StepPlans(plans, [batches[group.batch].slot_mapping for group in self.groups])
+
+    def under(self, plans: StepPlans) -> Attend:
+        """Attention under plans that were made before; those of the last call count."""
+        self._plans, self._slot_mappings = plans
         return RoutedAttend(self, self.attend)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -108,6 +108,56 @@ class _Recorder:
         self.end()
         self.parts.append(call)
         self.begin()
+
+
+class Capturing:
+    """A stream to capture on and a memory pool; errors become typed, and there is a report at the end.
+
+    Args:
+        fix: what to do where something cannot be captured.
+
+    Attributes:
+        pool: that captures share.
+        what: is being captured.
+    """
+
+    def __init__(self, fix: str) -> None:
+        torch.cuda.synchronize()
+        self._start, self._before = perf_counter(), torch.cuda.mem_get_info()[0]
+        self.pool, self.what = torch.cuda.graph_pool_handle(), ""
+        self._stream, self._fix, self._around = torch.cuda.Stream(), fix, ExitStack()
+        self._stream.wait_stream(torch.cuda.current_stream())
+
+    def __enter__(self) -> Self:
+        self._around.enter_context(_no_collection())
+        self._around.enter_context(torch.cuda.stream(self._stream))
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Leave the stream.
+
+        Raises:
+            CapacityError: if the device ran out of memory; names what to lower.
+            ModelError: if something cannot be captured.
+        """
+        self._around.close()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise CapacityError(
+                f"capturing {self.what} does not fit into memory",
+                fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
+            ) from error
+        if isinstance(error, RuntimeError):
+            what = f"{self.what} cannot be captured: {str(error).splitlines()[0]}"
+            raise ModelError(what, fix=self._fix) from error
+
+    def report(self, shapes: int, graphs: int) -> CaptureReport:
+        """What it took, once all is captured."""
+        torch.cuda.current_stream().wait_stream(self._stream)
+        torch.cuda.synchronize()
+        memory, seconds = self._before - torch.cuda.mem_get_info()[0], perf_counter() - self._start
+        message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
+        logger.info(message, shapes, graphs, memory / 2**30, seconds)
+        return CaptureReport(shapes=shapes, graphs=graphs, memory=memory, seconds=seconds)
 
 
 class GraphShapes:
@@ -242,31 +292,13 @@ class GraphRunner:
         """
         if self._captured:
             raise ModelError("the graphs are captured already", fix="capture once, when the engine is built")
-        torch.cuda.synchronize()
-        start, before, count = perf_counter(), torch.cuda.mem_get_info()[0], 0
-        pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with _no_collection(), torch.cuda.stream(stream):
-                for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
-                    self._captured[shape], graphs = self._capture(shape, pool)
-                    count += graphs
-        except torch.OutOfMemoryError as error:
-            raise CapacityError(
-                f"capturing graphs of {shape.num_tokens} tokens does not fit into memory",
-                fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
-            ) from error
-        except RuntimeError as error:
-            raise ModelError(
-                f"the forward of {shape.num_tokens} tokens cannot be captured: {str(error).splitlines()[0]}",
-                fix='set graphs.mode = "none", and tell the author of the model family or backend',
-            ) from error
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        memory, seconds = before - torch.cuda.mem_get_info()[0], perf_counter() - start
-        self.report = CaptureReport(shapes=len(self._captured), graphs=count, memory=memory, seconds=seconds)
-        message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
-        logger.info(message, len(self._captured), count, memory / 2**30, seconds)
+        count = 0
+        with Capturing('set graphs.mode = "none", and tell the author of the model family or backend') as capturing:
+            for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
+                capturing.what = f"the forward of {shape.num_tokens} tokens"
+                self._captured[shape], graphs = self._capture(shape, capturing.pool)
+                count += graphs
+        self.report = capturing.report(len(self._captured), count)
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.
@@ -275,14 +307,19 @@ class GraphRunner:
         """
         assert inputs.shape is not None
         captured = self._captured[inputs.shape]
-        if self._addresses(inputs) != captured.addresses:
+        if self.addresses(inputs) != captured.addresses:
             raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
         for part in captured.parts:
             part()
         return captured.hidden_states, captured.logits, captured.layers
 
-    def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
-        """One shape, and the number of its graphs."""
+    def states(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where a replay leaves hidden states and the inputs of layers, as in `Captured`."""
+        captured = self._captured[shape]
+        return captured.hidden_states, captured.layers
+
+    def made_up(self, shape: GraphShape) -> tuple[StepInputs, Attend]:
+        """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
         rows = self._gatherer.rows
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
         lens = self._query_lens(shape)
@@ -290,9 +327,13 @@ class GraphRunner:
         inputs = self._gatherer.dummy(
             lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes, adapters=shape.adapters
         )
+        return inputs, self._router.plan(inputs.batches)
+
+    def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
+        """One shape, and the number of its graphs."""
+        (inputs, attend), advance = self.made_up(shape), None
         if self._adapters is not None:
             self._adapters.plan(inputs.lora_slots)
-        attend, advance = self._router.plan(inputs.batches), None
         if self._states is not None and inputs.states is not None:
             advance = self._states.plan(inputs.states)
         for _ in range(WARM_UPS):
@@ -308,7 +349,7 @@ class GraphRunner:
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = Captured(
             tuple(recorder.parts),
-            self._addresses(inputs),
+            self.addresses(inputs),
             unowned(hidden),
             None if logits is None else unowned(logits),
             None if layers is None else unowned(layers),
@@ -338,7 +379,7 @@ class GraphRunner:
         logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
         return hidden, logits, None if self._taps is None else self._taps.take()
 
-    def _addresses(self, inputs: StepInputs) -> tuple[int, ...]:
+    def addresses(self, inputs: StepInputs) -> tuple[int, ...]:
         """Where the tokens lie, and what captured attention and states read: that is not in every mixed batch."""
         read, states = [inputs.input_ids, inputs.positions], inputs.states
         if inputs.shape is not None and inputs.shape.padded_requests:

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from slotline.registry.config import LoadedConfig
-from slotline.registry.contracts import ModelFacts
+from slotline.registry.contracts import AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
@@ -205,6 +205,53 @@ def choose_tree(
         asked="tree",
         resolved="chain" if texts else "tree",
         origin=f"drafter {drafter.name!r} proposes trees" + "".join(f"; {text}" for text in texts),
+    )
+
+
+def choose_draft_graphs(
+    loaded: LoadedConfig,
+    drafter: Descriptor[Any] | None,
+    plan: Plan,
+    registry: PluginRegistry,
+    layers: Sequence[AttentionLayer],
+) -> Setting | None:
+    """Whether the drafter's own steps are captured, and why; None without a drafter.
+
+    Args:
+        layers: the drafter's own.
+
+    Raises:
+        NegotiationError: if that was asked for and cannot be.
+    """
+    if drafter is None:
+        return None
+    asked, origin = loaded.config.drafter.graphs, loaded.origins["drafter.graphs"]
+    texts = []
+    if dict(plan.graphs.phases).get("verify", "none") == "none":
+        texts.append("no verifying step is captured")
+    if refusal := drafter.capabilities.graphs.refusal(True):
+        texts.append(f"drafter {drafter.name!r}: graphs {refusal}")
+    own = {layer.index for layer in layers}
+    for group in plan.groups:
+        if own.isdisjoint(layer.index for layer in group.layers):
+            continue
+        if not (group.captured("decode") and group.captured("verify")):
+            texts.append(f"attention group {group.name!r} is not captured")
+        backend = registry.load(Kind.ATTENTION, group.backend, required=True)
+        if refusal := backend.capabilities.plan_once.refusal(True):
+            texts.append(f"attention backend {group.backend!r}: plan_once {refusal}")
+    if asked is True and texts:
+        raise NegotiationError(
+            f"drafter.graphs = true ({origin.where}): {'; '.join(texts)}", fix='set drafter.graphs to "auto" or false'
+        )
+    captured = asked is not False and not texts
+    because = origin.where if asked != "auto" else f"auto: {'; '.join(texts)}" if texts else "auto: nothing forbids it"
+    return Setting(
+        key="drafter.graphs",
+        asked=str(asked).lower(),
+        resolved=str(captured).lower(),
+        origin=because,
+        explicit=asked != "auto",
     )
 
 

@@ -20,6 +20,7 @@ from slotline.core.planning.measurements import load_measurements
 from slotline.core.planning.overlap import choose_async, overlap_drafts
 from slotline.core.planning.parts import (
     StructuredOutputChoice,
+    choose_draft_graphs,
     choose_drafter,
     choose_structured_output,
     choose_task,
@@ -75,6 +76,7 @@ class Planned:
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
         trees: whether drafts that form trees are verified as such.
+        captures_drafts: whether the drafter's own steps are captured.
         plan: the negotiated plan.
     """
 
@@ -93,6 +95,7 @@ class Planned:
     max_model_len: int
     asynchronous: bool
     trees: bool
+    captures_drafts: bool
     plan: Plan
 
     @property
@@ -192,7 +195,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
-    plan = plan if tree is None else evolve(plan, settings=(*plan.settings, tree))
+    draft_graphs = choose_draft_graphs(loaded, drafter, plan, registry, own_layers)
+    plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, draft_graphs))))
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, registry, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
@@ -215,6 +219,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
         trees=tree is not None and tree.resolved == "tree",
+        captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
         plan=plan,
     )
 

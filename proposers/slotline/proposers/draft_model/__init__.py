@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Max, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts import DrafterCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -11,7 +11,12 @@ descriptor = Descriptor(
     name="draft_model",
     summary="a smaller model of the same vocabulary",
     capabilities=DrafterCapabilities(
-        devices=Set(("cpu", "cuda")), max_tokens=Max(), needs_computed=True, needs_kv_group=True, on_device=True
+        devices=Set(("cpu", "cuda")),
+        max_tokens=Max(),
+        needs_computed=True,
+        needs_kv_group=True,
+        on_device=True,
+        graphs=Flag(True),
     ),
     factory="slotline.proposers.draft_model.drafter:ModelDrafter",
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from slotline.proposers.likeliest import likeliest
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,
@@ -74,7 +75,7 @@ class ModelDrafter:
         tokens, found = batch.last_token_ids, []
         for offset in range(self._num_tokens):
             hidden = self._model.forward(tokens, batch.positions + offset, batch.attend(offset))
-            tokens = self._model.compute_logits(hidden).argmax(-1)
+            tokens = likeliest(self._model.compute_logits(hidden))
             found.append(tokens)
         return Draft(token_ids=torch.stack(found, 1))
 

@@ -20,6 +20,7 @@ from slotline.proposers.eagle.heads import (
     read_config,
     read_weights,
 )
+from slotline.proposers.likeliest import likeliest
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,
@@ -42,7 +43,6 @@ class EagleDrafter:
         self._facts, self._embed, self._logits = _shared(context)
         self._device, self._dtype = context.device, getattr(torch, context.dtype)
         self._head: Any = self._build(context)
-        self._observed: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
@@ -83,18 +83,16 @@ class EagleDrafter:
     def release(self, row: int) -> None:
         """Nothing is kept by row."""
 
-    def observe(self, computed: ComputedTokens) -> None:
+    def observe(self, computed: ComputedTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over all that the model computed: that fills its cache, and gives each request's first guess."""
-        self._observed = None
         hidden = self._head.enter(self._states(computed))
         embeds = self._embed(computed.next_token_ids) if computed.next_embeds is None else computed.next_embeds
-        self._observed = self._step(embeds, hidden, computed.positions, computed.attend)
+        return self._step(embeds, hidden, computed.positions, computed.attend)
 
     def propose(self, batch: DraftBatch) -> Draft:
         """The head's likeliest token, and the likeliest behind it, and so on."""
-        assert self._observed is not None
         assert batch.attend is not None
-        out, hidden = (states[batch.computed_index] for states in self._observed)
+        out, hidden = batch.observed
         token_ids = [self._tokens(out)]
         for offset in range(self._num_tokens - 1):
             out, hidden = self._step(self._embed(token_ids[-1]), hidden, batch.positions + offset, batch.attend(offset))
@@ -125,7 +123,7 @@ class EagleDrafter:
         return computed.hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return self._logits(out).argmax(-1)
+        return likeliest(self._logits(out))
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -155,7 +153,7 @@ class Eagle3Drafter(EagleDrafter):
         return computed.layer_hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return self._kept[self._head.lm_head(out).argmax(-1)]
+        return self._kept[likeliest(self._head.lm_head(out))]
 
 
 def _folder(path: str | None) -> Path:

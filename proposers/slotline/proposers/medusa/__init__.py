@@ -25,7 +25,9 @@ descriptor = Descriptor(
     kind=Kind.DRAFTER,
     name="medusa",
     summary="heads on the last hidden state, one for each draft token",
-    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(), needs_hidden_states=True, on_device=True),
+    capabilities=DrafterCapabilities(
+        devices=Set(None), max_tokens=Max(), needs_hidden_states=True, on_device=True, graphs=Flag(True)
+    ),
     factory="slotline.proposers.medusa.drafter:MedusaDrafter",
 )
 tree_descriptor = Descriptor(

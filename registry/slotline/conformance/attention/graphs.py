@@ -62,7 +62,10 @@ def cases_of_levels(subject: Subject) -> list[dict[str, object]]:
 
 @check(Kind.ATTENTION, "attention.graphs.replay", Level.GRAPHS, needs=ONE_CAPTURE, cases=by_level, cost=2.0)
 def replay(run: Run) -> None:
-    """A captured step follows new lengths, new block tables, other requests in its rows, and fewer requests."""
+    """A captured step follows new lengths, new block tables, other requests in its rows, and fewer requests.
+
+    Where `plan_once` is declared, every second replay is not planned.
+    """
     replays(run, cuda_graph)
 
 
@@ -187,7 +190,9 @@ def _captured(run: Run, record: Recorder) -> tuple[GraphPool, CapturedStep]:
     length = QUERY_LEN[level]
     case = chosen(run, ((ROWS * length, 64),) if level is GraphSupport.ALWAYS else ((length, 64),))
     pool = GraphPool(case, build(run, case), longest=160, device=device_of(run.subject), writes_cache=writes_cache(run))
-    return pool, CapturedStep(pool, ROWS, length, mixed=level is GraphSupport.ALWAYS, record=record)
+    once = run.subject.capabilities.plan_once.refusal(True) is None
+    mixed = level is GraphSupport.ALWAYS
+    return pool, CapturedStep(pool, ROWS, length, mixed=mixed, record=record, plan_once=once)
 
 
 def _batches(run: Run) -> list[tuple[Sequence[int], Sequence[int]]]:

@@ -191,6 +191,9 @@ class DrafterConfig:
     adaptive: bool = field(
         default=False, metadata=_doc("verify as many drafts as pay, down to none, by measured acceptance and cost")
     )
+    graphs: bool | Literal["auto"] = field(
+        default="auto", metadata=_doc("capture the drafter's own steps in CUDA graphs; auto where that is possible")
+    )
     path: str = field(default="", metadata=_doc("folder of the draft checkpoint", path=True))
     options: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("the drafter's own options, in a table `[drafter.NAME]`", rest=True)

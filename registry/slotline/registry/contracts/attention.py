@@ -97,6 +97,8 @@ class AttentionCapabilities:
         cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
         kv_scales: whether eight-bit caches are kept with the layer's scales.
         graphs: which batches `forward` can be captured for.
+        plan_once: whether what `plan` gave at a capture serves every replay: it fills no buffers of the backend's own.
+            Then nothing needs to be planned before a replay, and one graph can hold several steps.
         lse: whether `forward` can return the log-sum-exp, and `lse_base` in which base (``e`` or ``2``).
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
         plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
@@ -129,6 +131,7 @@ class AttentionCapabilities:
     cascade: Flag = Flag(Support.NOT_IMPLEMENTED)
     kv_scales: Flag = Flag(Support.NOT_IMPLEMENTED)
     graphs: Level[GraphSupport] = Level(GraphSupport.NEVER)
+    plan_once: Flag = Flag(False)
     lse: Flag = Flag(False)
     lse_base: str = "e"
     writes_cache: bool = False

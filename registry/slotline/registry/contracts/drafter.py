@@ -42,6 +42,9 @@ class DrafterCapabilities:
         needs_grammar: proposes only tokens that the grammar state allows.
         on_device: proposes without the host's tokens: of a `DraftBatch` it reads `rows` and what is on the device
             alone, and nothing in its proposal waits for the device. Steps may then overlap beside it.
+        graphs: whether `observe` and `propose` can be captured in CUDA graphs and replayed without Python: they work on
+            the device alone, read what changes from the device tensors that they are handed, `observed` included, and
+            give tensors whose shapes depend on the number of requests or tokens alone. Chains without probabilities.
     """
 
     devices: Set[str]
@@ -56,6 +59,7 @@ class DrafterCapabilities:
     needs_kv_group: bool = False
     needs_grammar: bool = False
     on_device: bool = False
+    graphs: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -128,7 +132,8 @@ class DraftBatch:
         layer_hidden_states: [num_requests, layers * hidden_size], of the same token, the states in front of the layers
             `layer_ids` side by side; None unless `needs_layers`.
         computed_index: [num_requests] int64 on the device, where that token stands in the `ComputedTokens` of the same
-            step; None unless `needs_computed`.
+            step; None unless `needs_computed`, and where `propose` is captured.
+        observed: [num_requests, ...] each, what `Observer.observe` returned about that token; empty if nothing.
         attend: where the drafter `needs_kv_group`: ``attend(offset)`` gives the attention of its own layers for one
             token of each request at `positions` + offset. To be called with 0, 1, .. below the number of draft tokens,
             each in its turn: an offset's keys and values are stored before the next one's queries come.
@@ -145,6 +150,7 @@ class DraftBatch:
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     computed_index: torch.Tensor | None = None
+    observed: tuple[torch.Tensor, ...] = ()
     attend: Callable[[int], Attend] | None = None
     temperature: torch.Tensor | None = None
     uniforms: npt.NDArray[np.float64] | None = None
@@ -228,8 +234,10 @@ class LayerReader(Drafter, Protocol):
 class Observer(Drafter, Protocol):
     """A drafter that `needs_computed`."""
 
-    def observe(self, computed: ComputedTokens) -> None:
+    def observe(self, computed: ComputedTokens) -> tuple[torch.Tensor, ...] | None:
         """See what a step computed; called before its `propose`, also where no request gets drafts.
+
+        What it returns, [num_tokens, ...] each, that `propose` is handed as `DraftBatch.observed`.
 
         The last step of a request comes after its `release`: what a row shows belongs to the request that was admitted
         to it last. Once before the first request it is called with made-up tokens of no row, so that memory is measured

@@ -75,6 +75,7 @@ class CapturedStep:
         mixed: whether requests may have different query lengths.
         record: `cuda_graph` or `call_again`.
         cascade: whether the batches have a common prefix.
+        plan_once: whether the plan of the capture serves every replay; then every second one is not planned.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class CapturedStep:
         mixed: bool,
         record: Recorder,
         cascade: bool = False,
+        plan_once: bool = False,
     ) -> None:
+        self._plan_once, self._launches = plan_once, 0
         self.pool, self.rows, self.query_len, self.mixed = pool, rows, query_len, mixed
         case, layer, device = pool.case, pool.home.layer, pool.home.device
         self.tokens = rows * query_len
@@ -146,8 +149,10 @@ class CapturedStep:
     def launch(self, step: Step) -> torch.Tensor:
         """Fill, plan, replay; returns a copy of the output that nobody has waited for, [tokens of the shape, H, Dv]."""
         batch = self._fill(step)
-        with threads(1):
-            self.pool.backend.plan(batch)
+        self._launches += 1
+        if not self._plan_once or self._launches % 2 == 0:
+            with threads(1):
+                self.pool.backend.plan(batch)
         self._replay()
         return self.out.clone()
 

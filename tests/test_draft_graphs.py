@@ -1,0 +1,115 @@
+"""Whether a drafter's own steps are captured: what is decided, and where places are found for steps in graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import head_folders
+import numpy as np
+import pytest
+import torch
+from engine_driver import random_prompts, tokens_of
+
+from slotline.core import LLM
+from slotline.core.drafting import graphs
+from slotline.core.drafting.graphs import DraftGraphs
+from slotline.core.execution.inputs import GraphShape
+from slotline.registry.errors import NegotiationError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+Engines = Callable[..., LLM]
+SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def settings_of(path: Path) -> dict[str, Any]:
+    return {"drafter.name": "draft_model", "drafter.path": str(path), "drafter.tokens": 4, "memory": "8MiB"}
+
+
+def test_what_is_in_the_way_of_capturing_is_told(tiny: Tiny, engines: Engines) -> None:
+    settings = settings_of(tiny("llama", **SMALLER))
+    llm = engines(tiny("llama"), **settings)
+    setting = next(setting for setting in llm.plan.settings if setting.key == "drafter.graphs")
+    assert (setting.asked, setting.resolved) == ("auto", "false")
+    for text in ("no verifying step is captured", "is not captured", "attention backend 'torch': plan_once"):
+        assert text in setting.origin
+    assert setting.origin in llm.plan.explain()
+    with pytest.raises(NegotiationError, match=r"drafter.graphs = true .*no verifying step is captured"):
+        engines(tiny("llama"), **settings, **{"drafter.graphs": True})
+
+
+def test_a_drafter_that_reads_the_host_is_not_captured(tiny: Tiny, engines: Engines) -> None:
+    llm = engines(tiny("llama"), **{"drafter.name": "ngram"})
+    setting = next(setting for setting in llm.plan.settings if setting.key == "drafter.graphs")
+    assert "drafter 'ngram': graphs" in setting.origin
+    assert all(setting.key != "drafter.graphs" for setting in engines(tiny("llama")).plan.settings)
+
+
+def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engines) -> None:
+    llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
+    drafting = llm.engine.drafting
+    assert drafting is not None
+    assert drafting.attention is not None
+    longest = llm.engine.limits.max_model_len
+    columns = longest // 16
+    tables = [torch.arange(1, 1 + 4 * columns, dtype=torch.int32).view(4, columns) for _ in llm.engine.gatherer.groups]
+    tables[0][1, 1:] = 0  # no block behind the first
+    found = drafting.attention.places(torch.tensor([3, 14, longest - 2, -1]), tables[:1])
+    assert found.seq_lens.T.tolist() == [[4, 5, 6, 7], [15, 16, 17, 18], [longest - 1, *[longest] * 3], [0] * 4]
+    first = np.arange(4) * columns + 1
+    assert found.slots[0].T.tolist() == [
+        [16 + 3, 16 + 4, 16 + 5, 16 + 6],
+        [int(first[1]) * 16 + 14, int(first[1]) * 16 + 15, -1, -1],
+        [(int(first[2]) + columns - 1) * 16 + 14, (int(first[2]) + columns - 1) * 16 + 15, -1, -1],
+        [-1] * 4,
+    ]
+
+
+class Again:
+    """Stands in for a graph where there is none: the same calls with the same tensors, results where they were."""
+
+    def __init__(self, work: Callable[[], Any], result: Any) -> None:
+        self.work, self.result = work, result
+
+    def replay(self) -> None:
+        self.result.token_ids.copy_(self.work().token_ids)
+
+
+@pytest.mark.parametrize("kind", ["draft_model", "eagle"])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_captured_proposal_is_the_eager_one(
+    tiny: Tiny, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool
+) -> None:
+    """Padded, at fixed addresses, planned once for the longest sequences; calls stand in for replays."""
+    path, draft = tiny("llama"), tiny("llama", **SMALLER)
+    if kind == "eagle":
+        draft = head_folders.build(tmp_path, path, kind)
+    settings = {**settings_of(draft), "drafter.name": kind, "scheduler.async": asynchronous}
+    prompts = random_prompts((5, 30, 17, 1, 12), seed=3)
+    eager, llm = engines(path, **settings), engines(path, **settings, **{"observability.count_nans": True})
+    expected, drafting = tokens_of(eager, prompts), llm.engine.drafting
+    assert eager.engine.drafting is not None
+    assert drafting is not None
+    made = DraftGraphs.__new__(DraftGraphs)
+    monkeypatch.setattr(graphs, "_captured", lambda work, pool: (Again(work, found := work()), found))
+    hidden = torch.zeros(1, llm.engine.runner.model.facts.hidden_size)
+    observed = (hidden, hidden) if kind == "eagle" else ()
+    vars(made).update(_drafter=drafting.drafter, _attention=drafting.attention, _needs_computed=True, _device="cpu")
+    vars(made).update(_needs_hidden_states=drafting.needs_hidden_states, _sizes=(2, 8), _observations={})
+    vars(made)["_target"] = SimpleNamespace(states=lambda shape: (hidden, None))
+    shapes = {size: GraphShape(size * 5, 5) for size in (2, 8)}
+    made._observations = {s: graphs._Observation(lambda: None, (), observed) for s in shapes.values()}
+    with torch.inference_mode():
+        made._proposals = {size: made._capture_proposal(shape, None) for size, shape in shapes.items()}
+    monkeypatch.undo()
+    monkeypatch.setattr(made, "observes", lambda states: False, raising=False)
+    monkeypatch.setattr(drafting, "graphs", made)
+    before = drafting.counts.proposals
+    assert tokens_of(llm, prompts) == expected
+    assert drafting.counts.failures == 0, drafting.counts.last_failure
+    assert drafting.counts.proposals > before
+    assert drafting.counts.accepted_at == eager.engine.drafting.counts.accepted_at
