@@ -7,8 +7,8 @@
 layers in turn, so that nothing is found in the L2 cache. Times are medians of replays of a captured graph of 20 calls;
 of 20 eager calls, which is marked, where the backend declares no capture for such a batch, and of prompts, whose
 attention runs between the graphs. `nano` is the batch of that workload at a step, the longest first, as the scheduler
-has it. `plan` is the host's time for one step. Bytes are the keys and values that must be read, operations those of the
-two products under the mask.
+has it; `tree` requests verify one known token and a tree of drafts, `verify` ones a chain. `plan` is the host's time
+for one step. Bytes are the keys and values that must be read, operations those of the two products under the mask.
 `--cascade` compares requests that share a prefix with and without serving it apart.
 """
 
@@ -25,13 +25,20 @@ import torch
 
 from slotline.core.frontend.workloads import workload
 from slotline.registry.capability import GraphSupport
-from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache, KVScales
+from slotline.registry.contracts.attention import (
+    AttentionBatch,
+    AttentionContext,
+    AttentionLayer,
+    KVCache,
+    KVScales,
+    TreeMask,
+)
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
 CALLS, ROUNDS = 20, 30
-LONGEST_CAPTURED = 16
+LONGEST_CAPTURED = 128
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 LAYER = AttentionLayer(
     name="layer",
@@ -45,11 +52,15 @@ LAYER = AttentionLayer(
 
 
 class Shape(NamedTuple):
-    """A batch: (query tokens, keys) of each request; the first `shared` keys are the same blocks for all."""
+    """A batch: (query tokens, keys) of each request; the first `shared` keys are the same blocks for all.
+
+    The last `nodes` query tokens of each are a tree's.
+    """
 
     name: str
     requests: tuple[tuple[int, int], ...]
     shared: int = 0
+    nodes: int = 0
 
     @property
     def level(self) -> GraphSupport:
@@ -81,6 +92,11 @@ SHAPES = (
     Shape("decode 8 x 32,768", ((1, 32768),) * 8),
     Shape("decode 1 x 2,048", ((1, 2048),)),
     Shape("verify 32 x 5 of 2,048", ((5, 2048),) * 32),
+    *(
+        Shape(f"{name} {count} x {1 + nodes} of 2,048", ((1 + nodes, 2048),) * count, nodes=nodes * (name == "tree"))
+        for count, nodes in ((1, 16), (8, 16), (32, 16), (1, 63), (8, 63), (32, 63))
+        for name in ("verify", "tree")
+    ),
     Shape("prefill 1 x 8,192", ((8192, 8192),)),
     Shape("prefill 4 x 2,048", ((2048, 2048),) * 4),
     Shape("prefill 2 x 4,096", ((4096, 4096),) * 2),
@@ -141,8 +157,17 @@ def batch(shape: Shape, block_size: int, *, apart: bool) -> tuple[AttentionBatch
         num_decodes=next((i for i, count in enumerate(counts) if count != 1), len(counts)),
         common_prefix_len=shape.shared if apart else 0,
         common_prefix=torch.tensor([shape.shared], dtype=torch.int32, device="cuda") if apart else None,
+        tree=tree(shape.nodes, len(lens)) if shape.nodes else None,
     )
     return made, int(widths.sum()) + 1
+
+
+def tree(nodes: int, requests: int) -> TreeMask:
+    """Every node but the last ones has two behind it."""
+    sees = torch.eye(nodes, dtype=torch.bool)
+    for node in range(2, nodes):
+        sees[node] |= sees[(node - 2) // 2]
+    return TreeMask(sees.cuda(), (sees.sum(1) - 1).cuda(), np.full(requests, nodes, np.int32))
 
 
 def copy_bandwidth() -> float:

@@ -184,13 +184,24 @@ def test_without_tree_masks_the_first_path_is_verified_and_explain_says_why(tiny
     assert "drafter.tree" in llm.plan.explain()
     (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == "chain"
-    assert "'cpu': tree_mask" in setting.origin
+    assert "'cpu': tree mask: needs it" in setting.origin
     expected = tokens_of(plain, prompts)
     with drafted_by(llm, Branches(prompts, expected, 1.0, 384)):
         assert tokens_of(llm, prompts) == expected
     assert llm.engine.drafting.counts.accepted > 0
     (setting,) = [s for s in engines(tiny("llama"), **TREE).plan.settings if s.key == "drafter.tree"]
     assert setting.resolved == "tree"
+
+
+@pytest.mark.parametrize(("family", "resolved"), [("llama", "tree"), ("mistral", "chain")])
+def test_masks_that_a_backend_has_for_other_layers_alone_are_not_counted_on(
+    tiny: Tiny, engines: Engines, family: str, resolved: str
+) -> None:
+    plugins = (TREE_DRAFTER, f"{Path(__file__).parent / 'partial_trees.py'}:descriptor")
+    llm = engines(tiny(family), **{**TREE, "plugins.inline": plugins, "backend": "partial_trees"})
+    (setting,) = [s for s in llm.plan.settings if s.key == "drafter.tree"]
+    assert setting.resolved == resolved
+    assert ("tree mask: needs it, not implemented with sliding_window" in setting.origin) == (resolved == "chain")
 
 
 def test_a_tree_that_is_none_costs_drafts_and_nothing_else(tiny: Tiny, engines: Engines) -> None:

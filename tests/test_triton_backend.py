@@ -157,3 +157,31 @@ def test_a_common_prefix_is_served_apart_where_many_tokens_read_a_long_one() -> 
     assert not backend.use_cascade(16, many, many * 5000)
     assert not backend.use_cascade(4096, two, two * 5000)
     assert not backend.use_cascade(4096, np.array([4000]), np.array([9000]))
+
+
+TREE = (-1, 0, 1, -1, 3, 0, 4, 3)
+TREES: dict[str, tuple[tuple[tuple[tuple[int, int], int], ...], dict[str, Any]]] = {
+    "verify": ((((9, 40), 8), ((9, 137), 8), ((7, 49), 6), ((9, 9), 8)), {}),
+    "mixed": ((((1, 17), 0), ((9, 300), 8), ((12, 60), 8), ((20, 20), 0), ((5, 5), 4), ((1, 1), 1)), {}),
+    "sinks and soft cap": ((((9, 40), 8), ((20, 90), 0), ((9, 70), 8)), {"sinks": True, "soft_cap": 5.0}),
+    "eight-bit cache": ((((9, 40), 8), ((7, 70), 6)), {"kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.25, 8.0)}),
+    "short window": ((((9, 40), 8), ((1, 30), 0), ((7, 70), 6)), {"window": 3}),
+    "long window": ((((9, 140), 8), ((1, 30), 0), ((7, 70), 6)), {"window": 40}),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", TREES)
+def test_nodes_of_a_tree_see_the_known_tokens_and_their_own_path(name: str) -> None:
+    both, features = TREES[name]
+    requests, num_nodes = zip(*both, strict=True)
+    world = World(Case(requests=requests, parents=TREE, num_nodes=num_nodes, **{"head_size": 40, **features}))
+    world.check(*world.run(TritonBackend(world.case.context())))
+
+
+def test_a_tree_behind_a_common_prefix() -> None:
+    world = World(
+        Case(requests=((9, 60), (1, 49), (12, 90), (7, 70)), head_size=40, parents=TREE, num_nodes=(8, 0, 8, 6))
+    )
+    share_prefix(world, 48, announced=True)
+    world.check(*world.run(TritonBackend(world.case.context())))

@@ -13,7 +13,7 @@ from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
-NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "cascade", "kv_scales", "batch_invariant")
+NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "tree_mask", "cascade", "kv_scales", "batch_invariant")
 
 
 @frozen(kw_only=True)
@@ -48,6 +48,7 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        tree_mask=Flag(True),
         mla=Flag(True),
         latent_sizes=Range(minimum=1, maximum=576),
         cascade=Flag(True),
@@ -61,6 +62,12 @@ descriptor = Descriptor(
         limits=(
             Limit(when="mla", capability="dtypes", offer=Set(product(FLOATS, FLOATS))),
             *(Limit(when="mla", capability=name, offer=Flag(Support.NOT_IMPLEMENTED)) for name in NOT_WITH_LATENTS),
+            Limit(
+                when="batch_invariant",
+                capability="tree_mask",
+                offer=Flag(Support.UNSUPPORTED),
+                note="the bits of products in float32 depend on the mask",
+            ),
         ),
         priority=50,
         priority_reason="reads the cache in place, for decode, prefill and verification",

@@ -87,6 +87,7 @@ class Plan(NamedTuple):
     batch: AttentionBatch
     launches: tuple[tuple[Launch, ...], ...]
     prompts: Launch | None = None
+    nodes: torch.Tensor | None = None
 
 
 class TritonBackend:
@@ -98,14 +99,15 @@ class TritonBackend:
         self._group = layer.num_heads // layer.num_kv_heads
         self._kv_heads = layer.num_kv_heads
         self._exact = context.dtype == "float32"
+        self._device, self._on_gpu = context.device, context.device.startswith("cuda")
         cores = 8
-        if context.device.startswith("cuda"):
+        if self._on_gpu:
             cores = torch.cuda.get_device_properties(context.device).multi_processor_count
         self._cores = cores
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
         self._invariant = context.batch_invariant
-        early = context.device.startswith("cuda") and torch.cuda.get_device_capability(context.device) >= EARLIEST
+        early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
         self._early = early
         options = context.options if isinstance(context.options, TritonOptions) else TritonOptions()
         self._prompts = PromptAttention(context, self._group) if options.prompts == "step" else None
@@ -119,6 +121,15 @@ class TritonBackend:
         return common_prefix_len >= CASCADE_PREFIX and tokens >= CASCADE_TOKENS and len(query_lens) > 1 and few_parts
 
     def plan(self, batch: AttentionBatch) -> Plan:
+        plan = self._planned(batch)
+        return plan if batch.tree is None else plan._replace(nodes=self._uploaded(batch.tree.num_nodes))
+
+    def _uploaded(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        """On the device, without waiting for it: from pinned memory, which is kept until the copy is done."""
+        tensor = torch.from_numpy(array)
+        return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else tensor.to(self._device)
+
+    def _planned(self, batch: AttentionBatch) -> Plan:
         decodes, requests = batch.num_decodes, batch.num_requests
         if self._invariant:
             return Plan(batch, ((self._invariant_launch(batch),),) if batch.num_tokens else ())
@@ -127,7 +138,8 @@ class TritonBackend:
         launches = []
         if decodes:
             launches.append((self._launch(batch, 0, decodes, 0, decodes, 1),))
-        fresh = requests if self._prompts is None else self._prompts.first(batch, ENOUGH * self._cores)
+        whole = self._prompts if batch.tree is None else None  # the kernel for whole prompts knows no trees
+        fresh = requests if whole is None else whole.first(batch, ENOUGH * self._cores)
         begin, prompts = batch.num_tokens, None
         if fresh < requests:
             begin = int(batch.query_start_loc_cpu[fresh])
@@ -289,12 +301,12 @@ class TritonBackend:
         query = query if query.stride(2) == 1 else query.contiguous()
         target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
         for launches in plan.launches:
-            self._attend(layer, query, cache, batch, launches, target, lse, sinks)
+            self._attend(layer, query, cache, plan, launches, target, lse, sinks)
         if (prompts := plan.prompts) is not None:
             if self._prompts is not None and self._prompts.takes(layer, key, value, cache):
                 self._prompts.forward(layer, query, key, value, batch, prompts, target, lse, sinks)
             else:
-                self._attend(layer, query, cache, batch, (prompts,), target, lse, sinks)
+                self._attend(layer, query, cache, plan, (prompts,), target, lse, sinks)
         if target is not out:
             out[: batch.num_tokens] = target[: batch.num_tokens]
         return lse
@@ -304,7 +316,7 @@ class TritonBackend:
         layer: AttentionLayer,
         query: torch.Tensor,
         cache: KVCache,
-        batch: AttentionBatch,
+        plan: Plan,
         launches: tuple[Launch, ...],
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -314,11 +326,11 @@ class TritonBackend:
         count = launches[0].num_parts
         parts, norms = lse, lse  # not read unless split
         if count > 1:
-            rows = (batch.num_tokens, layer.num_heads, count)
+            rows = (plan.batch.num_tokens, layer.num_heads, count)
             parts = torch.empty((*rows, padded_v), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
         for launch in launches:
-            self._parts(layer, query, cache, batch, launch, out, lse, parts, norms, sinks)
+            self._parts(layer, query, cache, plan, launch, out, lse, parts, norms, sinks)
         if count > 1:
             kernels.join[(launches[0].tokens, layer.num_heads)](
                 out,
@@ -344,7 +356,7 @@ class TritonBackend:
         layer: AttentionLayer,
         query: torch.Tensor,
         cache: KVCache,
-        batch: AttentionBatch,
+        plan: Plan,
         launch: Launch,
         out: torch.Tensor,
         lse: torch.Tensor,
@@ -352,7 +364,9 @@ class TritonBackend:
         norms: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        scales = self._scales.get(layer.index)
+        batch, scales = plan.batch, self._scales.get(layer.index)
+        tree = batch.tree if launch.cascade != "prefix" else None
+        nodes, sees, depths = (lse,) * 3 if tree is None else (plan.nodes, tree.sees.view(torch.uint8), tree.depths)
         kernels.attend[(launch.blocks * layer.num_kv_heads, launch.splits)](
             query,
             cache.key,
@@ -365,6 +379,10 @@ class TritonBackend:
             batch.seq_lens,
             batch.query_start_loc,
             lse if sinks is None else sinks,
+            nodes,
+            sees,
+            depths,
+            len(depths),
             launch.first,
             launch.end,
             lse if batch.common_prefix is None else batch.common_prefix,
@@ -399,10 +417,11 @@ class TritonBackend:
             has_sinks=sinks is not None,
             has_scales=scales is not None,
             causal=batch.causal and launch.cascade != "prefix",
+            has_tree=tree is not None,
             split=launch.num_parts > 1,
             cascade=launch.cascade,
             exact=self._exact,
-            peel=launch.shape in (PREFILL, PREFIX),  # in verification it costs a tenth
+            peel=launch.shape in (PREFILL, PREFIX) or tree is not None,  # in verification of chains it costs a tenth
             num_warps=launch.shape.warps,
             num_stages=launch.shape.stages,
             **_start(early=launch.early),

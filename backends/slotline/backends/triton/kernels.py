@@ -8,6 +8,9 @@ the keys are cut into splits and joined afterwards (flash-decoding, Dao et al. 2
 A common prefix is one more split, or several: all query tokens of the batch are taken for one request's then, so that
 the prefix is read once for them, and the requests' own splits begin behind it (as in Juravsky et al. 2024, Hydragen).
 
+Drafts in the form of a tree (Miao et al. 2024, SpecInfer) are a request's last query tokens and its last keys; their
+mask is looked up in the tiles that hold such keys.
+
 Slots that hold no key of the request, freed blocks and the null block are masked before they are read.
 
 Numbers that change from step to step are not specialised: kernels of their own for 1 and for multiples of 16 would keep
@@ -53,6 +56,12 @@ def _attend_tile(
     values,
     table,
     position,
+    place,
+    node,
+    known,
+    sees,
+    depths,
+    num_nodes,
     start,
     end,
     scale,
@@ -76,19 +85,24 @@ def _attend_tile(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     causal: tl.constexpr,
+    has_tree: tl.constexpr,
     exact: tl.constexpr,
 ):
-    """One tile of keys: the new maximum, sum and output of the rows. Unless `masked`, all rows see all of its keys."""
+    """One tile of keys: the new maximum, sum and output of the rows. Unless `masked`, all rows see all of its keys.
+
+    `position` [block_m] is where a row's token lies in the cache, `place` where it stands in a text: the same but for
+    nodes of a tree, whose numbers are `node`, below 0 for other rows. `known` keys come before the nodes.
+    """
     dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
     key = number * tile + tl.arange(0, tile)
     real = (key >= start) & (key < end)
     if masked:
-        place = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
+        page_at = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
     else:
-        place = tl.load(table + key // page).to(tl.int64)
+        page_at = tl.load(table + key // page).to(tl.int64)
     inside = key % page
-    k_at = keys + (place * k_block + inside * k_token)[None, :] + dim[:, None]
-    v_at = values + (place * v_block + inside * v_token)[:, None] + dim_v[None, :]
+    k_at = keys + (page_at * k_block + inside * k_token)[None, :] + dim[:, None]
+    v_at = values + (page_at * v_block + inside * v_token)[:, None] + dim_v[None, :]
     if masked:
         k = tl.load(k_at, mask=real[None, :] & (dim < size)[:, None], other=0.0)
     elif size == padded:
@@ -112,8 +126,19 @@ def _attend_tile(
         seen = real[None, :]
         if causal:
             seen = seen & (key[None, :] <= position[:, None])
+        if has_tree:
+            key_node = key - known
+            drafted = real & (key_node >= 0)
+            both = drafted[None, :] & ((node >= 0) & (node < num_nodes))[:, None]
+            path = tl.load(sees + node[:, None] * num_nodes + key_node[None, :], mask=both, other=0)
+            seen = seen & ((key_node < 0)[None, :] | (path != 0))
         if has_window:
-            seen = seen & (key[None, :] > position[:, None] - window)
+            key_place = key
+            if has_tree:
+                key_place = tl.where(
+                    drafted, known + tl.load(depths + key_node, mask=drafted, other=0).to(tl.int32), key
+                )
+            seen = seen & (key_place[None, :] > place[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
     best = tl.maximum(top, tl.max(scores, 1) * scale)
     safe = best
@@ -135,7 +160,7 @@ def _attend_tile(
     return best, norm, acc
 
 
-@triton.jit(do_not_specialize=["first", "num_requests", "num_splits", "first_part", "num_parts"])
+@triton.jit(do_not_specialize=["num_nodes", "first", "num_requests", "num_splits", "first_part", "num_parts"])
 def attend(
     query,
     keys,
@@ -148,6 +173,10 @@ def attend(
     seq_lens,
     starts,
     sinks,
+    nodes,
+    sees,
+    depths,
+    num_nodes,
     first,
     num_requests,
     prefix,
@@ -187,6 +216,7 @@ def attend(
     has_sinks: tl.constexpr,
     has_scales: tl.constexpr,
     causal: tl.constexpr,
+    has_tree: tl.constexpr,
     split: tl.constexpr,
     cascade: tl.constexpr,
     exact: tl.constexpr,
@@ -202,7 +232,8 @@ def attend(
     out [tokens, heads, size_v] and lse [heads, tokens]; split ones, unnormalised, to the parts from `first_part` on of
     parts [tokens, heads, num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale`
     counts in base 2 unless capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of
-    all requests, "rest" for the keys behind them. `peel` walks
+    all requests, "rest" for the keys behind them. `has_tree`: the last nodes [requests] query tokens of each request
+    are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `peel` walks
     tiles that need no mask in a loop of their own. `early`: the kernel behind may start, this one waits for the one
     in front.
     """
@@ -210,14 +241,14 @@ def attend(
         gdc_launch_dependents()
         gdc_wait()
     kv_heads = num_heads // group
-    head, place, index = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.program_id(1)
-    request, block = first + place, 0
+    head, turn, index = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.program_id(1)
+    request, block = first + turn, 0
     if cascade == "prefix":
-        request, block = first, place
+        request, block = first, turn
     elif not single:
         # The last blocks of a prompt see most keys: they begin first, so that none is left over at the end.
         last = tl.num_programs(0) // kv_heads - 1
-        request, block = _find_request(last - place, starts, first, num_requests, block_q)
+        request, block = _find_request(last - turn, starts, first, num_requests, block_q)
     begin = tl.load(starts + request)
     if cascade == "prefix":
         query_len = tl.load(starts + num_requests) - begin
@@ -250,8 +281,17 @@ def attend(
     if causal:
         end = tl.minimum(length, length - query_len + (block + 1) * block_q)
     start = 0
+    known, node, place = length, position, position
+    first_place = length - query_len + block * block_q
+    if has_tree:
+        known = length - tl.load(nodes + request)
+        node = position - known
+        first_place = tl.minimum(first_place, known)
+        if has_window:
+            drafted = (node >= 0) & (node < num_nodes)
+            place = tl.where(drafted, known + tl.load(depths + node, mask=drafted, other=0).to(tl.int32), position)
     if has_window:
-        start = tl.maximum(0, length - query_len + block * block_q - window + 1)
+        start = tl.maximum(0, first_place - window + 1)
     if cascade == "rest":
         start = tl.minimum(tl.load(prefix), end)  # a padded request ends before the prefix does
     if has_scales:
@@ -273,6 +313,8 @@ def attend(
     whole_start, whole_end = start, end
     if causal:
         whole_end = tl.minimum(end, length - query_len + block * block_q + 1)
+    if has_tree:
+        whole_end = tl.minimum(whole_end, known)
     if has_window:
         whole_start = tl.maximum(start, length - query_len + (block + 1) * block_q - window)
     whole_first = tl.minimum(tl.maximum(tl.cdiv(whole_start, tile), first_tile), last_tile)
@@ -296,6 +338,12 @@ def attend(
                 values,
                 table,
                 position,
+                place,
+                node,
+                known,
+                sees,
+                depths,
+                num_nodes,
                 start,
                 end,
                 scale,
@@ -319,6 +367,7 @@ def attend(
                 has_window=has_window,
                 has_cap=has_cap,
                 causal=causal,
+                has_tree=has_tree,
                 exact=exact,
             )
 

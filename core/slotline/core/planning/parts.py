@@ -183,7 +183,7 @@ def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
 
 
 def choose_tree(
-    drafter: Descriptor[Any] | None, plan: Plan, registry: PluginRegistry, *, stages: int
+    loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, registry: PluginRegistry, *, stages: int
 ) -> Setting | None:
     """Whether a drafter's trees are verified as trees, or their likeliest path as a chain, and why; None without trees.
 
@@ -192,10 +192,13 @@ def choose_tree(
     if drafter is None or not drafter.capabilities.tree.support:
         return None
     texts = []
-    for name in dict.fromkeys(group.backend for group in plan.groups):
+    wanted = Need(capability="tree_mask", value=True, origin="trees")
+    for name, features in dict.fromkeys((group.backend, _features(group.layers[0])) for group in plan.groups):
         backend = registry.load(Kind.ATTENTION, name, required=True)
-        if refusal := backend.capabilities.tree_mask.refusal(True):
-            texts.append(f"attention backend {name!r}: tree_mask {refusal}")
+        others = [Need(capability=feature, value=True, origin="model") for feature in features]  # which may narrow it
+        others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
+        reasons = part_reasons(backend.capabilities, (wanted, *others))
+        texts += [f"attention backend {name!r}: {reason.text}" for reason in reasons]
     if plan.state_groups:
         texts.append("states follow one path")
     if stages > 1:
@@ -253,6 +256,18 @@ def choose_draft_graphs(
         origin=because,
         explicit=asked != "auto",
     )
+
+
+def _features(layer: AttentionLayer) -> tuple[str, ...]:
+    """The capabilities that a layer needs of its backend and that not every layer does."""
+    features = {
+        "mla": layer.mla,
+        "sliding_window": layer.window is not None,
+        "chunked": layer.chunk is not None,
+        "soft_cap": layer.soft_cap is not None,
+        "sinks": layer.sinks,
+    }
+    return tuple(name for name, needed in features.items() if needed)
 
 
 def refuse_processors(

@@ -194,7 +194,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         plan = negotiate(request, attention, specs, states)
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
-    tree = choose_tree(drafter, plan, registry, stages=len(stages.stages))
+    tree = choose_tree(loaded, drafter, plan, registry, stages=len(stages.stages))
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, registry, own_layers)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, draft_graphs))))
     if drafter is not None:
