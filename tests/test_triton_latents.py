@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
+from negotiation_cases import GPU
 
 pytest.importorskip("triton")
 
+from slotline.backends import triton as triton_backend
 from slotline.backends.triton.build import build
 from slotline.backends.triton.latents import MANY, TritonLatents
 from slotline.registry.errors import PluginError
+from slotline.registry.probing import probe
 from slotline.testing.environments.attention import Case, World
 
 pytestmark = [
@@ -54,6 +58,14 @@ def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
     backend = build(world.case.context())
     assert isinstance(backend, TritonLatents)
     world.check(*world.run(backend))
+
+
+def test_explain_says_where_hopper_s_own_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written in Gluon, which changes with each release of Triton: it is used with the one that it was run with."""
+    for release, capability, expected in (("3.6.0", (9, 0), True), ("3.9.0", (9, 0), False), ("3.6.0", (8, 0), False)):
+        monkeypatch.setattr(triton_backend, "version", lambda _, release=release: release)
+        offer = probe(triton_backend.descriptor, evolve(GPU, compute_capability=capability))
+        assert ("Hopper's own kernel" in offer.priority_reason) == expected
 
 
 def plan_of(requests: tuple[tuple[int, int], ...], num_heads: int) -> Any:

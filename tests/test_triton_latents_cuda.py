@@ -1,4 +1,4 @@
-"""The kernels for latents on a GPU in DeepSeek's own sizes.
+"""The kernels for latents on a GPU in DeepSeek's own sizes, which Hopper has a kernel of its own for.
 
 Compared with the torch backend on the same GPU, which the suite holds against float64: the suite's own oracle spreads
 the keys over 128 heads and would take minutes.
@@ -62,6 +62,16 @@ def test_the_kernels_agree_with_the_oracle(batch: str, heads: int, surroundings:
     backend = TritonLatents(world.case.context("cuda"))
     for made in (world, redrawn(world)):
         same(made.run(backend), made.run(TorchBackend(world.case.context("cuda"))))
+
+
+def test_hopper_has_a_kernel_of_its_own_for_these_sizes() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("not a Hopper GPU")
+    world = World(Case(requests=BATCHES["decode"], **{**DEEPSEEK, "num_heads": 128, "strided": False}), "cuda")
+    backend = TritonLatents(world.case.context("cuda"))
+    assert backend._hopper is not None, "this release of Triton is not the one that the kernel is written for"
+    world.run(backend)
+    assert len(backend._hopper._rows) == 1  # it was launched
 
 
 @pytest.mark.parametrize("mixed", [False, True])

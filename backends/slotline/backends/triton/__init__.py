@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
+HOPPER, GLUON = 9, "3.6."
+"""The major compute capability that the kernel of `latent_hopper` is for, and the release of Triton that it was run
+with: what it is written in, Gluon, still changes with each."""
 NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "tree_mask", "cascade", "kv_scales", "batch_invariant")
 
 
@@ -28,10 +32,18 @@ class TritonOptions:
     prompts: Literal["step", "pages"] = "step"
 
 
+def has_hopper_latents(compute_capability: tuple[int, int] | None) -> bool:
+    """Whether the kernel of `latent_hopper` runs on such a device with the Triton that is installed."""
+    return compute_capability is not None and compute_capability[0] == HOPPER and version("triton").startswith(GLUON)
+
+
 def probe(device: DeviceInfo) -> Any:
     """The offer, if Triton is installed; older GPUs lack the instructions for bfloat16."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
+    if has_hopper_latents(device.compute_capability):
+        offer = descriptor.capabilities
+        return evolve(offer, priority_reason=f"{offer.priority_reason}; Hopper's own kernel for latents of 512 + 64")
     return descriptor.capabilities
 
 

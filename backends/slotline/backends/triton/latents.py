@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 from attrs import frozen
 
-from slotline.backends.triton import kernels, latent_kernels
+from slotline.backends.triton import has_hopper_latents, kernels, latent_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
+
+if TYPE_CHECKING:
+    from slotline.backends.triton.latent_hopper import HopperLatents
 
 MOST_RANK, MOST_ROPE = 512, 64
 """What fits into a multiprocessor's shared memory."""
@@ -94,6 +97,7 @@ class TritonLatents:
         self._heads = layer.num_heads
         self._exact = context.dtype == "float32"
         self._cores = 8
+        self._hopper = _hopper_kernel(context)
         if context.device.startswith("cuda"):
             self._cores = torch.cuda.get_device_properties(context.device).multi_processor_count
 
@@ -185,14 +189,16 @@ class TritonLatents:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        splits, rank = launch.splits, layer.head_size_v
+        shape, splits, rank = launch.shape, launch.splits, layer.head_size_v
         padded: int = max(16, triton.next_power_of_2(rank))
         parts, norms = lse, lse  # not read unless split
         if splits > 1:
             rows = (batch.num_tokens, layer.num_heads, splits)
             parts = torch.empty((*rows, padded), dtype=torch.float32, device=out.device)
             norms = torch.empty((*rows, 2), dtype=torch.float32, device=out.device)
-        self._attend_rows(layer, query, cache, batch, launch, out, lse, parts, norms)
+        tensors = (layer, query, cache, batch, launch, out, lse, parts, norms)
+        if self._hopper is None or shape != MANY or not self._hopper.attend(*tensors):
+            self._portable(*tensors)
         if splits > 1:
             kernels.join[(launch.tokens, layer.num_heads)](
                 out,
@@ -213,7 +219,7 @@ class TritonLatents:
                 early=False,
             )
 
-    def _attend_rows(
+    def _portable(
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
@@ -261,3 +267,21 @@ class TritonLatents:
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
+
+
+def _hopper_kernel(context: AttentionContext) -> HopperLatents | None:
+    """What launches Hopper's own kernel, where it serves a group."""
+    layer = context.layers[0]
+    if not context.device.startswith("cuda"):
+        return None
+    page = context.kernel_block_size
+    sizes = (layer.head_size_v, layer.head_size - layer.head_size_v)
+    if {context.dtype, context.kv_dtype} != {"bfloat16"} or sizes != (MOST_RANK, MOST_ROPE):
+        return None
+    if page not in (16, 32) and page % MANY.tile:
+        return None
+    if not has_hopper_latents(torch.cuda.get_device_capability(context.device)):
+        return None
+    from slotline.backends.triton.latent_hopper import HopperLatents
+
+    return HopperLatents(page)
