@@ -6,6 +6,7 @@ The interpreter computes in numpy, which has no bfloat16, and takes minutes for 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ pytest.importorskip("triton")
 
 from slotline.backends.torch_state import descriptor as torch_descriptor
 from slotline.backends.torch_state.backend import TorchState
-from slotline.backends.triton_state import descriptor, mamba2, probe
+from slotline.backends.triton_state import convolution, descriptor, gated_delta, mamba1, mamba2, probe
 from slotline.backends.triton_state.backend import TritonState
+from slotline.backends.triton_state.rows import Rows
 from slotline.registry.capability import Set
 from slotline.registry.contracts.state import STATE_KINDS, StateContext
 from slotline.registry.negotiation import Candidate, PlanRequest, group_states, negotiate, why_not
@@ -85,18 +87,53 @@ def test_the_kernels_pass_the_suite(kind: str) -> None:
     assert max(ratios.values()) < 0.75, f"{max(ratios, key=ratios.__getitem__)}: right kernels leave room"
 
 
-def test_segments_of_long_prompts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "module", "segments"), [("mamba1", mamba1, (3, 8)), ("mamba2", mamba2, (32, 64))])
+def test_segments_of_long_prompts_give_the_same(
+    kind: str, module: ModuleType, segments: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Segments of one chunk and of two: prompts that end inside one and at its end, and rows without tokens."""
-    for segment in (32, 64):
-        monkeypatch.setattr(mamba2, "SEGMENT", segment)
-        monkeypatch.setattr(mamba2, "ENOUGH", 10**6)
+    for segment in segments:
+        monkeypatch.setattr(module, "SEGMENT", segment)
+        monkeypatch.setattr(module, "ENOUGH", 10**6)
         records = check_plugin(
-            offered(state_kinds=Set(("mamba2",)), dtypes=Set((("float32", "float32"),))),
+            offered(state_kinds=Set((kind,)), dtypes=Set((("float32", "float32"),))),
             device=DEVICE,
             only=lambda item: item.id in SEGMENTED,
         )
         assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
         assert [record.outcome for record in records] == [Outcome.PASSED] * 3
+
+
+@pytest.mark.parametrize("channels", [12, 520, 13])
+@pytest.mark.parametrize("width", [2, 3, 4])
+def test_a_convolution_read_in_words_is_the_one_read_in_numbers(
+    channels: int, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a request that starts, a padded row, and channels that are no whole words, which words do not serve."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"x": (5, channels), "weight": (channels, width), "bias": (channels,)}
+    inputs = {name: torch.randn(size, generator=generator).half().to(DEVICE) for name, size in sizes.items()}
+    before = torch.randn(7, channels, width - 1, generator=generator).half().to(DEVICE)
+    rows = Rows(
+        starts=torch.arange(6, device=DEVICE).int(),
+        slots=torch.tensor([3, 0, -1, 5, 6], device=DEVICE).int(),
+        has_state=torch.tensor([1, 1, 1, 0, 1], device=DEVICE).to(torch.int8),
+        first=0,
+        end=5,
+        num_tokens=5,
+        cores=1,
+    )
+    facts = {"channels": channels, "width": width, "activation": "silu"}
+    tensors = (inputs["x"], inputs["weight"], inputs["bias"], before, inputs["x"])
+    assert convolution.in_words(facts, tensors) == (channels != 13)
+    found = []
+    for words in (channels != 13, False):
+        monkeypatch.setattr(convolution, "in_words", lambda *_, words=words: words)
+        state, out = before.clone(), torch.full_like(inputs["x"], float("nan"))
+        convolution.Convolution().decode(facts, inputs, {"conv": state}, out, rows)
+        found.append((out, state))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-3, atol=2e-3)
+    assert torch.equal(found[0][1], found[1][1])
 
 
 def outputs(
@@ -138,6 +175,21 @@ def test_a_captured_forward_takes_lengths_and_slots_from_the_device(kind: str, m
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
     assert not got[3].any()
     torch.testing.assert_close(got_state, want_state, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16"] + ["bfloat16"] * ON_GPU)
+@pytest.mark.parametrize("size", [64, 128])
+def test_large_heads_of_the_delta_rule_have_longer_chunks(size: int, dtype: str) -> None:
+    """One prompt of some chunks and a part of one, behind three tokens. Compared in the norm: halves are rounded."""
+    facts = SIZES["gated_delta"] | {"head_size_k": size, "head_size_v": size, "scale": size**-0.5}
+    problem = make_problem("gated_delta", (dtype, "float32"), facts)
+    parts = [Part(2, (problem.tokens(150, seed=1),), True)]
+    assert gated_delta._chunk(facts, gated_delta.FEW) == 64
+    got, got_state = outputs(TritonState, problem, parts, None)
+    want, want_state = outputs(TorchState, problem, parts, None)
+    for mine, theirs in ((got[0], want[0]), (got_state, want_state)):
+        mine, theirs = mine.double(), theirs.double()
+        assert float((mine - theirs).norm() / theirs.norm()) < 0.01
 
 
 def test_auto_takes_the_kernels_on_a_gpu_and_torch_on_a_cpu() -> None:

@@ -20,6 +20,9 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {"short_conv": Convolution(), "mamba1": Mamba1(), "mamba2": Mamba2(), "gated_delta": GatedDelta()}
 )
 
+EARLIEST = (9, 0)
+"""The compute capability from which a kernel may start before the one in front of it ends."""
+
 
 class TritonState:
     """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps but what drafts may ask back.
@@ -32,6 +35,7 @@ class TritonState:
         on_gpu = torch.device(context.device).type == "cuda"
         self._cores = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
         self._trails = Trails(context, self._cores) if context.max_draft_tokens else None
+        self._early = on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
 
     def plan(self, batch: StateBatch) -> StateBatch:
         """The batch itself: its tensors stay where they are from one replay to the next."""
@@ -69,6 +73,7 @@ class TritonState:
             end=end,
             num_tokens=tokens,
             cores=self._cores,
+            early=self._early,
         )
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:

@@ -14,9 +14,10 @@ from slotline.backends.triton_state.rows import Rows, Tensors, padded, precision
 
 TILE, WARPS = 8192, 4
 """Numbers of state that a program of `decode` holds, and its warps."""
-CHUNK = 32
-"""Tokens of a chunk. With 64, a card gave wrong values for small heads in half precision, where the interpreter's were
-right: docs/decisions/state-kernels.md."""
+CHUNK, LONG_CHUNK, LARGE = 32, 64, 64
+"""Tokens of a chunk; those where programs do not fill the device, for heads of so many numbers on: with long chunks, a
+card gave wrong values for small heads in half precision, where the interpreter's were right
+(docs/decisions/state-kernels.md)."""
 
 
 class Scan(NamedTuple):
@@ -67,12 +68,13 @@ class GatedDelta:
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
         q, k, heads = inputs["q"], inputs["k"], facts["num_v_heads"]
         exact = q.dtype == torch.float32
-        sides = (facts["head_size_k"], facts["head_size_v"], CHUNK)
+        shape = EXACT if exact else _shape(facts, rows)
+        chunk = _chunk(facts, shape)
+        sides = (facts["head_size_k"], facts["head_size_v"], chunk)
         reads, own, scores = (q.new_empty((rows.num_tokens, heads, side)) for side in sides)
         factors = q.new_empty((3, heads, rows.num_tokens), dtype=torch.float32)
         made = (reads, own, scores, factors)
-        _prepare(facts, inputs, made, rows)
-        shape = EXACT if exact else _shape(facts, rows)
+        _prepare(facts, inputs, made, rows, chunk)
         block = _block(facts, shape.tile, 16)
         kernels.scan[(triton.cdiv(facts["head_size_v"], block), heads, rows.count)](
             q,
@@ -92,7 +94,7 @@ class GatedDelta:
             rows.num_tokens,
             factors.stride(0),
             padded_k=padded(facts["head_size_k"], 16),
-            chunk=CHUNK,
+            chunk=chunk,
             block=block,
             precision=precision(q.dtype),
             stages=shape.stages,
@@ -106,11 +108,17 @@ def _shape(facts: Mapping[str, Any], rows: Rows) -> Scan:
     return MANY if programs >= rows.cores else FEW
 
 
+def _chunk(facts: Mapping[str, Any], shape: Scan) -> int:
+    """Tokens of a chunk."""
+    large = min(facts["head_size_k"], facts["head_size_v"]) >= LARGE
+    return LONG_CHUNK if large and shape == FEW else CHUNK
+
+
 def _prepare(
-    facts: Mapping[str, Any], inputs: Tensors, made: tuple[Tensor, Tensor, Tensor, Tensor], rows: Rows
+    facts: Mapping[str, Any], inputs: Tensors, made: tuple[Tensor, Tensor, Tensor, Tensor], rows: Rows, chunk: int
 ) -> None:
     q, k, v = inputs["q"], inputs["k"], inputs["v"]
-    kernels.prepare[(rows.chunks(CHUNK), facts["num_v_heads"])](
+    kernels.prepare[(rows.chunks(chunk), facts["num_v_heads"])](
         q,
         k,
         v,
@@ -133,7 +141,7 @@ def _prepare(
         made[3].stride(0),
         padded_k=padded(facts["head_size_k"], 16),
         padded_v=padded(facts["head_size_v"], 16),
-        chunk=CHUNK,
+        chunk=chunk,
         normed=facts["qk_l2norm"],
         precision=precision(q.dtype),
         num_warps=PREPARE_WARPS,

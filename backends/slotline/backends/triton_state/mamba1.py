@@ -5,16 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from slotline.backends.triton_state.kernels import mamba1 as kernels
 from slotline.backends.triton_state.rows import Rows, Tensors, given, limits, padded
 
-TILE, WARPS = 2048, 4
+TILE, WARPS = 1024, 2
 """Numbers of state that a program of `decode` holds, and its warps."""
-SCAN_TILE, GROUP = 512, 4
-"""Numbers of state that a program of `prefill`, one warp, holds, and tokens whose inputs it fetches together."""
+SCAN_TILE, GROUP, SEGMENT_GROUP = 512, 3, 2
+"""Numbers of state that a program of `prefill`, one warp, holds, and tokens whose inputs it fetches together: of whole
+requests, and of segments."""
+SEGMENT, LONG_SEGMENT, LONG = 128, 256, 4096
+"""Tokens of a segment; those where a step has more tokens than so many."""
+ENOUGH = 16
+"""Programs of `prefill` for each multiprocessor that fill the device without segments."""
+PASSED = 1024
+"""Numbers of state that a program passes on from segment to segment."""
 
 
 class Mamba1:
@@ -37,29 +45,77 @@ class Mamba1:
             block=block,
             num_warps=WARPS,
             **_options(facts, inputs),
+            **rows.start,
         )
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
-        channels = int(facts["channels"])
+        channels, size = int(facts["channels"]), int(facts["state_size"])
         block = _block(facts, SCAN_TILE)
-        tensors, strides = _tensors(inputs)
-        kernels.scan[(triton.cdiv(channels, block), rows.count)](
-            *tensors,
+        if triton.cdiv(channels, block) * rows.count >= ENOUGH * rows.cores or rows.num_tokens <= SEGMENT:
+            between = (state["ssm"], state["ssm"])  # nothing goes there
+            _scan(facts, inputs, state["ssm"], between, out, rows)
+            return
+        segment = SEGMENT if rows.num_tokens <= LONG else LONG_SEGMENT
+        count = rows.chunks(segment)
+        segments = out.new_empty((count, channels, size), dtype=torch.float32)
+        between = (segments, segments.new_empty((count, channels)))
+        _scan(facts, inputs, state["ssm"], between, out, rows, segment, outputs=False)
+        block = _block(facts, PASSED)
+        kernels.pass_states[(triton.cdiv(channels, block), rows.count)](
+            inputs["A"],
             state["ssm"],
-            out,
+            *between,
             rows.starts,
             rows.slots,
             rows.has_state,
             rows.first,
-            *limits(facts),
-            *strides,
             state["ssm"].stride(0),
             channels,
+            size=size,
+            padded=padded(size),
+            segment=segment,
             block=block,
-            group=GROUP,
-            num_warps=1,
-            **_options(facts, inputs),
         )
+        _scan(facts, inputs, state["ssm"], between, out, rows, segment)
+
+
+def _scan(
+    facts: Mapping[str, Any],
+    inputs: Tensors,
+    state: Tensor,
+    between: tuple[Tensor, Tensor],
+    out: Tensor,
+    rows: Rows,
+    segment: int = 0,
+    *,
+    outputs: bool = True,
+) -> None:
+    """Of whole requests, or of segments of so many tokens."""
+    channels = int(facts["channels"])
+    block = _block(facts, SCAN_TILE)
+    tensors, strides = _tensors(inputs)
+    kernels.scan[(triton.cdiv(channels, block), rows.chunks(segment) if segment else rows.count)](
+        *tensors,
+        state,
+        *between,
+        out,
+        rows.starts,
+        rows.slots,
+        rows.has_state,
+        rows.first,
+        rows.end,
+        *limits(facts),
+        *strides,
+        state.stride(0),
+        channels,
+        block=block,
+        group=SEGMENT_GROUP if segment else GROUP,
+        segment=segment,
+        split=segment > 0,
+        outputs=outputs,
+        num_warps=1,
+        **_options(facts, inputs),
+    )
 
 
 def _block(facts: Mapping[str, Any], tile: int) -> int:

@@ -25,6 +25,7 @@ class Rows:
         starts, slots, has_state: the batch's tensors, read on the device alone; the last one as int8.
         num_tokens: rows of the inputs, padding included.
         cores: multiprocessors of the device.
+        early: whether a kernel may start while the one in front of it ends (programmatic dependent launch).
     """
 
     starts: Tensor
@@ -34,6 +35,12 @@ class Rows:
     end: int
     num_tokens: int
     cores: int
+    early: bool = False
+
+    @property
+    def start(self) -> dict[str, bool]:
+        """Options of a launch; what the device has not is not named."""
+        return {"early": True, "launch_pdl": True} if self.early else {"early": False}
 
     @property
     def count(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu
+from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu, start_early
 
 
 @triton.jit
@@ -29,12 +29,15 @@ def update(
     block: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (requests, blocks of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels
     target = out + row * channels + channel
+    if early:
+        start_early()
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
@@ -57,6 +60,88 @@ def update(
     tl.debug_barrier()  # whichever thread loaded a number, it has it by now
     for tap in tl.static_range(width - 1):
         tl.store(state + tap * s_tap, window[tap + 1], mask=inside)
+
+
+@triton.jit
+def _number(words, index: tl.constexpr, dtype: tl.constexpr):
+    """Number `index` of 16-bit numbers that lie four to a word, in float32."""
+    return (words[index // 4] >> (index % 4 * 16)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _bits(words, index: tl.constexpr, place: tl.constexpr):
+    """The bits of number `index`, at `place` of another word."""
+    return ((words[index // 4] >> (index % 4 * 16)) & 0xFFFF) << (place * 16)
+
+
+@triton.jit
+def update_words(
+    x,
+    weight,
+    bias,
+    state,
+    out,
+    slots,
+    has_state,
+    x_token,
+    s_slot,
+    words,
+    width: tl.constexpr,
+    block: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_silu: tl.constexpr,
+    early: tl.constexpr,
+):
+    """As `update` with numbers of 16 bits, of which four channels' are read at a time: their taps are whole words.
+
+    With a load for each number it is the loads that take the time, not the bytes. `words`, `x_token` and `s_slot`
+    count words, of a token's channels and between tokens and slots. Grid: (requests, blocks of words).
+    """
+    dtype: tl.constexpr = out.dtype.element_ty
+    whole: tl.constexpr = tl.pointer_type(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * block + tl.arange(0, block)
+    inside = word < words
+    target = out.to(whole, bitcast=True) + row * words + word
+    if early:
+        start_early()
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot < 0:
+        tl.store(target, tl.zeros([block], tl.int64), mask=inside)
+        return
+    known = word < limit(has_state + row, words)
+    taps = state.to(whole, bitcast=True) + slot * s_slot + word * (width - 1)
+    factors_at = weight.to(whole, bitcast=True) + word * width
+    window, factors = (), ()
+    for tap in tl.static_range(width - 1):
+        window = window + (tl.load(taps + tap, mask=known, other=0),)
+    new = (tl.load(x.to(whole, bitcast=True) + row * x_token + word, mask=inside, other=0),)
+    for tap in tl.static_range(width):
+        factors = factors + (tl.load(factors_at + tap, mask=inside, other=0),)
+    if has_bias:
+        offsets = (tl.load(bias.to(whole, bitcast=True) + word, mask=inside, other=0),)
+    result = tl.zeros([block], tl.int64)
+    for channel in tl.static_range(4):
+        acc = _number(new, channel, dtype) * _number(factors, channel * width + width - 1, dtype)
+        if has_bias:
+            acc += _number(offsets, channel, dtype)
+        for tap in tl.static_range(width - 1):
+            acc += _number(window, channel * (width - 1) + tap, dtype) * _number(factors, channel * width + tap, dtype)
+        if has_silu:
+            acc = silu(acc)
+        bits = acc.to(dtype).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+        result = result | (bits << (channel * 16))
+    tl.store(target, result, mask=inside)
+    if block < 32:
+        tl.debug_barrier()  # several threads load a word: all have it before one of them stores
+    for at in tl.static_range(width - 1):
+        moved = tl.zeros([block], tl.int64)
+        for place in tl.static_range(4):
+            if (at * 4 + place) % (width - 1) == width - 2:  # a channel's last tap
+                moved = moved | _bits(new, (at * 4 + place) // (width - 1), place)
+            else:
+                moved = moved | _bits(window, at * 4 + place + 1, place)
+        tl.store(taps + at, moved, mask=inside)
 
 
 @triton.jit

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import limit, silu, time_step
+from slotline.backends.triton_state.kernels.common import (
+    find_chunk,
+    limit,
+    silu,
+    start_early,
+    time_step,
+)
 
 
 @triton.jit
@@ -42,37 +48,45 @@ def update(
     has_gate: tl.constexpr,
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of channels, requests)."""
     row = tl.program_id(1).to(tl.int64)
     channel = tl.program_id(0) * block + tl.arange(0, block)
     column = tl.arange(0, padded)
-    inside = channel < channels
+    inside, real = channel < channels, column < size
     target = out + row * channels + channel
+    if early:
+        start_early()
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
         return
-    here = inside[:, None] & (column < size)[None, :]
+    here = inside[:, None] & real[None, :]
     place = channel[:, None] * size + column[None, :]
     state += slot * s_slot
     known = here & (column < limit(has_state + row, size))[None, :]
+    # All is asked for before anything is stored, behind which no load could be moved.
     h = tl.load(state + place, mask=known, other=0.0).to(tl.float32)
+    rates = tl.load(rate + place, mask=here, other=0.0) * 1.4426950408889634
     d = tl.load(dt + row * dt_token + channel, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)
+    added = tl.load(b + row * b_token + column, mask=real, other=0.0).to(tl.float32)
+    read = tl.load(c + row * c_token + column, mask=real, other=0.0).to(tl.float32)
+    if has_gate:
+        gate = tl.load(z + row * z_token + channel, mask=inside, other=0.0).to(tl.float32)
+    if has_skip:
+        through = tl.load(skip + channel, mask=inside, other=0.0)
     if has_bias:
         d += tl.load(dt_bias + channel, mask=inside, other=0.0)
     d = time_step(d, low, high, has_softplus, has_limit)
-    value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)
-    rates = tl.load(rate + place, mask=here, other=0.0)
-    added = tl.load(b + row * b_token + column, mask=column < size, other=0.0).to(tl.float32)
-    read = tl.load(c + row * c_token + column, mask=column < size, other=0.0).to(tl.float32)
-    h = tl.exp(d[:, None] * rates) * h + (d * value)[:, None] * added[None, :]
-    tl.store(state + place, h.to(state.dtype.element_ty), mask=here)
+    h = tl.exp2(d[:, None] * rates) * h + (d * value)[:, None] * added[None, :]
     y = tl.sum(h * read[None, :], 1)
     if has_skip:
-        y += tl.load(skip + channel, mask=inside, other=0.0) * value
+        y += through * value
     if has_gate:
-        y *= silu(tl.load(z + row * z_token + channel, mask=inside, other=0.0).to(tl.float32))
+        y *= silu(gate)
+    tl.store(state + place, h.to(state.dtype.element_ty), mask=here)
     tl.store(target, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -87,11 +101,14 @@ def scan(
     dt_bias,
     z,
     state,
+    segments,
+    totals,
     out,
     starts,
     slots,
     has_state,
     first,
+    end,
     low,
     high,
     x_token,
@@ -110,16 +127,32 @@ def scan(
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
     group: tl.constexpr,
+    segment: tl.constexpr,
+    split: tl.constexpr,
+    outputs: tl.constexpr,
 ):
     """All tokens of a request, one after the other, with the state in registers: each thread has a channel's states, or
     some of them, so that nothing but the sum over them crosses threads.
 
-    Grid: (blocks of channels, requests from `first` on).
+    Grid: (blocks of channels, requests from `first` on), or where `split` their segments; see `find_chunk`. Without
+    `outputs` a segment's states, from zeros on, go to segments [segments, channels, size], and the sums of its time
+    steps to totals [segments, channels]; with them it begins with what `pass_states` has made of those.
     """
-    row = first + tl.program_id(1)
+    index, number = tl.program_id(1), 0
+    if split:
+        row, number = find_chunk(index, starts, first, end, segment)
+    else:
+        row = first + index
     slot = tl.load(slots + row).to(tl.int64)
     begin = tl.load(starts + row).to(tl.int64)
     length = (tl.load(starts + row + 1) - begin).to(tl.int32)
+    if split:
+        begin += number * segment
+        length -= number * segment
+        last = length <= segment
+        length = tl.minimum(length, segment)
+        if not outputs:
+            length = tl.where(last, 0, length)  # nobody asks what the last one adds
     if (slot < 0) | (length <= 0):
         return
     channel = tl.program_id(0) * block + tl.arange(0, block)
@@ -128,8 +161,15 @@ def scan(
     here = real[:, None] & inside[None, :]
     place_of = channel[None, :] * size + column[:, None]  # [padded, block]
     state += slot * s_slot
-    known = here & (column < limit(has_state + row, size))[:, None]
-    h = tl.load(state + place_of, mask=known, other=0.0).to(tl.float32)
+    between = tl.cast(index, tl.int64) * channels
+    if not split:
+        known = here & (column < limit(has_state + row, size))[:, None]
+        h = tl.load(state + place_of, mask=known, other=0.0).to(tl.float32)
+    elif outputs:
+        h = tl.load(segments + between * size + place_of, mask=here, other=0.0)
+    else:
+        h = tl.zeros([padded, block], tl.float32)
+        total = tl.zeros([block], tl.float32)
     rates = tl.load(rate + place_of, mask=here, other=0.0) * 1.4426950408889634
     if has_bias:
         bias = tl.load(dt_bias + channel, mask=inside, other=0.0)
@@ -151,8 +191,9 @@ def scan(
             steps = steps + (tl.load(dt + at * dt_token, mask=inside, other=0.0),)
             values = values + (tl.load(x + at * x_token, mask=inside, other=0.0),)
             added = added + (tl.load(b + at * b_token, mask=real, other=0.0),)
-            read = read + (tl.load(c + at * c_token, mask=real, other=0.0),)
-            if has_gate:
+            if outputs:
+                read = read + (tl.load(c + at * c_token, mask=real, other=0.0),)
+            if has_gate and outputs:
                 gates = gates + (tl.load(z + at * z_token, mask=inside, other=0.0),)
         for place in tl.static_range(group):
             inside = channel < tl.where(done + place < length, channels, 0)
@@ -164,10 +205,64 @@ def scan(
                 inside, time_step(d, low, high, has_softplus, has_limit), 0.0
             )  # what is not there adds nothing
             h = tl.exp2(d[None, :] * rates) * h + (d * value)[None, :] * added[place].to(tl.float32)[:, None]
-            y = tl.sum(h * read[place].to(tl.float32)[:, None], 0)
-            if has_skip:
-                y += through * value
-            if has_gate:
-                y *= silu(gates[place].to(tl.float32))
-            tl.store(out + tl.cast(done + place, tl.int64) * channels, y.to(out.dtype.element_ty), mask=inside)
-    tl.store(state + place_of, h.to(state.dtype.element_ty), mask=here)
+            if outputs:
+                y = tl.sum(h * read[place].to(tl.float32)[:, None], 0)
+                if has_skip:
+                    y += through * value
+                if has_gate:
+                    y *= silu(gates[place].to(tl.float32))
+                tl.store(out + tl.cast(done + place, tl.int64) * channels, y.to(out.dtype.element_ty), mask=inside)
+            else:
+                total += d
+    if not outputs:
+        tl.store(segments + between * size + place_of, h, mask=here)
+        tl.store(totals + between + channel, total, mask=channel < channels)
+    elif split:
+        if last:
+            tl.store(state + place_of, h.to(state.dtype.element_ty), mask=here)
+    else:
+        tl.store(state + place_of, h.to(state.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def pass_states(
+    rate,
+    state,
+    segments,
+    totals,
+    starts,
+    slots,
+    has_state,
+    first,
+    s_slot,
+    channels,
+    size: tl.constexpr,
+    padded: tl.constexpr,
+    segment: tl.constexpr,
+    block: tl.constexpr,
+):
+    """What each segment adds becomes the state before it. Grid: (blocks of channels, requests)."""
+    row = first + tl.program_id(1)
+    offset = tl.load(starts + first)
+    begin = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - begin
+    slot = tl.load(slots + row).to(tl.int64)
+    if (slot < 0) | (length <= 0):
+        return
+    channel = tl.program_id(0) * block + tl.arange(0, block)
+    column = tl.arange(0, padded)
+    inside = channel < channels
+    here = inside[:, None] & (column < size)[None, :]
+    place = channel[:, None] * size + column[None, :]
+    known = here & (column < limit(has_state + row, size))[None, :]
+    rates = tl.load(rate + place, mask=here, other=0.0) * 1.4426950408889634
+    h = tl.load(state + slot * s_slot + place, mask=known, other=0.0).to(tl.float32)
+    index = (begin - offset) // segment + row - first
+    for number in range(index, index + tl.cdiv(length, segment)):
+        at = tl.cast(number, tl.int64) * channels
+        more = number + 1 < index + tl.cdiv(length, segment)  # nobody has asked what the last one adds
+        asked = here & (column < tl.where(more, size, 0))[None, :]
+        added = tl.load(segments + at * size + place, mask=asked, other=0.0)
+        total = tl.load(totals + at + channel, mask=channel < tl.where(more, channels, 0), other=0.0)
+        tl.store(segments + at * size + place, h, mask=here)
+        h = tl.exp2(total[:, None] * rates) * h + added

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu, time_step
+from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu, start_early, time_step
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def update(
     has_gate: tl.constexpr,
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of a head's rows, heads, requests)."""
     head = tl.program_id(1)
@@ -61,6 +62,8 @@ def update(
     column = tl.arange(0, padded)
     inside, real = dim < head_size, column < size
     target = out + (row * num_heads + head) * head_size + dim
+    if early:
+        start_early()
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
         tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
@@ -79,12 +82,12 @@ def update(
     added = tl.load(b + row * b_token + own * b_group + column, mask=real, other=0.0).to(tl.float32)
     read = tl.load(c + row * c_token + own * c_group + column, mask=real, other=0.0).to(tl.float32)
     h = decay * h + (d * value)[:, None] * added[None, :]
-    tl.store(place, h.to(state.dtype.element_ty), mask=here)
     y = tl.sum(h * read[None, :], 1)
     if has_skip:
         y += tl.load(skip + head) * value
     if has_gate:
         y *= silu(tl.load(z + row * z_token + head * z_head + dim, mask=inside, other=0.0).to(tl.float32))
+    tl.store(place, h.to(state.dtype.element_ty), mask=here)  # behind which no load could be moved
     tl.store(target, y.to(out.dtype.element_ty), mask=inside)
 
 
