@@ -12,6 +12,7 @@ import pytest
 import torch
 from attrs import evolve
 from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens_of
+from lora_cases import PeftOracle
 from tiny_models import SHARING_FAMILIES
 
 from slotline.core import LLM
@@ -92,6 +93,18 @@ def test_a_prompt_that_is_scored_goes_through_all_layers(tiny: Tiny, engines: En
     assert fast.outputs[0].logprobs == plain.outputs[0].logprobs
 
 
+def test_a_step_with_an_adapter_runs_all_layers_and_others_do_not(tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
+    path, prompt = tiny("gemma4"), random_prompts([30], seed=8)[0]
+    oracle = PeftOracle(path, tmp_path, {"mine": {"target_modules": r".*\.(q_proj|down_proj)"}})
+    llm = engines(path, **FAST, **{"lora.name": "torch", "lora.max_adapters": 1})
+    params = evolve(GREEDY, max_tokens=4)
+    for name, last in (("mine", 30), (None, 1)):
+        with counted(llm) as seen:
+            (output,) = llm.generate([prompt], params, lora_request=oracle.request(name))
+        assert output.outputs[0].token_ids == oracle.greedy(name, prompt, 4)
+        assert (seen[0][0], seen[-1][0]) == (30, last)
+
+
 def test_decodes_go_on_beside_prompts_that_want_nothing_yet(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
     llm = engines(tiny("gemma3n"), **FAST, **{"scheduler.max_batched_tokens": 8})
     requests = [add(llm, "short", PROMPTS[0])]
@@ -114,6 +127,12 @@ def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> 
     assert tokens_of(llm, prompts) == [greedy(tiny("gemma4"), prompt, 20) for prompt in prompts]
     assert llm.engine.drafting is not None
     assert llm.engine.drafting.counts.accepted > 0
+
+
+def test_text_is_the_same_where_steps_overlap(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
+    llm = engines(tiny("gemma4"), **FAST, **{"scheduler.async": True, "scheduler.max_batched_tokens": 24})
+    for _ in range(2):
+        assert tokens_of(llm, PROMPTS) == [greedy(tiny("gemma4"), prompt, 20) for prompt in PROMPTS]
 
 
 def test_preempted_requests_give_the_same_text(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
