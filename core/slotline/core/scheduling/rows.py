@@ -128,9 +128,9 @@ class Rows:
         """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
         self.num_drafts[rows] = self.num_guesses[rows] = counts
         self.forced[rows] = forced
-        for index in range(token_ids.shape[1]):
-            taken = counts > index
-            self.token_ids[rows[taken], self.num_tokens[rows[taken]] + index] = token_ids[taken, index]
+        taken = np.arange(token_ids.shape[1]) < counts[:, None]  # [n, k]
+        which, places = taken.nonzero()
+        self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
     def give_up(self, row: int) -> None:
         """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
