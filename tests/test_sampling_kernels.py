@@ -276,3 +276,18 @@ def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: 
     best = logits.argmax(dim=-1)
     greedy = processed.mark_in_torch(best, which, all_greedy=True)
     assert torch.equal(greedy, processed.mark_in_torch(best, which, all_greedy=False))
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 4.0])
+def test_a_nucleus_deeper_than_the_first_look_is_the_definitions(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_sampling, "TILE", 8)  # 94 groups are many, then
+    monkeypatch.setattr(triton_sampling, "WIDE", 16)
+    logits = random_logits(5, 3000, 9, spread)
+    logits[3] = logits[3].round(decimals=1)  # equal ones at every place
+    logits[4, ::3] = -torch.inf
+    rows = batch(5, top_p=[0.9, 0.999, 0.5, 0.8, 0.95], temperature=[0.8, 1.0, 1.5, 1.0, 1.0], seed=list(range(5)))
+    tokens, least = run(logits, rows)
+    for i in range(5):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))

@@ -54,6 +54,7 @@ def draw_rows(
     num_groups,
     group: tl.constexpr,
     tile: tl.constexpr,
+    wide: tl.constexpr,  # groups at a time where many are looked at
     width: tl.constexpr,  # at least num_groups, a power of 2
 ):
     """One program for a row: the threshold that its limits set, then the draw."""
@@ -103,7 +104,14 @@ def draw_rows(
                 whole = all_mass
             if top_p < 1:
                 share = top_p.to(tl.float64) * whole
-                bound = _nucleus(logits, packed, chosen, looked_at, vocab_size, most, bound, whole, share, group, tile)
+                if looked_at > 4 * tile:
+                    bound = _nucleus(
+                        logits, packed, chosen, looked_at, vocab_size, most, bound, whole, share, group, wide, True
+                    )
+                else:
+                    bound = _nucleus(
+                        logits, packed, chosen, looked_at, vocab_size, most, bound, whole, share, group, tile, False
+                    )
             _kept_masses(logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group, tile)
             tl.debug_barrier()
             masses = tl.load(sums + groups, groups < looked_at, 0.0)
@@ -261,17 +269,16 @@ def _choose(peaks, pivot, groups, chosen):
 @triton.jit
 def _look(logits, packed, chosen, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr):
     """The weight of the chosen groups' logits above the bound, how many they are, and the smallest of them."""
-    masses = tl.zeros([tile, group], tl.float32)
-    counts = tl.zeros([tile, group], tl.int32)
-    least = tl.full([tile, group], float("inf"), tl.float32)
+    mass = tl.sum(tl.zeros([tile], tl.float64), 0)
+    count = 0
+    least = float("inf")
     for start in range(0, looked_at, tile):
         y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
         above = y > bound
-        masses += tl.where(above, _weights(y, most), 0.0)
-        counts += above.to(tl.int32)
-        least = tl.minimum(least, tl.where(above, y, float("inf")))
-    mass = tl.sum(tl.sum(masses, 1).to(tl.float64), 0)
-    return mass, tl.sum(tl.sum(counts, 1), 0), tl.min(tl.min(least, 1), 0)
+        mass += tl.sum(tl.sum(tl.where(above, _weights(y, most), 0.0), 1).to(tl.float64), 0)
+        count += tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+        least = tl.minimum(least, tl.min(tl.min(tl.where(above, y, float("inf")), 1), 0))
+    return mass, count, least
 
 
 @triton.jit
@@ -300,12 +307,23 @@ def _kth_largest(
 
 @triton.jit
 def _nucleus(
-    logits, packed, chosen, looked_at, vocab_size, most, bound, whole, share, group: tl.constexpr, tile: tl.constexpr
+    logits,
+    packed,
+    chosen,
+    looked_at,
+    vocab_size,
+    most,
+    bound,
+    whole,
+    share,
+    group: tl.constexpr,
+    tile: tl.constexpr,
+    smooth: tl.constexpr,
 ):
     """The smallest logit, `bound` at least, above which there is less weight than the share of the whole.
 
-    Found by false position (Illinois; Dowell and Jarratt 1971), as many logits make weights smooth, and bisection in
-    every fourth step, as few do not.
+    By bisection; where many logits make the weight a `smooth` function, by false position (Illinois; Dowell and Jarratt
+    1971) in three of four steps, which takes half as many.
     """
     low = _key(bound)
     high = _key(most)
@@ -319,16 +337,18 @@ def _nucleus(
     while (low < high) & (from_low > above_high + 1):
         step += 1
         middle = _middle(low, high)
-        lowest, highest = _unkey(low), _unkey(high)
-        if (step % 4 != 0) & (lowest > -float("inf")):
-            guess = lowest + (highest - lowest) * (over / (over + missing))
-            middle = tl.minimum(tl.maximum(_key(guess), low), high - 1)
+        if smooth:
+            lowest, highest = _unkey(low), _unkey(high)
+            if (step % 4 != 0) & (lowest > -float("inf")):
+                guess = lowest + (highest - lowest) * (over / (over + missing))
+                middle = tl.minimum(tl.maximum(_key(guess), low), high - 1)
         mass, count, next_one = _look(logits, packed, chosen, looked_at, vocab_size, most, _unkey(middle), group, tile)
         enough = mass < share
-        difference = tl.abs(mass - share).to(tl.float32)
-        over = tl.where(enough, tl.where(side == 1, over * 0.5, over), difference)
-        missing = tl.where(enough, difference, tl.where(side == -1, missing * 0.5, missing))
-        side = tl.where(enough, 1, -1)
+        if smooth:
+            difference = tl.abs(mass - share).to(tl.float32)
+            over = tl.where(enough, tl.where(side == 1, over * 0.5, over), difference)
+            missing = tl.where(enough, difference, tl.where(side == -1, missing * 0.5, missing))
+            side = tl.where(enough, 1, -1)
         low = tl.where(enough, low, middle + 1)
         from_low = tl.where(enough, from_low, count)
         least = tl.where(enough, least, next_one)

@@ -5,12 +5,13 @@ group's softmax mass. The second, one program for each row, looks again only at 
 
 * top-k: at least k logits reach the k-th largest group maximum, so no kept one lies in a group whose maximum is below
   it. k groups hold them all, however large the vocabulary.
-* top-p: the groups with the 128 largest maxima, if their logits above the smallest of these hold the share; all groups
-  if not (a flat row).
+* top-p: the groups with the 128 largest maxima, if their logits above the smallest of these hold the share. If not, all
+  groups with a logit above one below which the whole vocabulary would hold less than what the nucleus leaves out.
 * min-p: the groups whose maximum reaches the floor.
 
 Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so that equal
-logits stay or go together. The draw walks the groups' kept masses in token order, then the tokens of one group.
+logits stay or go together; where it looks at most of a row, by false position, in half as many steps. The draw walks
+the groups' kept masses in token order, then the tokens of one group.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MOST_GROUPS = 8192
 """Groups of a row that one program holds; above 262,144 tokens the groups grow."""
 TILE = 128
 """Groups that are read at a time."""
+WIDE = 256
+"""The same where most of a row is looked at, again and again."""
 LEAST_WIDTH = 512
 STATS_WARPS = 4
 ROW_WARPS = 16
@@ -75,6 +78,7 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
         vocab_size,
         num_groups,
         **sizes,
+        wide=WIDE,
         width=width,
         num_warps=max(STATS_WARPS, min(ROW_WARPS, width // 512)),
         **ROW_REGISTERS,
