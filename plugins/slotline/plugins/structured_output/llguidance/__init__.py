@@ -33,8 +33,8 @@ descriptor = Descriptor(
     name="llguidance",
     capabilities=StructuredOutputCapabilities(
         constraints=Set(CONSTRAINTS),
-        priority=5,
-        priority_reason="its masks are made when they are wanted; it takes more of JSON Schema",
+        priority=20,
+        priority_reason="compiling takes milliseconds and a mask microseconds, whatever the vocabulary's size",
     ),
     factory="slotline.plugins.structured_output.llguidance.backend:LLGuidanceBackend",
     options="slotline.plugins.structured_output.llguidance:LLGuidanceOptions",
