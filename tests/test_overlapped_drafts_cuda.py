@@ -21,13 +21,15 @@ SETTINGS: dict[str, Any] = {
     "dtype": "float32",
     "memory": "2GiB",
     "max_model_len": 512,
-    "max_num_seqs": 16,
+    "max_num_seqs": 8,
     "max_num_batched_tokens": 128,
+    "graphs.sizes": [4, 8, 16, 32],
 }
 KINDS = ("eagle", "eagle3", "medusa", "draft_model")
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=96, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=3, max_tokens=48, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=32, ignore_eos=True),
 ]
 
 
