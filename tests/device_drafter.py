@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from attrs import evolve
 
 from slotline.registry import Descriptor, Kind, Max, Set
 from slotline.registry.contracts import Draft, DraftBatch, DrafterCapabilities, DrafterContext
@@ -51,3 +52,11 @@ class Foreseeing:
         said, luck = self.table[rows, places], self.wrong[rows, places]
         said = torch.where(luck < self.right, said, (said + 1) % self.vocab_size)
         return Draft(token_ids=said.masked_fill(luck == 99, -1))
+
+
+class Undecided(Foreseeing):
+    """Says that it proposes on the device, and that it reads the text on the host."""
+
+    descriptor = evolve(
+        Foreseeing.descriptor, capabilities=evolve(Foreseeing.descriptor.capabilities, needs_history=True)
+    )

@@ -323,6 +323,9 @@ def test_auto_says_why_and_a_refusal_names_all(tiny: Tiny, tmp_path: Path) -> No
     with pytest.raises(NegotiationError, match="backend 'flex' plans with exact lengths") as caught:
         setting(**OVERLAPPED, backend="flex")
     assert 'set scheduler.async to "auto" or false' in str(caught.value)
+    lookup = {"drafter.name": "foreseeing", "scheduler.async": True, "drafter.tokens": 2}
+    with pytest.raises(NegotiationError, match="'foreseeing': it reads the text on the host"):
+        setting(**lookup, **{"plugins.inline": (f"{Path(__file__).parent / 'device_drafter.py'}:Undecided",)})
     for name, why in (("medusa_tree", "on_device is not declared"), ("grammar", "on_device is not declared")):
         with pytest.raises(NegotiationError, match=f"drafter.name = '{name}'.*{why}"):
             setting(**{"drafter.name": name, "scheduler.async": True})

@@ -75,6 +75,8 @@ def _of_drafter(drafter: Descriptor[Any]) -> str | None:
     name = f"drafter.name = {drafter.name!r}"
     if not drafter.capabilities.on_device:
         return f"{name}: drafts are made from the step before's tokens (on_device is not declared)"
+    if drafter.capabilities.needs_history:
+        return f"{name}: it reads the text on the host (needs_history)"
     if drafter.capabilities.tree.support:
         return f"{name}: it proposes trees, and the host finds the path that stands"
     if drafter.capabilities.probabilities.support:

@@ -31,6 +31,8 @@ def on_device(run: Run) -> None:
     """With on_device, the host's numbers of tokens may be too large and its draws missing: the draft is the same."""
     if not run.subject.capabilities.on_device:
         raise NotApplicable("reads the host's tokens: on_device is not declared")
+    if run.subject.capabilities.needs_history:
+        raise Failed("declares on_device and needs_history: the history is on the host")
     requests = _requests(run)
     expected = world_of(run.subject, requests).propose(range(6))
     for ahead in (1, 2, 5):
