@@ -11,8 +11,10 @@ import tiny_models
 import torch
 from conftest import DEFAULTS, everything_returned
 from engine_driver import random_prompts
+from transformers import AutoModelForCausalLM
 
-from slotline.core import LLM, BeamSearchParams
+from slotline.core import LLM, BeamSearchParams, StructuredOutputsParams
+from slotline.core.planning.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -138,3 +140,60 @@ def test_what_the_engine_cannot_do_is_refused_and_leaves_nothing(tiny: Tiny, eng
     with pytest.raises(RequestError, match="raw_logits"):
         logits.beam_search([[5]], BeamSearchParams(beam_width=2, max_tokens=3))
     everything_returned(llm)
+
+
+# ---- under a constraint
+
+CHOICES = ["def f(", "def main(", "class A:", "classes", "x = 1", "return", "return x"]
+
+
+@pytest.mark.parametrize("plugin", ["xgrammar", "llguidance"])
+@pytest.mark.parametrize("settings", [{"beam_width": 3}, {"beam_width": 4, "length_penalty": 0.0}], ids=str)
+def test_sequences_of_a_choice_are_those_of_transformers(plugin: str, settings: dict[str, Any]) -> None:
+    pytest.importorskip(plugin)
+    llm = LLM(dtype="float32", max_model_len=64, **{"structured_output.backend": plugin})
+    tokenizer, eos = llm.tokenizer, list(llm.engine.eos_token_ids)
+    texts = [tokenizer.decode([token]) for token in range(llm.engine.limits.vocab_size)]
+    prompt = tokenizer.encode("import os\n")
+
+    def allowed(_: int, ids: torch.Tensor) -> list[int]:
+        so_far = "".join(texts[token] for token in ids.tolist()[len(prompt) :])
+        follows = [t for t, text in enumerate(texts) if text and any(c.startswith(so_far + text) for c in CHOICES)]
+        special = set(tokenizer.transformers.all_special_ids)
+        follows = [t for t in follows if t not in special] + (eos if so_far in CHOICES else [])
+        return follows or eos  # behind a token that was banned: transformers keeps such beams, worse than all others
+
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
+    ids, width = torch.tensor([prompt]), settings["beam_width"]
+    want = model.generate(
+        ids,
+        num_beams=width,
+        num_return_sequences=width,
+        max_new_tokens=12,
+        length_penalty=settings.get("length_penalty", 1.0),
+        prefix_allowed_tokens_fn=allowed,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=eos[0],
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    params = BeamSearchParams(max_tokens=12, structured_outputs=StructuredOutputsParams(choice=CHOICES), **settings)
+    (found,) = llm.beam_search([prompt], params)
+    assert [beam.score for beam in found.sequences] == pytest.approx(want.sequences_scores.tolist(), rel=1e-4)
+    for beam, sequence in zip(found.sequences, want.sequences.tolist(), strict=True):
+        assert beam.tokens == sequence[: len(beam.tokens)]
+        assert beam.tokens[-1] in eos
+        assert tokenizer.decode(beam.tokens[len(prompt) : -1]) in CHOICES
+        assert beam.finish_reason == "stop"
+
+
+def test_constraints_that_beams_cannot_have_are_refused(tiny: Tiny, engines: Engines) -> None:
+    wanted = StructuredOutputsParams(choice=["a", "b"])
+    with pytest.raises(RequestError, match="ignore_eos beside"):
+        BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True, structured_outputs=wanted)
+    with pytest.raises(RequestError, match="structured_outputs='a'"):
+        BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs="a")
+    llm = LLM(max_model_len=64, **{"structured_output.backend": "none"})
+    with pytest.raises(RequestError, match="structured_outputs cannot be had"):
+        llm.beam_search("def", BeamSearchParams(beam_width=2, max_tokens=3, structured_outputs=wanted))

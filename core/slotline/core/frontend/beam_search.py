@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
 from slotline.core.building.progress import progress_bar
 from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.frontend.prompts import as_token_ids
 from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
 
 if TYPE_CHECKING:
+    from slotline.core.frontend.beam_grammar import BeamGrammar, Candidates
     from slotline.core.frontend.llm import LLM
 
 
@@ -30,6 +32,8 @@ class BeamSearchParams:
         max_tokens: most output tokens.
         ignore_eos: go on past the model's end-of-sequence tokens.
         length_penalty: a sequence's score is its log-probability divided by its number of output tokens to this power.
+        structured_outputs: what the output must look like. Scores stay the model's: what is banned is left out, and the
+            rest is not scaled up.
         early_stopping: True ends a search with `beam_width` finished sequences; False also if the best running beam,
             were it to end now, is worse than all of them; "never" if it cannot become better at any length.
 
@@ -42,6 +46,7 @@ class BeamSearchParams:
     ignore_eos: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
@@ -56,6 +61,13 @@ class BeamSearchParams:
                 f"early_stopping={self.early_stopping!r} is not allowed",
                 fix='early_stopping must be True, False or "never"',
             )
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs={wanted!r:.60} is not allowed", fix="give a StructuredOutputsParams or None"
+            )
+        if wanted is not None and self.ignore_eos:
+            raise RequestError("ignore_eos beside structured_outputs in a beam search", fix="leave one of them out")
 
 
 @define(kw_only=True)
@@ -175,13 +187,19 @@ class BeamSearch:
         self._adapters = [p.get("lora_request") for p in prompts]
         self._searches = [Beams(as_token_ids(p["prompt_token_ids"]), params, eos) for p in prompts]
         wanted = min(self._searches[0].num_candidates, engine.limits.vocab_size)
-        if wanted > engine.limits.max_logprobs:
+        self._grammar: BeamGrammar | None = None
+        if params.structured_outputs is not None:
+            from slotline.core.frontend.beam_grammar import BeamGrammar
+
+            self._grammar = BeamGrammar(engine, params.structured_outputs)
+        elif wanted > engine.limits.max_logprobs:
             raise RequestError(
                 f"beam_width={params.beam_width} needs {wanted} log-probabilities a token, above "
                 f"sampling.max_logprobs={engine.limits.max_logprobs}",
                 fix=f"lower beam_width or set sampling.max_logprobs = {wanted}",
             )
-        self._sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=wanted, ignore_eos=True, detokenize=False)
+        scored = None if self._grammar is not None else wanted
+        self._sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=scored, ignore_eos=True, detokenize=False)
         self._rounds = params.max_tokens
 
     def run(self, progress: bool | None) -> list[BeamSearchOutput]:
@@ -198,15 +216,28 @@ class BeamSearch:
             {"prompt_token_ids": beam.tokens, **self._salts[i]} for i in which for beam in self._searches[i].running
         ]
         adapters = [self._adapters[i] for i in which for _ in self._searches[i].running]
-        answers = iter(self._llm.generate(prompts, self._sampling, lora_request=adapters, progress=False))
+        candidates = self._candidates(which)
+        sampling = [evolve(self._sampling, logits_processors=(one,)) for one in candidates] or self._sampling
+        answers = self._llm.generate(prompts, sampling, lora_request=adapters, progress=False)
+        outputs = [answer.outputs[0] for answer in answers]
+        found = [one.entry for one in candidates] or [one.logprobs[0] if one.logprobs else {} for one in outputs]
+        beams = iter(zip(outputs, found, strict=True))
         for i in which:
             entries = []
             for _ in self._searches[i].running:
-                completion = next(answers).outputs[0]
-                if completion.finish_reason == "error" or not completion.logprobs:
-                    raise RequestError(f"a beam of prompt {i} failed: {completion.stop_reason}")
-                entries.append(completion.logprobs[0])
+                output, entry = next(beams)
+                if output.finish_reason == "error" or not entry:
+                    raise RequestError(f"a beam of prompt {i} failed: {output.stop_reason}")
+                entries.append(entry)
             self._searches[i].advance(entries)
+
+    def _candidates(self, which: Sequence[int]) -> list[Candidates]:
+        """What looks at the logits of the searches' beams in turn, under a constraint; empty without one."""
+        if self._grammar is None:
+            return []
+        searches = [self._searches[i] for i in which]
+        outputs = [beam.tokens[-len(beam.logprobs) or len(beam.tokens) :] for s in searches for beam in s.running]
+        return self._grammar.candidates(outputs, searches[0].num_candidates)
 
     def _output(self, search: Beams) -> BeamSearchOutput:
         tokenizer = self._llm.engine.tokenizer

@@ -21,6 +21,7 @@ from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.config import StructuredOutputConfig
 from slotline.registry.contracts import (
+    Constraint,
     GrammarState,
     StructuredOutput,
     StructuredOutputCapabilities,
@@ -69,23 +70,25 @@ class StructuredOutputs:
             RequestError: with the position of the error.
             PluginError: if the plugin fails in another way.
         """
-        wanted = request.params.structured_outputs
-        if wanted is None:
-            return
-        kind = wanted.constraint.kind
+        if request.params.structured_outputs is not None:
+            self.check(request.params.structured_outputs.constraint)
+
+    def check(self, constraint: Constraint) -> None:
+        """The same for a constraint."""
+        kind = constraint.kind
         if refusal := self._capabilities.constraints.refusal(kind):
             raise RequestError(
                 f"structured_outputs.{kind}: the plugin {self.name!r} does not take it ({refusal})",
                 fix="name another plugin with structured_output.backend",
             )
-        if self.compiler.knows(wanted.constraint):
+        if self.compiler.knows(constraint):
             return
         backend = self.compiler.backend
         with typed_failures(
             f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}",
             fix="change the constraint, or name another plugin with structured_output.backend",
         ):
-            backend.check(wanted.constraint)
+            backend.check(constraint)
 
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""
