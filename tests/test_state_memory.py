@@ -12,7 +12,9 @@ from engine_driver import add, random_prompts, run_all
 from tiny_models import oracle
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.building.memory import DeviceMemory, count_slots
 from slotline.core.cache.block_pool import NULL_BLOCK
+from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -154,3 +156,18 @@ def test_slots_without_padding_say_nothing_of_it(tiny: Tiny, engines: Engines) -
     assert "because each tensor begins at a multiple" not in plain.explain()
     assert 0 < padded.states.padding < 0.5
     assert f"{100 * padded.states.padding:.1f} % padding because" in " ".join(padded.explain().split())
+
+
+def test_what_backends_hold_to_go_back_is_set_apart_from_the_room_for_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In 100 bytes: six rows of ten and as much besides do not fit, four leave room for two checkpoints."""
+    monkeypatch.setattr("slotline.core.building.memory._room", lambda *_, **__: 100)
+    memory = DeviceMemory(device="cpu", total=0, block=0)
+    with pytest.raises(CapacityError, match="take 120 bytes, 20 each") as error:
+        count_slots(10, 6, "auto", 0.9, memory, explicit=True, beside=10)
+    assert "scheduler.max_requests = 5" in str(error.value)
+    assert count_slots(10, 4, 2, 0.9, memory, explicit=True, beside=10) == 4 + 2
+    with pytest.raises(CapacityError, match=r"set state\.checkpoints = 2"):
+        count_slots(10, 4, 3, 0.9, memory, explicit=True, beside=10)
+    assert count_slots(10, 1, "auto", 0.9, memory, explicit=True, beside=10) == 1 + 1
+    assert count_slots(10, 6, "auto", 0.9, memory, explicit=True) == 6 + 1
+    assert count_slots(10, 6, 4, "0.1KB", memory, explicit=True, beside=10) == 6 + 4  # a size for the cache alone

@@ -193,6 +193,7 @@ class GroupBuilder:
             planned.loaded.config.cache.memory,
             DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
             explicit=planned.loaded.origins["cache.memory"].kind != "default",
+            beside=memory.rollback_bytes // scheduler.max_requests,
         )
         if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
             logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")

@@ -83,6 +83,7 @@ def count_slots(
     memory: DeviceMemory,
     *,
     explicit: bool,
+    beside: int = 0,
 ) -> int:
     """Slots for states, checked before they are allocated: one for each row, and those for checkpoints.
 
@@ -92,25 +93,29 @@ def count_slots(
         checkpoints: how many, or ``auto``: as many as rows, in `CHECKPOINT_SHARE` of what these leave at most.
         asked, explicit: as for `size_pool`.
         memory: of the device where they are to lie.
+        beside: bytes that backends will hold for each row besides; of a size for the cache alone they are no part.
 
     Raises:
         CapacityError: naming the number of rows, or of checkpoints, that would fit.
     """
     room = size_in_bytes(asked) if isinstance(asked, str) else _room(memory, asked, explicit=explicit)
-    fits = max(room, 0) // each
+    row = each if isinstance(asked, str) else each + beside
+    fits = max(room, 0) // row
     if num_rows > fits:
+        what = "states" if row == each else "states, and their copies for drafts that fall,"
         raise CapacityError(
-            f"the states of scheduler.max_requests = {num_rows} requests take {num_rows * each} bytes, {each} each, "
+            f"the {what} of scheduler.max_requests = {num_rows} requests take {num_rows * row} bytes, {row} each, "
             f"and cache.memory = {asked!r} leaves {max(room, 0)}",
             fix=f"set scheduler.max_requests = {fits}" if fits else "raise cache.memory",
         )
     if isinstance(checkpoints, str):
-        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * each)) // each)
-    elif num_rows + checkpoints > fits:
+        checkpoints = min(num_rows, int(CHECKPOINT_SHARE * (room - num_rows * row)) // each)
+    elif num_rows * row + checkpoints * each > room:
         raise CapacityError(
             f"state.checkpoints = {checkpoints} beside the states of {num_rows} requests take "
-            f"{(num_rows + checkpoints) * each} bytes, {each} each, and cache.memory = {asked!r} leaves {max(room, 0)}",
-            fix=f"set state.checkpoints = {fits - num_rows}, or raise cache.memory",
+            f"{num_rows * row + checkpoints * each} bytes, {each} each, and cache.memory = {asked!r} leaves "
+            f"{max(room, 0)}",
+            fix=f"set state.checkpoints = {(room - num_rows * row) // each}, or raise cache.memory",
         )
     return num_rows + checkpoints
 
