@@ -133,14 +133,15 @@ class StructuredOutputs:
             Rows whose text is over: None where it is complete, else what went wrong.
         """
         over: dict[int, str | None] = {}
-        for i in np.flatnonzero(self.active[rows]).tolist():
-            row, token = int(rows[i]), int(token_ids[i])
+        bound = self.active[rows]
+        for row, token in zip(rows[bound].tolist(), token_ids[bound].tolist(), strict=True):
             if row in stopped:
                 continue
             try:
-                if self._state(row).accept([token]) == 0:
+                state = self._state(row)
+                if state.accept([token]) == 0:
                     raise ContractError(f"structured-output plugin {self.name!r} let token {token} pass its mask")
-                if self._state(row).finished:
+                if state.finished:
                     over[row] = None
             except Exception as error:  # a plugin's code may raise anything
                 over[row] = f"{type(error).__name__}: {error}"
@@ -176,7 +177,8 @@ class StructuredOutputs:
 
     def _fill(self, rows: Int, counts: Int, firsts: Int, bitmask: TokenBitmask) -> dict[int, str]:
         """Write the masks of rows [m], with `counts` [m] drafts each, from places `firsts` [m] on; why some failed."""
-        drafts = [self._drafts(row)[:count] for row, count in zip(rows.tolist(), counts.tolist(), strict=True)]
+        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
+        drafts = [self._drafts(row)[:count] if count else [] for row, count in pairs]
         states, backend = [self._state(row) for row in rows.tolist()], self.compiler.backend
         try:
             backend.fill(states, drafts, firsts.tolist(), bitmask.words)

@@ -74,7 +74,7 @@ class LLGuidanceBackend:
             self.fill(states, drafts, places, wide)
             bitmask &= wide[:, : bitmask.shape[1]]
             return
-        walked = [state.before_end(assumed) for state, assumed in zip(states, drafts, strict=True)]
+        walked = [state.before_end(assumed) if assumed else [] for state, assumed in zip(states, drafts, strict=True)]
         pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
         asked = list(zip((state.matcher for state in states), places, walked, strict=True))
         if plain := [(matcher, place) for matcher, place, assumed in asked if not assumed]:
@@ -124,7 +124,9 @@ class LLGuidanceState:
 
     def before_end(self, token_ids: Sequence[int]) -> list[int]:
         """The tokens before the first end-of-sequence token."""
-        count = next((i for i, token in enumerate(token_ids) if token in self.eos_token_ids), len(token_ids))
+        if self.eos_token_ids.isdisjoint(token_ids):
+            return list(token_ids)
+        count = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
         return list(token_ids[:count])
 
 
