@@ -93,6 +93,58 @@ def test_products_with_adapters_behind_their_weights_give_peft_s_text(
         assert mode != "none" or expanded
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_an_output_projection_that_outgrows_the_multiprocessors_is_made_in_parts(dtype: torch.dtype) -> None:
+    from slotline.plugins.lora.segmented.plugin import SegmentedLora
+    from slotline.plugins.model_families.passes.extended_linear import ExtendedLinear
+    from slotline.plugins.model_families.passes.fused_kernels import TritonKernels
+    from slotline.plugins.model_families.passes.residuals import FusedResiduals
+    from slotline.registry.contracts import LoraContext
+
+    if not 128 <= torch.cuda.get_device_properties(0).multi_processor_count < 136:
+        pytest.skip("4,096 outputs fit other cards in another way")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    linear = torch.nn.Linear(512, 4096, bias=False, device="cuda", dtype=dtype)
+    extended = ExtendedLinear(linear, ("o",), 256, 256)
+    lora = SegmentedLora(
+        LoraContext(
+            contract=1,
+            modules={"o": (512, 4096)},
+            max_adapters=16,
+            max_rank=16,
+            max_tokens=256,
+            device="cuda",
+            dtype=str(dtype).removeprefix("torch."),
+            extend=lambda names, rows, max_tokens: extended.room,
+        )
+    )
+    weights = lora._weights["o",]
+    weights.a.copy_(random(*weights.a.shape) / 20)
+    weights.b.copy_(random(*weights.b.shape) / 4)
+    weights.scales.fill_(0.5)
+    slots, inners = torch.arange(64, device="cuda") % 17 - 1, []
+    lora.plan(slots)
+
+    def add(names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None) -> None:
+        inners.append(inner.shape)
+        lora.expand(names, inner, out)
+
+    extended.enter(add)
+    x, residual = random(1, 64, 512), random(1, 64, 4096)
+    total, _ = FusedResiduals(TritonKernels(early=True)).add_and_norm(linear, x, residual, None, None)
+    a, b = weights.a[slots.clamp(min=0), 0].float(), weights.b[slots.clamp(min=0)].float()
+    share = torch.einsum("tor,tri,ti->to", b, a, x[0].float()) * 0.5 * (slots >= 0)[:, None]
+    wanted = residual[0].float() + x[0].float() @ linear.weight.float().T + share
+    assert inners == [(3, 64, 256)]
+    assert float((total[0].float() - wanted).norm() / wanted.norm()) < 5e-3
+    assert float(share.norm() / wanted.norm()) > 0.1
+
+
 @pytest.mark.behaviour(146)
 @pytest.mark.parametrize(("specialize", "captured"), [(True, {False, True}), (False, {True})])
 def test_graphs_are_captured_without_and_with_adapters_or_with_them_alone(

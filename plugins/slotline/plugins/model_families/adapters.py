@@ -16,7 +16,7 @@ from attrs import frozen
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from slotline.plugins.model_families.extended import ExtendedLinear
+from slotline.plugins.model_families.passes.extended_linear import ExtendedLinear
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection, PlainMerged
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, pack
 from slotline.registry.errors import ModelError

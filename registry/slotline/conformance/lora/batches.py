@@ -36,6 +36,8 @@ def batch_extended(run: Run) -> None:
         _loaded(run, world)
         for num_tokens in (2, 9, world.max_tokens):
             world.check(world.names(num_tokens), f"mixed batch of {num_tokens} tokens")
+        world.in_parts = True
+        world.check(world.names(9), "a product in parts")
         world.unload("a0")
         world.load("other", world.adapter(ranks(run.subject)[0]))
         world.check(world.names(9), "another adapter in the first one's slot")

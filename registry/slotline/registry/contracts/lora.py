@@ -128,5 +128,6 @@ class ExtendedLora(Lora, Protocol):
 
     def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
         """As `apply` or `apply_merged` for modules whose weight was extended: `inner` [num_tokens, rows] is the product
-        of the inputs with the rows that `LoraContext.extend` gave; it may be columns of a wider tensor, as `out`."""
+        of the inputs with the rows that `LoraContext.extend` gave; it may be columns of a wider tensor, as `out`. Or it
+        is [parts, num_tokens, rows] float32 whose sum is that product; `out` is float32 then."""
         ...

@@ -360,7 +360,8 @@ class AdaptableModel(Model, Protocol):
             add: called as ``add(names, inputs, out)`` with one layer's name, or with all names of one merged product,
                 inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place.
                 An embedding's inputs are token ids [num_tokens] int64. Where the layer was extended and the step has
-                few tokens, `inner` [num_tokens, rows] is the inputs' product with the rows behind the weight.
+                few tokens, `inner` [num_tokens, rows] is the inputs' product with the rows behind the weight. Where the
+                product is made in parts, `inner` is [parts, num_tokens, rows] float32, and out the first of the parts.
         """
         ...
 

@@ -38,7 +38,8 @@ class LoraWorld:
         run: whose subject is built.
         dtype: of the base model, by name; the subject's first one if not given.
         embeds: whether the model's embedding is among the modules.
-        extends: whether the model gives room behind its weights, and takes products with both.
+        extends: whether the model gives room behind its weights, and takes products with both; `in_parts` whether it
+            makes them in parts.
         loaded: name -> (slot, adapter).
         rng: of which tokens use which adapter.
     """
@@ -55,6 +56,7 @@ class LoraWorld:
     loaded: dict[str, tuple[int, Adapter]] = field(init=False, factory=dict)
     planned: list[str | None] = field(init=False, factory=list)
     written: int = field(init=False, default=0)
+    in_parts: bool = field(init=False, default=False)
     rooms: dict[str, torch.Tensor] = field(init=False, factory=dict)
     _folder: TemporaryDirectory[str] = field(init=False, factory=TemporaryDirectory)
     rng: Random = field(init=False)
@@ -171,7 +173,12 @@ class LoraWorld:
     def applied(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """A copy of `out` after the plugin has added its share."""
         result = out.clone()
-        if module in self.rooms:
+        if module in self.rooms and self.in_parts:
+            parts = zip(inputs.float().tensor_split(3, 1), self.rooms[module].float().tensor_split(3, 1), strict=True)
+            result = result.float()
+            self.lora.expand((module,), torch.stack([part @ room.T for part, room in parts]), result)
+            result = result.to(out.dtype)
+        elif module in self.rooms:
             self.lora.expand((module,), inputs @ self.rooms[module].T, result)
         else:
             self.lora.apply(module, inputs, result)

@@ -82,12 +82,14 @@ class PaddedSlots:
                 self.add(out, rows, self.share(module, slot, inputs[rows]))
 
     def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
-        (module,), planned = modules, self.planned[: len(inner)]
+        (module,), planned = modules, self.planned[: len(out)]
+        inner = (inner.sum(0) if inner.dim() == 3 else inner).to(self.b[module].dtype)
         for slot in planned.unique().tolist():
             if slot >= 0:
                 rows = (planned == slot).nonzero().flatten()
                 own = self.columns(inner[rows], slot)
-                self.add(out, rows, (own @ self.b[module][slot].T) * self.scales[slot].to(inner.dtype))
+                share = (own @ self.b[module][slot].T) * self.scales[slot].to(inner.dtype)
+                self.add(out, rows, share.to(out.dtype))
 
     def columns(self, inner: torch.Tensor, slot: int) -> torch.Tensor:
         """The columns [n, rank] of a slot."""

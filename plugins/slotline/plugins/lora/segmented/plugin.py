@@ -153,8 +153,9 @@ class SegmentedLora(AdapterSlots):
         """See `ExtendedLora.expand`."""
         if len(out):
             weights = self._weights[modules]
-            cut = self._cut(weights, self._rank, out.itemsize)._replace(splits=1)
-            self._expand(weights, inner[None], out, cut, by_slot=True)
+            inner = inner if inner.dim() == 3 else inner[None]
+            cut = self._cut(weights, self._rank, out.itemsize)._replace(splits=len(inner))
+            self._expand(weights, inner, out, cut, by_slot=True)
 
     def _launch(self, weights: Weights, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, k = inputs.shape

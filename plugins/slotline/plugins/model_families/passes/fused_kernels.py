@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
-from slotline.plugins.model_families.passes.products import PRODUCT_ROWS, Products
+from slotline.plugins.model_families.passes.products import EXTENDED, PRODUCT_ROWS, Products
 from slotline.registry.contracts.attention import CacheSlots
 
 ACTIVATION_BLOCK = 1024
@@ -60,7 +60,7 @@ class TritonKernels:
             0.0 if outer is None else outer.eps,
             0.0 if outer is None else outer.offset,
             x.stride(-2),
-            residual.numel(),
+            x.stride(0),
             n=n,
             parts=x.numel() // residual.numel() if rows else 1,
             has_inner=inner is not None,
@@ -187,6 +187,14 @@ class TritonKernels:
         if self._products.suits(x, weight):
             return self._products.dot(x, weight, bias, in_parts=True)
         return self.linear(x, weight, bias)[None]
+
+    def extended_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> torch.Tensor | None:
+        """See `kernels.FusedKernels.extended_parts`."""
+        if not self._products.suits_extended(x, weight, out_features):
+            return None
+        return self._products.dot(x, weight, bias, shape=EXTENDED)
 
     def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """See `kernels.FusedKernels.project`."""

@@ -118,6 +118,13 @@ class FusedKernels(RowKernels, Protocol):
         """`linear` as parts [parts, ..., out_features] whose sum it is, for `add_rms_norm`."""
         ...
 
+    def extended_parts(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
+    ) -> torch.Tensor | None:
+        """`linear_parts` under a weight that had `out_features` rows before it was extended; None where a product in
+        parts is not faster than one that is whole."""
+        ...
+
     def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``x @ weight.T`` in float32 for a wide weight: x [..., in_features], weight [out_features, in_features]."""
         ...

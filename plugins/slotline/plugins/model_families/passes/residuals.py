@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from slotline.plugins.model_families.passes.extended_linear import ExtendedLinear
 from slotline.plugins.model_families.passes.kernels import FusedKernels
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm
@@ -99,7 +100,13 @@ class FusedResiduals:
         """See `Residuals.add_and_norm`."""
         first = None if inner is None else inner.factors
         second = None if outer is None else outer.factors
-        branch = linear(x)[None] if has_hooks(linear) else self._kernels.linear_parts(x, linear.weight, linear.bias)
+        forward = linear.__dict__.get("forward")
+        if type(forward) is ExtendedLinear:
+            branch = forward.parts(x, self._kernels.extended_parts)
+        elif has_hooks(linear):
+            branch = linear(x)[None]
+        else:
+            branch = self._kernels.linear_parts(x, linear.weight, linear.bias)
         return self._kernels.add_rms_norm(branch, residual.contiguous(), first, second)
 
     def add(

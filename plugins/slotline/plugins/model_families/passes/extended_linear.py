@@ -17,6 +17,9 @@ from slotline.plugins.model_families.passes.merged_projections import PlainMerge
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import AddShares
 
+ProductInParts = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int], torch.Tensor | None]
+"""Inputs, taller weight, its bias and out_features to parts, as `FusedKernels.extended_parts`."""
+
 
 class ExtendedLinear:
     """The forward of a linear layer while adapters are in use.
@@ -63,6 +66,17 @@ class ExtendedLinear:
         out, flat = whole[..., : self._size], whole.view(-1, whole.shape[-1])
         self._add(self._names, inputs, flat[:, : self._size], flat[:, self._size :])
         return out
+
+    def parts(self, x: torch.Tensor, product: ProductInParts) -> torch.Tensor:
+        """As the call, [parts, ..., out_features] whose sum it is, by a product that may not suit."""
+        assert self._add is not None
+        inputs = x.flatten(0, -2)
+        whole = None if len(inputs) > self._max_tokens else product(x, self._weight, self._bias, self._size)
+        if whole is None:
+            return self(x)[None]
+        flat = whole.view(len(whole), -1, whole.shape[-1])  # [parts, num_tokens, out_features + rows]
+        self._add(self._names, inputs, flat[0, :, : self._size], flat[:, :, self._size :])
+        return whole[..., : self._size]
 
 
 def _with_room(parameter: torch.Tensor, rows: int) -> torch.Tensor:
