@@ -60,6 +60,7 @@ def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engin
     tables[0][1, 1:] = 0  # no block behind the first
     found = drafting.attention.places(torch.tensor([3, 14, longest - 2, -1]), tables[:1])
     assert found.seq_lens.T.tolist() == [[4, 5, 6, 7], [15, 16, 17, 18], [longest - 1, *[longest] * 3], [0] * 4]
+    assert all(tensor.is_contiguous() for tensor in (found.seq_lens, found.positions, *found.slots))
     first = np.arange(4) * columns + 1
     assert found.slots[0].T.tolist() == [
         [16 + 3, 16 + 4, 16 + 5, 16 + 6],

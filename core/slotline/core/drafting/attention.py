@@ -143,7 +143,8 @@ class DraftAttention:
         for table, (_, size) in zip(tables, self._groups, strict=True):
             blocks = table.gather(1, (where // size).T).T
             found = blocks.long() * size + where % size
-            slots.append(found.masked_fill((blocks == NULL_BLOCK) | (places != where) | ~live, -1))
+            found = found.masked_fill((blocks == NULL_BLOCK) | (places != where) | ~live, -1)
+            slots.append(found.contiguous())  # kernels read an offset's slots as a row
         return Places((where + 1).int() * live, where, slots)
 
     def captured(self, size: int) -> CapturedAttention:
