@@ -1,9 +1,10 @@
 """Decoding with drafts that stand as often as asked, against decoding without: what verification costs and gives.
 
-    python benchmarks/speculation_gpu.py benchmarks/models/llama-3.1-8b benchmarks/models/llama-draft-0.4b
-        [--batches 1 4 16 32 64] [--drafts 4] [--right 3 0] [--tokens 257] [--profile 1 32] [--set KEY=VALUE]
+    python benchmarks/speculation_gpu.py benchmarks/models/llama-3.1-8b benchmarks/models/llama-draft-0.3b
+        [more draft models] [--batches 1 4 16 32 64] [--drafts 4] [--right 3 0] [--tokens 257] [--profile 1 32]
+        [--variants drafter.graphs=auto drafter.adaptive=true] [--set KEY=VALUE]
 
-Both models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
+All models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
 known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it. So the acceptance
 is what was asked for, and a text that is not the known one ends the run. A step is wall time by the runs' number of
 steps; the speedup is in tokens a second. With `--profile`, where a step's time goes: on the host by part, and on the
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import shutil
 import tempfile
 import time
@@ -119,12 +121,18 @@ def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("draft", type=Path)
+    parser.add_argument("draft", type=Path, nargs="+")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64])
     parser.add_argument("--drafts", type=int, default=4)
     parser.add_argument("--right", type=int, nargs="+", default=[3, 0])
     parser.add_argument("--tokens", type=int, default=257)
-    parser.add_argument("--draft-graphs", nargs="+", default=["auto"], metavar="SETTING", help="of drafter.graphs")
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        default=["drafter.graphs=auto"],
+        metavar="KEY=VALUE",
+        help="settings of engines that draft, one engine for each",
+    )
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
@@ -148,9 +156,10 @@ def main() -> None:
     del plain
     gc.collect()
     torch.cuda.empty_cache()
-    for captured in arguments.draft_graphs:
-        own = [*settings, f"drafter.tokens={drafts}", f"drafter.graphs={captured}"]
-        show(counting_engine(folder, arguments.draft, longest, most, own), prompts, results, arguments)
+    for draft, variant in itertools.product(arguments.draft, arguments.variants):
+        own = [*settings, f"drafter.tokens={drafts}", variant]
+        print(f"\n{draft.name}, {variant}:")
+        show(counting_engine(folder, draft, longest, most, own), prompts, results, arguments)
         gc.collect()
         torch.cuda.empty_cache()
 
