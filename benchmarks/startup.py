@@ -51,6 +51,8 @@ def start(model: Path, settings: list[str], caches: Path, profile: Path | None) 
     if done.returncode:
         raise SystemExit(f"a start failed with exit code {done.returncode}")
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in report["phases"].items())
+    print(f"started in {report['total']:.1f} s: {phases}", file=sys.stderr, flush=True)
     return report
 
 
@@ -75,7 +77,7 @@ def main() -> None:
 
         before = time.time()
         model = model if options.keep else random_checkpoint(model, root)
-        print(f"weights written in {time.time() - before:.1f} s", file=sys.stderr)
+        print(f"weights written in {time.time() - before:.1f} s", file=sys.stderr, flush=True)
         reports = [start(model, options.set, caches, None) for _ in range(1 + options.runs)]
         if options.profile:
             start(model, options.set, caches, Path(options.profile))

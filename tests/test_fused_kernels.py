@@ -6,12 +6,13 @@ import pytest
 import torch
 from torch.nn import functional
 
+from slotline.plugins.model_families.passes import products
 from slotline.plugins.model_families.passes.equality import relative_difference
 from slotline.plugins.model_families.passes.kernels import ACTIVATIONS, NormWeight
 
 pytest.importorskip("triton")
 
-from slotline.plugins.model_families.passes.fused_kernels import EARLIEST, ROWS_BY_HEAD, TritonKernels
+from slotline.plugins.model_families.passes.fused_kernels import EARLIEST, HOPPER, ROWS_BY_HEAD, TritonKernels
 from slotline.plugins.model_families.passes.products import DOT_ROWS, LARGE_DOT_ROWS, LARGE_WEIGHT, PRODUCT_ROWS
 from slotline.registry.contracts.attention import CacheSlots, KVCache
 
@@ -20,6 +21,9 @@ DTYPES = (torch.float32, torch.float16, *((torch.bfloat16,) if DEVICE == "cuda" 
 ROUNDINGS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 EARLY = DEVICE == "cuda" and torch.cuda.get_device_capability() >= EARLIEST
 KERNELS = TritonKernels(early=EARLY)
+GATES = DEVICE == "cpu" or torch.cuda.get_device_capability()[0] == HOPPER
+GATED = TritonKernels(early=EARLY, multiprocessors=3)
+"""With so few programs each takes several tiles."""
 EPS = 1e-5
 
 
@@ -222,6 +226,50 @@ def test_large_weights_and_many_rows_are_the_librarys_unless_activated() -> None
     assert not products.suits(x[: LARGE_DOT_ROWS + 1], weight, gated=True)
     assert products.suits(x[:DOT_ROWS], weight[1:], gated=True)
     assert not products.suits(x, weight[1:])
+
+
+@pytest.mark.skipif(not GATES, reason="made for Hopper")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 8, 8), (129, 136, 72), (300, 264, 200), (1500, 128, 64)])
+def test_gated_products_of_many_rows(rows: int, n: int, k: int, activation: str, dtype: torch.dtype) -> None:
+    x, weight = random(1, rows, k, dtype=dtype), random(2 * n, k, dtype=dtype) / k
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    found = GATED._products.gated(x, weight, activation)
+    assert found.shape == (1, rows, n)
+    assert close(found, active * up, dtype)
+
+
+def test_gated_products_are_the_librarys_unless_they_fill_the_device_and_lie_as_the_copy_engine_needs_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(products, "GATED_ROWS", 4)
+    monkeypatch.setattr(products, "TILES", 0.5)
+    x, weight = (torch.zeros(shape, dtype=torch.float16) for shape in ((4, 64), (32, 64)))
+    suits = TritonKernels(multiprocessors=2)._products.suits_many
+    assert suits(x, weight, None)
+    assert not KERNELS._products.suits_many(x, weight, None)  # another device
+    assert not TritonKernels(multiprocessors=4)._products.suits_many(x, weight, None)  # most of it would be idle
+    assert not suits(x, weight, weight[0])
+    assert not suits(x.float(), weight.float(), None)
+    assert not suits(x[:3], weight, None)
+    assert not suits(x, torch.zeros(33, 64, dtype=torch.float16), None)
+    assert not suits(x, torch.zeros(40, 64, dtype=torch.float16), None)  # the result's rows would begin anywhere
+    assert not suits(x[:, :63], torch.zeros(32, 63, dtype=torch.float16), None)
+
+
+@pytest.mark.skipif(not GATES, reason="made for Hopper")
+def test_an_mlp_of_a_long_prompt_takes_the_gated_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "GATED_ROWS", DOT_ROWS + 1)
+    monkeypatch.setattr(products, "TILES", 0.5)
+    kernels, seen = TritonKernels(early=EARLY, multiprocessors=2), list[str]()
+    gated = kernels._products.gated
+    monkeypatch.setattr(kernels._products, "gated", lambda x, w, name: seen.append(name) or gated(x, w, name))
+    x, weight = (random(*shape, dtype=torch.float16) for shape in ((1, 140, 64), (32, 64)))
+    gate, up = (x.double() @ weight.double().T).chunk(2, -1)
+    assert close(kernels.gated_linear(x, weight, None, "silu"), functional.silu(gate) * up, torch.float16)
+    assert seen == ["silu"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from slotline.plugins.model_families import binding
 from slotline.plugins.model_families.chain import run_layers
-from slotline.plugins.model_families.passes import fused_kernels
+from slotline.plugins.model_families.passes import fused_kernels, residuals
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels
 from slotline.plugins.model_families.passes.lean_attention import LeanForward
 from slotline.plugins.model_families.passes.lean_layer import LeanLayer
@@ -242,6 +242,27 @@ def test_layers_in_a_chain_give_what_they_give_one_by_one(family: str, hooked: s
     if handle is not None:
         handle.remove()
         assert len(seen) == (2 if hooked != "norm" else 1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])
+def test_the_attention_of_many_tokens_is_added_to_a_chains_residual_in_place(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fused_once(family)
+    base, layer = model.model, model.model.layers[0]
+    hidden, positions = torch.randn(1, 6, 64), torch.arange(6)[None]
+    by_type = (layer.self_attn.layer_type,) if family == "gemma3" else ()
+    embeddings = base.rotary_emb(hidden, positions, *by_type)
+    expected, before = layer(hidden, position_embeddings=embeddings), hidden.clone()
+    monkeypatch.setattr(residuals, "ROWS_BEHIND", 5)
+    torch.testing.assert_close(layer(hidden, position_embeddings=embeddings), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(hidden, before)  # outside a chain it is somebody else's
+    found, _ = layer.forward.chain(hidden, embeddings, None, base.layers[1].forward.entrance, None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(hidden, before) == (family != "qwen3")  # a norm behind the attention needs the two apart
+    apart = before.transpose(1, 2).contiguous().transpose(1, 2)  # rows that do not lie one behind the other
+    found, _ = layer.forward.chain(apart, embeddings, None, None, None)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "olmo2"])

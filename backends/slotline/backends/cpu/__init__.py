@@ -36,6 +36,8 @@ def probe(device: DeviceInfo) -> AttentionCapabilities | str:
     """What the backend can do here: all of it, or nothing where numba is missing."""
     if find_spec("numba") is None:
         return "numba is not installed; `pip install numba` makes this backend available"
+    if device.type != "cpu":
+        return CAPABILITIES  # refused for its device: no need to wait for the import
     try:
         import numba  # noqa: F401
     except Exception as error:  # a numba that does not fit numpy fails with more than ImportError

@@ -61,7 +61,7 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
 def as_token_ids(values: Sequence[int]) -> list[int]:
     """The values as plain integers, numpy's included."""
     try:
-        return [operator.index(value) for value in values]
+        return list(map(operator.index, values))
     except TypeError as error:
         raise RequestError(
             f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"

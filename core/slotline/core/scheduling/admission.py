@@ -47,10 +47,10 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
             f"the prompt has {length} tokens; at most {longest} fit{beside} into max_model_len={limits.max_model_len}",
             fix="shorten the prompt or raise scheduler.max_model_len",
         )
-    wrong = [t for t in request.prompt_token_ids if not 0 <= t < limits.vocab_size]
-    if wrong:
+    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= limits.vocab_size:
+        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < limits.vocab_size)
         raise RequestError(
-            f"token id {wrong[0]} is outside the vocabulary of {limits.vocab_size}",
+            f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",
             fix="use this model's tokenizer",
         )
     if not limits.chunked_prefill and length > limits.max_batched_tokens:

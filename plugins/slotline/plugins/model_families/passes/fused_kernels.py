@@ -16,8 +16,9 @@ ROWS_BY_HEAD, MANY_ROWS = 64, 1024
 HEADS, MANY_HEADS = 8, 32
 """Up to so many rows a program turns one head, to use many multiprocessors; above, several, to need fewer programs; and
 above `MANY_ROWS`, as a prompt has, `MANY_HEADS`."""
-EARLIEST = (9, 0)
-"""The compute capability from which a kernel may start before the one in front of it ends."""
+EARLIEST, HOPPER = (9, 0), 9
+"""The compute capability from which a kernel may start before the one in front of it ends; and the major number of the
+one that the gated product of many rows is made for."""
 
 
 class TritonKernels:
@@ -25,11 +26,12 @@ class TritonKernels:
 
     Args:
         early: whether kernels may start early (programmatic dependent launch).
+        multiprocessors: see `Products`.
     """
 
-    def __init__(self, *, early: bool = False) -> None:
+    def __init__(self, *, early: bool = False, multiprocessors: int = 0) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
-        self._products = Products(self._early)
+        self._products = Products(self._early, multiprocessors)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """See `kernels.RowKernels.rms_norm`."""
@@ -219,6 +221,8 @@ class TritonKernels:
         x = self._normed(x, norm)
         if self._products.suits(x, weight, gated=True):
             return self._products.dot(x, weight, bias, activation)[0]
+        if self._products.suits_many(x, weight, bias):
+            return self._products.gated(x, weight, activation)
         return self.act_and_mul(functional.linear(x, weight, bias), activation)
 
     def add_linear(
@@ -237,6 +241,13 @@ class TritonKernels:
 
     def _normed(self, x: torch.Tensor, norm: NormWeight | None) -> torch.Tensor:
         return x if norm is None else self.rms_norm(x, norm.weight, norm.eps, norm.offset)
+
+
+def triton_kernels_for(device: str) -> TritonKernels:
+    """The kernels for a GPU such as ``cuda:0``."""
+    capability = torch.cuda.get_device_capability(device)
+    count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
+    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count)
 
 
 def _row_options(n: int) -> dict[str, int]:

@@ -85,7 +85,7 @@ class LeanLayer:
         """The layer's output [batch, n, hidden_size], and its norm by `behind` where that costs nothing.
 
         Args:
-            hidden_states: [batch, num_tokens, hidden_size].
+            hidden_states: [batch, num_tokens, hidden_size]; may be overwritten.
             embeddings: cosines and sines.
             normed: the hidden states under `entrance`, if they are there already.
             behind: the norm that follows the layer, if it is known.
@@ -97,7 +97,8 @@ class LeanLayer:
         layer = self._layer
         if layer._forward_hooks or layer._forward_pre_hooks or not self._is_lean():
             return None
-        return self._run(hidden_states, embeddings, {}, normed, behind if is_kernel_norm(behind) else None, wanted)
+        behind = behind if is_kernel_norm(behind) else None
+        return self._run(hidden_states, embeddings, {}, normed, behind, wanted, owned=True)
 
     def _is_lean(self) -> bool:
         return is_lean(self._layer, self._norms, self._residuals)
@@ -110,6 +111,8 @@ class LeanLayer:
         normed: torch.Tensor | None = None,
         behind: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
+        *,
+        owned: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         children, residuals = self._layer._modules, self._residuals
         attention, mlp = children["self_attn"], children["mlp"]
@@ -128,7 +131,8 @@ class LeanLayer:
         o_proj = attention._modules["o_proj"]
         gated_mlp = gated_of(mlp)
         normed = None
-        if after is None and residuals.keeps(hidden_states):
+        in_place = residuals.keeps(hidden_states) or (owned and residuals.overwrites(hidden_states))
+        if after is None and in_place:
             hidden_states = residuals.add(o_proj, mixed, hidden_states, None)
             gated = gated_mlp(hidden_states, before_mlp)  # type: ignore[misc]
         else:

@@ -53,6 +53,10 @@ class Residuals(Protocol):
         """Whether, for so many tokens, `add_and_norm` costs less than `add` and a norm by itself."""
         ...
 
+    def overwrites(self, hidden_states: torch.Tensor) -> bool:
+        """Whether, for so many tokens, `add` in place and a norm by itself cost less than `add_and_norm`."""
+        ...
+
 
 class PackedResiduals:
     """Implements `Residuals` with packed linear layers."""
@@ -77,6 +81,10 @@ class PackedResiduals:
 
     def norms_behind(self, hidden_states: torch.Tensor) -> bool:
         """See `Residuals.norms_behind`: it is the same here."""
+        return False
+
+    def overwrites(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.overwrites`: it is the same here."""
         return False
 
 
@@ -124,6 +132,11 @@ class FusedResiduals:
     def norms_behind(self, hidden_states: torch.Tensor) -> bool:
         """See `Residuals.norms_behind`: the library's product adds a residual while it writes, but has no norm."""
         return not self.keeps(hidden_states) and hidden_states.numel() <= ROWS_BEHIND * hidden_states.shape[-1]
+
+    def overwrites(self, hidden_states: torch.Tensor) -> bool:
+        """See `Residuals.overwrites`."""
+        many = hidden_states.numel() > ROWS_BEHIND * hidden_states.shape[-1]
+        return many and hidden_states.is_contiguous()
 
 
 def residuals_of(target: Target) -> Residuals | None:

@@ -56,9 +56,9 @@ def target_of(device: str, dtype: str | torch.dtype) -> Target:
 
         return Target(kind, found, CpuKernels(found))
     if kind == "cuda" and _has_triton(device):
-        from slotline.plugins.model_families.passes.fused_kernels import EARLIEST, TritonKernels
+        from slotline.plugins.model_families.passes.fused_kernels import triton_kernels_for
 
-        fused = TritonKernels(early=torch.cuda.get_device_capability(device) >= EARLIEST)
+        fused = triton_kernels_for(device)
         return Target(kind, found, fused, fused)
     return Target(kind, found)
 

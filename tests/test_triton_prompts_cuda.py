@@ -1,0 +1,70 @@
+"""The kernel for prompts that begin in this step, compiled, against the suite's oracle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from slotline.backends.triton import backend as triton_backend
+from slotline.backends.triton import prompts
+from slotline.backends.triton.backend import TritonBackend
+from slotline.backends.triton.prompts import PromptAttention
+from slotline.testing.environments.attention import Case, World
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < prompts.COPY_ENGINE,
+    reason="needs a GPU with a copy engine",
+)
+
+BATCHES = {
+    "whole prompts": ((300, 300), (0, 0), (17, 17), (130, 130), (64, 64), (1, 1), (257, 257)),
+    "behind decodes and a chunk": ((1, 33), (1, 300), (40, 90), (300, 300), (128, 128), (65, 65)),
+}
+CASES: dict[str, dict[str, Any]] = {
+    "two to one": {"num_heads": 16, "num_kv_heads": 8},
+    "heads of 64": {"num_heads": 8, "num_kv_heads": 2, "head_size": 64},
+    "one to one, float16": {"num_heads": 4, "num_kv_heads": 4, "dtype": torch.float16},
+    "seven to one": {"num_heads": 28, "num_kv_heads": 4},
+    "sixty-four to one": {"num_heads": 64, "num_kv_heads": 1},
+    "sinks": {"num_heads": 8, "num_kv_heads": 2, "sinks": True},
+    "large scores": {"num_heads": 8, "num_kv_heads": 2, "amplitude": 300.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_prompts_attention_is_the_oracles(batch: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "ENOUGH", 0)  # few programs are enough for a test
+    world = World(Case(requests=BATCHES[batch], **{"head_size": 128, "dtype": torch.bfloat16, **CASES[case]}), "cuda")
+    backend = TritonBackend(world.case.context("cuda"))
+    served: list[int] = []
+    original = PromptAttention.forward
+
+    def forward(self: PromptAttention, *arguments: Any) -> None:
+        served.append(arguments[5].end)
+        original(self, *arguments)
+
+    monkeypatch.setattr(PromptAttention, "forward", forward)
+    world.check(*world.run(backend))
+    assert served == [len(BATCHES[batch])]
+
+
+def test_another_prompts_bad_numbers_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "ENOUGH", 0)
+    world = World(
+        Case(requests=((150, 150), (300, 300)), num_heads=8, num_kv_heads=4, head_size=128, dtype=torch.bfloat16),
+        "cuda",
+    )
+    backend = TritonBackend(world.case.context("cuda"))
+    query, key, value = world.new_tokens()
+    for states in (key, value):
+        states[150:] = torch.nan
+    plan, out = backend.plan(world.batch), torch.empty_like(query)
+    backend.write(world.layer, key, value, world.cache, plan)
+    backend.forward(world.layer, query, key, value, world.cache, plan, out)
+    assert torch.isfinite(out[:150]).all()
+    assert out[150:].isnan().any()
