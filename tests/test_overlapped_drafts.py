@@ -17,6 +17,7 @@ from test_asynchronous import PARAMS, seen
 from test_engine_equality import pool_of
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.drafting.hidden_states import HiddenStates
 from slotline.core.drafting.overlap import Proposal
 from slotline.registry.errors import NegotiationError
 
@@ -247,7 +248,7 @@ def drafts_placed(llm: LLM) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 16}], ids=["whole", "chunks"])
 @pytest.mark.behaviour(64, 120, 160)
 def test_a_head_drafts_what_it_drafts_without_a_cache(
-    kind: str, settings: dict[str, Any], tiny: Tiny, engines: Engines, tmp_path: Path
+    kind: str, settings: dict[str, Any], tiny: Tiny, engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, head = tiny("llama"), head_folders.build(tmp_path / "head", tiny("llama"), kind)
     llm = engines(
@@ -255,6 +256,8 @@ def test_a_head_drafts_what_it_drafts_without_a_cache(
         **{"drafter.name": kind, "drafter.path": str(head), "drafter.tokens": 4, "memory": "8MiB"},
         **{"scheduler.async": True, **settings},
     )
+    # Picking states by the host's places would wait for the forward pass of the step behind.
+    monkeypatch.delattr(HiddenStates, "take")
     prompts, found = random_prompts((5, 40, 17, 2, 30, 12), seed=3), drafts_placed(llm)
     assert tokens_of(llm, prompts) == tokens_of(engines(path), prompts)
     assert accepted(llm) >= 0
