@@ -195,13 +195,16 @@ class Overlap:
             accepted[at] = (scheduled - fallen).int()
             self._states.commit_there(slots, accepted)
         drafting.forget()
-        if sampling.computed is not None and settled.following is not None:
-            inputs = sampling.computed.inputs
+        # What the drafter reads is taken here: `finish` would pick it with places that the host sends, and wait.
+        states, computed = sampling.states, sampling.computed
+        sampling.states = sampling.computed = None
+        if computed is not None and settled.following is not None:
+            inputs = computed.inputs
             ahead = settled.following.index_copy(0, inputs.logits_indices, sampling.sampled.clamp(min=0))
-            drafting.observe(sampling.computed, ahead)
+            drafting.observe(computed, ahead)
         if len(settled.asked) == 0:
             return None
-        positions, states = known + stood, None if sampling.states is None else sampling.states.pick(last)
+        positions, states = known + stood, None if states is None else states.pick(last)
         if (chosen := settled.asked_device) is not None:
             newest, positions, stand_ins = newest[chosen], positions[chosen], stand_ins[chosen]
             states = None if states is None else states.pick(chosen)
