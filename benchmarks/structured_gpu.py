@@ -12,8 +12,10 @@ tokens from the Python files that this interpreter finds, for where there is non
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -76,7 +78,11 @@ def step_seconds(llm: LLM, requests: int, params: SamplingParams) -> list[float]
 def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int) -> None:
     """Decode steps with and without a constraint."""
     settings = {"structured_output.backend": name, "tokenizer": str(tokenizer), "observability.progress": False}
-    llm = random_llm(folder, max_model_len=1024, max_num_seqs=requests, **settings)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name_of_copy:  # its end-of-sequence token must be one of the tokenizer's
+        config["eos_token_id"] = Tokenizer(tokenizer).transformers.eos_token_id
+        (Path(name_of_copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        llm = random_llm(Path(name_of_copy), max_model_len=1024, max_num_seqs=requests, **settings)
     common: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "min_tokens": tokens, "detokenize": False}
     free = SamplingParams(**common, ignore_eos=True)
     bound = SamplingParams(**common, structured_outputs=StructuredOutputsParams(json=ORDER))
