@@ -19,6 +19,8 @@ from slotline.backends.sinks import add_sinks
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 BLOCK = 128
+OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+"""The kernel for short queries has no tile sizes that fit float32 with several query heads to one of keys."""
 MOST_COMPILED = 64
 """Variants of the kernel that dynamo may keep: shapes of layers, short and long batches."""
 Int = npt.NDArray[np.int64]
@@ -161,6 +163,7 @@ class FlexBackend:
                 block_mask=plan.mask,
                 scale=layer.scale,
                 enable_gqa=layer.num_heads != layer.num_kv_heads,
+                kernel_options=OPTIONS,
                 return_aux=AuxRequest(lse=True),
             )
         found, norms = found[0].transpose(0, 1), aux.lse[0].T  # [T, H, Dv], [T, H]
