@@ -37,6 +37,7 @@ docs: $(VENV)/ready  ## rewrite the generated parts of docs/
 
 check: lint types imports
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python docs/matrix.py --check
 
 bench: $(VENV)/ready  ## the CPU figures of docs/performance.md
 	$(BIN)/python benchmarks/cpu_engine.py

@@ -23,6 +23,7 @@ HEAD = """# What our plugins do
 
 Made by `python docs/matrix.py` from reports of `slotline conform KIND:NAME --report ...`, one for each column: nothing
 here is a declaration. CPU: 2 cores of an EPYC; GPU: one H200. docs/conformance.md says what levels and checks are.
+Columns of the GPU are of earlier runs of the suite: a check that is newer has not been run there.
 
 """
 
