@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from slotline.core import LLM
 from slotline.core.drafting import graphs
 from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.execution.inputs import GraphShape
+from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -103,7 +106,8 @@ def test_a_captured_proposal_is_the_eager_one(
     vars(made).update(_needs_hidden_states=drafting.needs_hidden_states, _sizes=(2, 8), _observations={})
     vars(made)["_target"] = SimpleNamespace(states=lambda shape: (hidden, None))
     shapes = {size: GraphShape(size * 5, 5) for size in (2, 8)}
-    made._observations = {s: graphs._Observation(lambda: None, (), observed) for s in shapes.values()}
+    seen: Any = SimpleNamespace(observed=observed)
+    made._observations = dict.fromkeys(shapes.values(), seen)
     with torch.inference_mode():
         made._proposals = {size: made._capture_proposal(shape, None) for size, shape in shapes.items()}
     monkeypatch.undo()
@@ -114,3 +118,26 @@ def test_a_captured_proposal_is_the_eager_one(
     assert drafting.counts.failures == 0, drafting.counts.last_failure
     assert drafting.counts.proposals > before
     assert drafting.counts.accepted_at == eager.engine.drafting.counts.accepted_at
+
+
+def test_what_a_captured_proposal_reads_stays_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows addresses alone: memory that it reads or writes must not be given to anybody else."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    class Watching:
+        def propose(self, batch: DraftBatch) -> Draft:
+            read = (batch.last_token_ids, batch.positions, batch.temperature, batch.hidden_states, *batch.observed)
+            seen.extend(weakref.ref(tensor) for tensor in read if tensor is not None)
+            return Draft(token_ids=torch.zeros(2, 4, dtype=torch.int64))
+
+    monkeypatch.setattr(graphs, "_captured", lambda work, pool: (SimpleNamespace(replay=None), work()))
+    made, shape = DraftGraphs.__new__(DraftGraphs), GraphShape(10, 5)
+    hidden = torch.zeros(1, 8)
+    vars(made).update(_drafter=Watching(), _attention=None, _needs_computed=True, _needs_hidden_states=True)
+    vars(made).update(_device="cpu", _target=SimpleNamespace(states=lambda shape: (hidden, None)))
+    vars(made)["_observations"] = {shape: SimpleNamespace(observed=(hidden,))}
+    proposal = made._capture_proposal(shape, None)
+    gc.collect()
+    assert len(seen) == 5
+    assert all(reference() is not None for reference in seen)
+    assert proposal.token_ids.shape == (2, 4)

@@ -31,6 +31,7 @@ class _Computed(Protocol):
 @frozen(eq=False)
 class _Observation:
     replay: Callable[[], None]
+    computed: ComputedTokens  # what the graph reads, which must not be freed
     addresses: tuple[int, ...]
     observed: tuple[torch.Tensor, ...]  # [num_tokens, ...] each
 
@@ -38,9 +39,8 @@ class _Observation:
 @frozen(eq=False)
 class _Proposal:
     replay: Callable[[], None]
-    last_token_ids: torch.Tensor  # [num_requests] int64, to be filled, as what follows
-    positions: torch.Tensor
-    states: Sequence[torch.Tensor]  # [num_requests, ...] each
+    batch: DraftBatch  # what the graph reads, which must not be freed; its tokens and states are filled before a replay
+    positions: torch.Tensor  # [num_requests] int64, negative where padded; filled too
     attention: CapturedAttention | None
     token_ids: torch.Tensor  # [num_requests, num_tokens] int64, the result
 
@@ -128,10 +128,10 @@ class DraftGraphs:
     def propose(self, size: int, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         """The proposal for a batch that is padded to `size`; it is overwritten by the next replay."""
         captured, count = self._proposals[size], len(batch.rows)
-        captured.last_token_ids[:count].copy_(batch.last_token_ids)
+        captured.batch.last_token_ids[:count].copy_(batch.last_token_ids)
         captured.positions[:count].copy_(batch.positions)
         captured.positions[count:].fill_(-1)
-        for own, states in zip(captured.states, _states(batch), strict=True):
+        for own, states in zip(_states(captured.batch), _states(batch), strict=True):
             own[:count].copy_(states)
         if captured.attention is not None and attend is not None:
             captured.attention.fill(attend)
@@ -146,7 +146,7 @@ class DraftGraphs:
         observer: Observer = self._drafter  # type: ignore[assignment]  # what it declares says so
         computed = self._computed(states, following)
         graph, observed = _captured(lambda: observer.observe(computed) or (), pool)
-        return _Observation(graph.replay, self._addresses(states, computed), tuple(map(unowned, observed)))
+        return _Observation(graph.replay, computed, self._addresses(states, computed), tuple(map(unowned, observed)))
 
     def _capture_proposal(self, shape: GraphShape, pool: Any) -> _Proposal:
         size, (hidden, layers) = shape.padded_requests, self._target.states(shape)
@@ -180,7 +180,7 @@ class DraftGraphs:
                 "the drafter declares graphs, and its proposal is no chain on the device",
                 fix="set drafter.graphs = false, and tell the author of the plugin",
             )
-        return _Proposal(graph.replay, zeros, positions, _states(batch), attention, unowned(draft.token_ids))
+        return _Proposal(graph.replay, batch, positions, attention, unowned(draft.token_ids))
 
     def _addresses(self, states: ComputedStates, computed: ComputedTokens) -> tuple[int, ...]:
         """Where an observation's inputs lie that are not copied."""
