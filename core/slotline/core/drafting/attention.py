@@ -63,6 +63,7 @@ class CapturedAttention:
     positions: torch.Tensor
     _tables: list[torch.Tensor]
     _places: Places
+    _batches: list[list[AttentionBatch]]  # what the plans were made of, which captured kernels read
     _plans: list[StepPlans]
 
     def fill(self, staged: StagedAttention) -> None:
@@ -157,7 +158,8 @@ class DraftAttention:
         longest = np.full((len(self._offsets), size), self._max_model_len, np.int32)
         places = self.places(positions, tables)
         batches = [self._batches(starts, starts_device, longest, places, tables, i) for i in range(len(longest))]
-        return CapturedAttention(self, self._router, positions, tables, places, list(map(self._router.plans, batches)))
+        plans = [self._router.plans(batch) for batch in batches]
+        return CapturedAttention(self, self._router, positions, tables, places, batches, plans)
 
     def attend(
         self,
