@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from attrs import evolve
+from engine_driver import add, random_prompts
+from lora_cases import PeftOracle
+from test_engine_equality import pool_of
 from transformers import AutoModelForCausalLM
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
@@ -15,6 +22,9 @@ from slotline.core.planning.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+Tiny = Callable[..., Path]
+
 CASES = [
     ("def main(", "import os\nimport sys\n", 1.5),
     ("class Foo", "class Bar:\n    def f(self):\n        return 1\n", 2.0),
@@ -109,6 +119,83 @@ def test_both_of_a_pair_are_preempted(wanted: list[list[int]]) -> None:
                 assert [one.partner for one in victims] == victims[::-1]
         assert [request.output_token_ids for request in requests] == wanted
         assert sum(request.metrics.num_preemptions for request in requests) > 2
+
+
+def run_out(llm: LLM) -> None:
+    """Step until nothing is left; a run that does not end is a failure."""
+    for _ in range(300):
+        if not llm.engine.has_work:
+            return
+        llm.engine.step()
+    raise AssertionError(f"unfinished: {[(r.request_id, r.status.value, r.row) for r in llm.engine.requests.values()]}")
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("lacking", ["rows", "blocks"])
+def test_pairs_that_overtake_one_another_do_not_wait_for_ever(lacking: str, overlapped: bool, tiny: Tiny) -> None:
+    """A pair of higher priority comes when the first one's negative prompt is not running yet."""
+    few = {"max_num_seqs": 2} if lacking == "rows" else {"memory": pool_of(17, 4), "block_size": 4}
+    policy = {"scheduler.policy": "priority", "scheduler.max_batched_tokens": 27, "scheduler.async": overlapped}
+    llm = LLM(tiny("llama"), **SETTINGS | {"max_model_len": 64} | few | policy)
+    prompts, negatives = random_prompts([30, 28]), random_prompts([26, 28], seed=1)
+    params = [
+        SamplingParams(temperature=0, max_tokens=3, guidance_scale=1.5, negative_prompt_token_ids=n) for n in negatives
+    ]
+    expected = [llm.generate([p], one)[0].outputs[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    llm.engine.scheduler.cache.reset()
+    late = add(llm, "late", prompts[0], params[0], priority=5)
+    llm.engine.step()
+    assert late.companion is not None
+    assert (late.row, late.companion.row) == (0, -1)
+    early = add(llm, "early", prompts[1], params[1], priority=0)
+    run_out(llm)
+    assert [late.output_token_ids, early.output_token_ids] == expected
+
+
+def test_a_pair_keeps_its_adapters_slot_until_both_have_used_it(tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("llama")
+    oracle = PeftOracle(path, tmp_path, {name: {"target_modules": r".*\.q_proj"} for name in ("first", "second")})
+    more = {"lora.name": "torch", "lora.max_adapters": 1, "scheduler.policy": "priority"}
+    llm = LLM(path, **SETTINGS | more, max_num_seqs=4, **{"scheduler.max_batched_tokens": 8})
+    params, prompts = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), random_prompts([20, 6])
+    pair = add(
+        llm, "pair", prompts[0], evolve(params, guidance_scale=1.5), priority=5, lora_request=oracle.request("first")
+    )
+    llm.engine.step()
+    other = add(llm, "other", prompts[1], params, priority=0, lora_request=oracle.request("second"))
+    run_out(llm)
+    assert len(pair.output_token_ids) == 4
+    assert other.output_token_ids == oracle.greedy("second", prompts[1], 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_pairs_of_all_priorities_come_go_and_are_preempted(seed: int, tiny: Tiny) -> None:
+    """Few rows and few blocks: whatever is missing, somebody goes on, and the texts stay."""
+    rng, path = Random(seed), tiny("llama")
+    few = {"max_model_len": 64, "scheduler.policy": "priority", "scheduler.max_batched_tokens": 16, "block_size": 4}
+    llm = LLM(path, **SETTINGS | few, max_num_seqs=3, memory=pool_of(22, 4), **{"scheduler.async": bool(seed % 2)})
+    prompts, negatives = (random_prompts([rng.randrange(1, 30) for _ in range(14)], seed=s) for s in (seed, seed + 9))
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randrange(1, 9), ignore_eos=True)
+        if rng.random() < 0.3
+        else SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, guidance_scale=1.5, negative_prompt_token_ids=negative
+        )
+        for negative in negatives
+    ]
+    expected = [llm.generate([p], one)[0].outputs[0].token_ids for p, one in zip(prompts, params, strict=True)]
+    requests = []
+    for step in range(600):
+        if len(requests) < 14 and rng.random() < 0.4:
+            requests.append(
+                add(llm, str(step), prompts[len(requests)], params[len(requests)], priority=rng.randrange(4))
+            )
+        if rng.random() < 0.1 and llm.engine.scheduler.running:
+            llm.engine.scheduler._preempt()
+        llm.engine.step()
+        if len(requests) == 14 and not llm.engine.has_work:
+            break
+    assert [request.output_token_ids for request in requests] == expected
 
 
 def test_processors_stops_and_grammars_see_the_guided_request_alone(llm: LLM) -> None:

@@ -259,31 +259,63 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
         admitted: list[Request] = []
         counts: list[int] = []
-        aside: list[tuple[tuple[int, int], Request]] = []  # they wait for an adapter's slot
+        aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of a pair
+        half, rows_lack = self._half_of_a_pair(), False
         while self._waiting and budget > 0:
-            request = self._waiting[0][1]
-            if request.row < 0 and self.rows.num_free == 0:
-                break
+            request = half or self._waiting[0][1]
+            lacking = _lacking_rows(request)
+            if lacking and (rows_lack or lacking > self.rows.num_free):
+                rows_lack = True
+                if self._num_rows_waiting(len(admitted)) == 0:
+                    break
+                aside.append(self._pop(request))  # those go on that hold rows, and will free them
+                continue
             # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
-            if request.lora_request and request.row < 0 and (aside or not self._acquire(request)):
-                aside.append(heapq.heappop(self._waiting))
+            waits = bool(aside) and request is not half
+            if request.lora_request and request.row < 0 and (waits or not self._acquire(request)):
+                aside.append(self._pop(request))
                 continue
             count = self._try_admit(request, budget)
             if count is None:
                 if request.row < 0 and self.adapters is not None:
                     self.adapters.release(request)
                 break
-            heapq.heappop(self._waiting)
+            self._pop(request)
             admitted.append(request)
             counts.append(count)
             budget -= count
-        for entry in aside:
-            heapq.heappush(self._waiting, entry)
+            partner = request.partner
+            half = partner if partner is not None and partner.status is not Status.RUNNING else None
+        for request in aside:
+            self.add(request)
         if admitted:
             self.running.extend(admitted)
             self.running.sort(key=lambda r: r.order)
             self._refresh()
         return admitted, counts
+
+    def _half_of_a_pair(self) -> Request | None:
+        """The waiting request whose partner is running, if there is one.
+
+        It goes before all others, whatever their priority: its partner can neither sample nor end without it, and holds
+        a row, blocks and an adapter's slot that those others may need.
+        """
+        paired = self._running_rows[self.rows.partner[self._running_rows] != -1]
+        partners = (self.rows.request(row).partner for row in paired.tolist())
+        return next((one for one in partners if one is not None and one.status is not Status.RUNNING), None)
+
+    def _num_rows_waiting(self, num_admitted: int) -> int:
+        """Rows of preempted requests that wait, when so many were admitted in this step."""
+        return self.rows.max_requests - self.rows.num_free - len(self.running) - num_admitted
+
+    def _pop(self, request: Request) -> Request:
+        """Take a request out of the queue, which it mostly heads."""
+        if self._waiting[0][1] is request:
+            heapq.heappop(self._waiting)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
+            heapq.heapify(self._waiting)
+        return request
 
     def _acquire(self, request: Request) -> bool:
         return self.adapters is None or self.adapters.acquire(request)
@@ -371,3 +403,9 @@ class Scheduler:
         self.cache.release(request.row)
         if self.encoder_cache is not None:
             self.encoder_cache.release(request)
+
+
+def _lacking_rows(request: Request) -> int:
+    """Rows that a request needs before it may join: a pair's are there together, or each of two might keep one."""
+    partner = request.partner
+    return int(request.row < 0) + int(partner is not None and partner.row < 0)
