@@ -318,6 +318,23 @@ def test_adapters_named_in_the_file_are_loaded_at_the_start(llama, oracle, tmp_p
     assert "run.toml" in text
 
 
+def test_layers_are_hooked_once_for_all_steps_in_a_row_with_adapters(engine, oracle, monkeypatch):
+    llm, hooked = engine(), list[torch.nn.Module]()
+    register = torch.nn.Module.register_forward_hook
+
+    def noted(module: torch.nn.Module, *arguments: Any, **options: Any) -> Any:
+        hooked.append(module)
+        return register(module, *arguments, **options)
+
+    monkeypatch.setattr(torch.nn.Module, "register_forward_hook", noted)
+    params, prompts = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True), random_prompts([9])
+    for name in (None, "plain", None, "plain"):  # without adapters they are taken off
+        hooked.clear()
+        llm.generate(prompts, params, lora_request=oracle.request(name))
+        assert len(hooked) == len(set(hooked))
+        assert bool(hooked) == (name is not None)
+
+
 def test_beams_of_a_prompt_use_its_adapter(engine, oracle):
     llm = engine()
     prompts = prompts_of(2)

@@ -85,7 +85,7 @@ class Adaptation:
 
     def adapt(self, add: AddShares | None, names: Collection[str]) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
-        if add is self._add:
+        if add == self._add:  # not `is`: each look-up of a bound method makes another object
             return
         for handle in self._handles:
             handle.remove()
