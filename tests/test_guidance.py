@@ -220,6 +220,19 @@ def test_samples_follow_their_seeds_alone(llm: LLM) -> None:
     assert all(len(one.logprobs or ()) == len(one.token_ids) for one in first)
 
 
+def test_a_step_hands_out_the_tokens_that_were_asked_for_and_no_more(llm: LLM) -> None:
+    """Each token once, though the negative prompt's row gets it too."""
+    plain = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    requests = [
+        add(llm, f"r{i}", llm.tokenizer.encode("def f("), params)
+        for i, params in enumerate((plain, evolve(plain, guidance_scale=1.5)))
+    ]
+    given: list[int] = []
+    while llm.engine.has_work:
+        given += llm.engine.step().token_ids.tolist()
+    assert sorted(given) == sorted(token for request in requests for token in request.output_token_ids)
+
+
 def test_an_aborted_request_takes_its_companion_along(llm: LLM) -> None:
     engine = llm.engine
     engine.add("leaves", llm.tokenizer.encode("def f("), greedy(None, 1.5))

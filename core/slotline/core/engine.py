@@ -62,8 +62,8 @@ class StepResult:
     """What a step handed out.
 
     Attributes:
-        rows: [n] int64, rows that got a token; `token_ids` [n] int32. Under asynchronous scheduling those of the step
-            that was started one call before.
+        rows: [n] int64, rows that got a token, but for those of negative prompts; `token_ids` [n] int32. Under
+            asynchronous scheduling those of the step that was started one call before.
         finished: requests that ended in this step; they hold no row any more.
     """
 
@@ -498,7 +498,8 @@ class Engine:
                 stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
                 over = self.grammars.advance(which, tokens, stopped)
                 ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
-            given.append((which, tokens))
+            asked = (rows.partner[which] < 0) | (rows.guidance_scale[which] != 1)  # not a negative prompt's
+            given.append((which[asked], tokens[asked]))
         self._keep_logprobs(output)
         for row, cause in output.failed.items():
             if row not in ended:
