@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree
@@ -90,6 +95,23 @@ def test_a_check_that_does_not_end_is_ended(tmp_path: Path, jobs: str) -> None:
     assert done.returncode == 1
     assert "it did not end within 1.5 s" in done.stdout
     assert re.search(r"L3 stateful +1 +0 ", done.stdout)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_run_that_is_told_to_end_leaves_no_process_behind(tmp_path: Path, jobs: str) -> None:
+    author_folder(tmp_path)
+    options = ["./tiny.py:descriptor", "--set=hangs=true", "--check", f"{FAKE}.dies"]
+    command = [sys.executable, "-P", "-m", "slotline", "conform", *options, "--jobs", jobs]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment) as process:
+        for _ in range(600):
+            if any('"start"' in events.read_text() for events in tmp_path.glob("*/events.jsonl")):
+                break
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    assert not list(tmp_path.glob("slotline-conform-*"))
+    assert str(tmp_path) not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def test_the_reproducer_runs_exactly_one_check_again(tmp_path: Path) -> None:

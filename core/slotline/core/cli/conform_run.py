@@ -8,10 +8,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from threading import current_thread, main_thread
+from types import FrameType
+from typing import IO, TYPE_CHECKING, NoReturn
 
 import attrs
 from attrs import frozen
@@ -116,7 +119,7 @@ def _follow(
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder)}
     environment.pop("PYTEST_ADDOPTS", None)
     key, since, late = "", time.monotonic(), False
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+    with _ended_as_a_whole(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         # A session of its own: pytest-xdist's processes end with it.
         with subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -135,6 +138,21 @@ def _follow(
                     os.killpg(process.pid, signal.SIGKILL)
         reader.follow()
         return _End(process.returncode, _tail(output), time.monotonic() - since, late)
+
+
+@contextmanager
+def _ended_as_a_whole() -> Iterator[None]:
+    """Where this process is told to end, leave by an exception: the suite's session would outlive it otherwise."""
+
+    def leave(number: int, _: FrameType | None) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave) if current_thread() is main_thread() else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
 
 
 def _tail(output: IO[str], lines: int = 40) -> str:
