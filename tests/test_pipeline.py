@@ -186,7 +186,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     """The ways to a GPU, in host memory: a buffer and block tables for each stage, which hear of every change."""
     made: list[FixedBuffers] = []
     monkeypatch.setattr("slotline.core.building.build.staging_for", lambda _: made.append(FixedBuffers()) or made[-1])
-    for module in ("build", "placement"):
+    for module in ("building.build", "execution.placement"):
         monkeypatch.setattr(f"slotline.core.{module}.tables_for", DeviceTables)
     path, settings = tiny(family), over(3, memory=f"{20 * 4}KiB", **{"scheduler.async": asynchronous})
     llm = LLM(path, **{**DEFAULTS, **settings})

@@ -62,6 +62,7 @@ LATENT: tuple[str, ...] = (
 EMBEDDERS: tuple[str, ...] = (
     "Gemma2Model",
     "Gemma3TextModel",
+    "Glm4MoeModel",
     "GptOssModel",
     "GraniteModel",
     "LlamaModel",
