@@ -62,7 +62,7 @@ def accepted(llm: LLM) -> int:
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.behaviour(20, 55, 66, 88, 107, 108, 109, 116)
+@pytest.mark.behaviour(20, 55, 88, 107, 108, 109, 116)
 def test_outputs_equal_those_without_drafts_one_step_after_the_other(
     params: SamplingParams, backend: str, tiny: Tiny, engines: Engines
 ) -> None:
