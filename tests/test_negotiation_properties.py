@@ -26,7 +26,9 @@ aligns = st.builds(
     exact=st.lists(st.sampled_from((8, 12, 16, 32)), max_size=2, unique=True).map(tuple),
     multiple_of=st.sampled_from((None, None, 16, 24, 256)),
 )
-pairs = st.sets(st.sampled_from((("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "fp8"))), min_size=1)
+pairs = st.sets(
+    st.sampled_from((("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))), min_size=1
+)
 layouts = st.permutations(("NHD", "HND")).flatmap(lambda order: st.sampled_from((order, order[:1]))).map(Choice)
 levels = st.sampled_from(GraphSupport).map(Level)
 limits = st.sampled_from(
@@ -281,9 +283,7 @@ def every_combination(search: Search) -> Any:
     """(preference, measured cost, graph loss) of every feasible combination, without the search's shortcuts."""
     problem = search.problem
     asked = problem.request
-    table = search.offers(
-        (asked.dtype.value, asked.dtype.value if asked.kv_dtype.value == "auto" else asked.kv_dtype.value)
-    )
+    table = search.offers((asked.dtype.value, asked.dtype.value if asked.cache_dtype == "auto" else asked.cache_dtype))
     sizes = [asked.block_size.value] if isinstance(asked.block_size.value, int) else range(1, 800)
     useful = set(common_multiples({16}, {8, 12, 16, 24, 32, 256}))
     for chosen in product(*([o for o in offers if not o.reasons] for offers in table)):
