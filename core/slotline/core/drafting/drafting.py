@@ -327,10 +327,9 @@ class Drafting:
         """
         guesses = self._rows.num_guesses[rows]
         most = np.minimum(np.minimum(room, self.num_tokens), self._rows.max_model_len - known)
-        newest = self._rows.token_ids[rows, known - 1]
-        for index in range(self.num_tokens):
-            open_ = (guesses <= index) & (index < most)
-            self._rows.token_ids[rows[open_], known[open_] + index] = newest[open_]
+        newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
+        left_open = (guesses[:, None] <= places) & (places < most[:, None])
+        self._rows.write_drafts(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
         self._rows.num_drafts[rows] = np.maximum(guesses, most)
 
     def _timed(self) -> None:
@@ -394,6 +393,22 @@ class Drafting:
             uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
         )
 
+    def check_shape(self, draft: Draft, count: int) -> None:
+        """Raise ValueError unless a proposal for `count` requests has the shape and the form that were negotiated."""
+        found = tuple(draft.token_ids.shape)
+        if len(found) != 2 or found[0] != count or found[1] > self.num_tokens:
+            raise ValueError(f"token_ids has shape {found}, not [{count}, at most {self.num_tokens}]")
+        if draft.parents is not None and not self._proposes_trees:
+            raise ValueError("a tree was proposed where a chain was negotiated")
+
+    def outside(self, token_ids: Int) -> npt.NDArray[np.bool_]:
+        """Which of the proposed `token_ids` [n, k] are neither tokens nor -1; rows with such count as failures."""
+        found: npt.NDArray[np.bool_] = (token_ids < -1) | (token_ids >= self._vocab_size)
+        if found.any():
+            token = int(token_ids[found][0])
+            self.failed(int(found.any(1).sum()), f"token {token} is outside the vocabulary of {self._vocab_size}")
+        return found
+
     def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None]:
         """The proposal as [count, k] int64 on the host; a token outside the vocabulary ends its row's drafts.
 
@@ -402,21 +417,12 @@ class Drafting:
         Raises:
             ValueError: if its shape is not what the contract says.
         """
+        self.check_shape(draft, count)
         token_ids = draft.token_ids.cpu().numpy()
-        if token_ids.ndim != 2 or token_ids.shape[0] != count or token_ids.shape[1] > self.num_tokens:
-            raise ValueError(f"token_ids has shape {token_ids.shape}, not [{count}, at most {self.num_tokens}]")
-        if draft.parents is not None and not self._proposes_trees:
-            raise ValueError("a tree was proposed where a chain was negotiated")
         shape = (*token_ids.shape, self._vocab_size)
         if draft.probabilities is not None and tuple(draft.probabilities.shape) != shape:
             raise ValueError(f"probabilities has shape {tuple(draft.probabilities.shape)}, not {shape}")
-        outside = (token_ids < -1) | (token_ids >= self._vocab_size)
-        if outside.any():
-            lost = np.flatnonzero(outside.any(1))
-            token = int(token_ids[outside][0])
-            self.failed(len(lost), f"token {token} is outside the vocabulary of {self._vocab_size}")
-            token_ids = np.where(outside, -1, token_ids)
-        checked: Int = token_ids.astype(np.int64)
+        checked: Int = np.where(self.outside(token_ids), -1, token_ids).astype(np.int64)
         if draft.parents is None:
             return checked, None
         tree = DraftTree.of(draft.parents.cpu().numpy()[: token_ids.shape[1]])

@@ -211,16 +211,11 @@ class Overlap:
         start, rows = perf_counter(), settled.rows[settled.asked]
         try:
             draft = drafting.ask(self._batch(settled, rows, newest, positions, states), settled.attend)
-            if draft.parents is not None:
-                raise ValueError("a tree was proposed where a chain was negotiated")
-            found = draft.token_ids
-            if found.ndim != 2 or found.shape[0] != len(rows) or found.shape[1] > drafting.num_tokens:
-                raise ValueError(
-                    f"token_ids has shape {tuple(found.shape)}, not [{len(rows)}, at most {drafting.num_tokens}]"
-                )
+            drafting.check_shape(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
             drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
+        found = draft.token_ids
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
         used = settled.room if drafting.uniform and counts.any() else counts
         self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
@@ -242,18 +237,11 @@ class Overlap:
         guesses, drafts = found[:, : proposal.columns], found[:, proposal.columns :]
         rows = self._rows
         live = rows.generation[proposal.rows] == proposal.generations
-        outside = (guesses < -1) | (guesses >= self._vocab_size)
-        if outside.any():
-            token = int(guesses[outside][0])
-            self._drafting.failed(
-                int(outside.any(1).sum()), f"token {token} is outside the vocabulary of {self._vocab_size}"
-            )
+        outside = self._drafting.outside(guesses)
         own, drafts = proposal.rows[live], drafts[live]
         meant = np.cumprod((guesses[live] >= 0) & ~outside[live], axis=1).sum(axis=1)
         rows.num_guesses[own] = np.minimum(rows.num_guesses[own], meant)
-        for index in range(int(rows.num_drafts[own].max(initial=0))):
-            taken = rows.num_drafts[own] > index
-            rows.token_ids[own[taken], rows.num_tokens[own[taken]] + index] = drafts[taken, index]
+        rows.write_drafts(own, drafts, np.arange(drafts.shape[1]) < rows.num_drafts[own][:, None])
 
     def _batch(
         self, settled: Settled, rows: Int, newest: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None

@@ -128,7 +128,10 @@ class Rows:
         """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
         self.num_drafts[rows] = self.num_guesses[rows] = counts
         self.forced[rows] = forced
-        taken = np.arange(token_ids.shape[1]) < counts[:, None]  # [n, k]
+        self.write_drafts(rows, token_ids, np.arange(token_ids.shape[1]) < counts[:, None])
+
+    def write_drafts(self, rows: Int, token_ids: Int, taken: npt.NDArray[np.bool_]) -> None:
+        """Write those of `token_ids` [n, k] that are `taken` [n, k] behind the known tokens of `rows`."""
         which, places = taken.nonzero()
         self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
