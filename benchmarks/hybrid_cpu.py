@@ -90,7 +90,8 @@ def measure(family: str, folder: Path, requests: int, rounds: int) -> dict[str, 
         for name in ("slotline", "again"):
             seconds[name].append(timed(lambda: llm.generate(prompts, params, progress=False)))  # noqa: B023
     rates = {name: requests * NEW / statistics.median(times[1:]) for name, times in seconds.items()}
-    hits = llm.engine.checkpoints.counts.restored if llm.engine.checkpoints else 0
+    checkpoints = llm.engine.scheduler.cache.checkpoints
+    hits = checkpoints.counts.restored if checkpoints else 0
     ratio = rates["slotline"] / rates["transformers"]
     print(
         f"{family}: transformers {rates['transformers']:.0f} tokens/s, slotline {rates['slotline']:.0f}, {ratio:.2f}x, "

@@ -33,7 +33,7 @@ HYBRIDS = tuple(name for name in STATE_FAMILIES if family(name).windows)
 
 
 def checkpoints_of(llm: LLM) -> Checkpoints:
-    found = llm.engine.checkpoints
+    found = llm.engine.scheduler.cache.checkpoints
     assert found is not None
     return found
 

@@ -1,0 +1,85 @@
+"""Requests ending: every plugin lets go of them, their rows are free, and their text is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from attrs import define
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.requests.stops import StopRules
+from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduling.guidance import with_partners
+from slotline.core.scheduling.request import Request, Status
+from slotline.core.scheduling.scheduler import Scheduler
+
+
+@define(kw_only=True, eq=False)
+class Endings:
+    """Ends requests, wherever they stand.
+
+    Attributes:
+        requests: the unfinished by id, as `Intake` put them there; this takes them out.
+    """
+
+    requests: dict[str, Request]
+    scheduler: Scheduler
+    stops: StopRules
+    tokenizer: Tokenizer | None
+    pipeline: ProcessorPipeline
+    grammars: StructuredOutputs | None
+    drafting: Drafting | None
+    adapters: AdapterSource | None
+
+    def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
+        """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
+        if not requests:
+            return
+        now = monotonic()
+        ending = with_partners(requests, reasons, causes)
+        for request, reason, cause in ending:
+            request.finish_reason, request.stop_reason = reason, cause
+            request.metrics.time_in_all = now - request.arrival_time
+            self._release(request)
+            self._finish_text(request)
+            if self.adapters is not None:
+                self.adapters.leave(request)
+            del self.requests[request.request_id]
+        running = [request for request, _, _ in ending if request.status is Status.RUNNING]
+        for request, _, _ in ending:
+            if request.status is not Status.RUNNING:
+                self.scheduler.remove(request)
+        self.scheduler.remove_running(running)
+
+    def fail(self, failed: Sequence[tuple[Request, BaseException]]) -> None:
+        """End requests with finish reason `error`, unless they ended with the other one of their pair."""
+        for request, error in failed:
+            if not request.finished:
+                self.finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+
+    def _release(self, request: Request) -> None:
+        """Have plugins forget a request, and keep the tokens that its row holds."""
+        if self.grammars is not None:
+            self.grammars.release(request)
+        if request.row >= 0:
+            request.output_token_ids = self.scheduler.rows.output_token_ids(request.row)
+            self.pipeline.release(request.row)
+            if self.drafting is not None:
+                self.drafting.release(request.row)
+
+    def _finish_text(self, request: Request) -> None:
+        """The whole text of a request that nobody read on the way, or the rest of one that was."""
+        if request.detokenizer is None:
+            if self.tokenizer is None or not request.params.detokenize:
+                return
+            request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            tokens = request.output_token_ids
+            for token in tokens[:-1] if self.stops.ends_outside_text(request) else tokens:
+                request.detokenizer.append(token)
+        if not isinstance(request.stop_reason, str):
+            request.detokenizer.finish()
+        request.text = request.detokenizer.text if request.params.detokenize else ""

@@ -1,0 +1,84 @@
+"""Requests joining a step: what plugins prepare for them, and the items that are encoded before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from attrs import define
+
+from slotline.core.adapters.source import AdapterSource
+from slotline.core.drafting.drafting import Drafting
+from slotline.core.execution.encoding import Encoding
+from slotline.core.execution.profiling import StepProfiler
+from slotline.core.requests.endings import Endings
+from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduling.guidance import leaders
+from slotline.core.scheduling.request import Request
+from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.scheduler import Schedule
+
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class Joining:
+    """Prepares what a schedule says, and takes out whom a plugin fails on."""
+
+    rows: Rows
+    endings: Endings
+    profiler: StepProfiler
+    pipeline: ProcessorPipeline
+    encoding: Encoding | None
+    grammars: StructuredOutputs | None
+    drafting: Drafting | None
+    adapters: AdapterSource | None
+
+    def prepare(self, schedule: Schedule) -> tuple[Schedule, list[Request]]:
+        """Prepare the requests that join in this step, and encode its items.
+
+        A request that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
+
+        Returns:
+            The step that is left, and the requests that ended.
+        """
+        refused: list[tuple[Request, Exception]] = []
+        for request in schedule.admitted:
+            try:
+                self._admit(request)
+            except Exception as error:  # a plugin's code may raise anything; the others go on
+                logger.exception("request %r could not be admitted", request.request_id)
+                refused.append((request, error))
+        schedule = self._without(schedule, refused)
+        if self.encoding is not None:
+            with self.profiler.scope("encode"):
+                failed = self.encoding.run(schedule)
+            without = {row: failed[f.mm_hash] for row, f in schedule.features if f.mm_hash in failed}
+            lost = [(self.rows.request(row), error) for row, error in without.items()]
+            schedule, refused = self._without(schedule, lost), refused + lost
+            self.encoding.cache.forget(failed)
+        return schedule, leaders([request for request, _ in refused])
+
+    def _admit(self, request: Request) -> None:
+        """What a request needs when it joins for the first time; after preemption it has it."""
+        if request.metrics.num_preemptions > 0:
+            return
+        if self.adapters is not None:
+            self.adapters.activate(request)
+        if request.params.logprobs is not None:
+            request.logprobs = []
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self.pipeline.admit(request)
+        if self.grammars is not None:
+            self.grammars.admit(request)
+        if self.drafting is not None:
+            self.drafting.admit(request)
+
+    def _without(self, schedule: Schedule, refused: Sequence[tuple[Request, Exception]]) -> Schedule:
+        """The step without requests that end with an error."""
+        pairs = [(one, one.partner) for one, _ in refused]
+        rows = [one.row for both in pairs for one in both if one is not None and one.row >= 0]
+        self.endings.fail(refused)
+        return schedule.without(rows)
