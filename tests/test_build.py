@@ -72,15 +72,15 @@ def test_a_step_starts_its_copies_at_once_and_before_attention_is_planned(
         def mark(self) -> None:
             events.append("planned")
 
-    feeds, old = engine.gatherer.feeds, engine.runner.staging
+    feeds, old = engine.gatherer.assembler.feeds, engine.runner.staging
     engine.runner.staging = Recording()
-    engine.gatherer.feeds = (evolve(feeds[0], staging=engine.runner.staging),)
+    engine.gatherer.assembler.feeds = (evolve(feeds[0], staging=engine.runner.staging),)
     try:
         request = engine.add("one", [1, 2, 3], GREEDY)
         engine.step()
         engine.abort(request.request_id)
     finally:
-        engine.gatherer.feeds, engine.runner.staging = feeds, old
+        engine.gatherer.assembler.feeds, engine.runner.staging = feeds, old
     assert events == ["copy", "planned"]
 
 

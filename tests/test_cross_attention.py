@@ -14,7 +14,7 @@ from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.registry.errors import ModelError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

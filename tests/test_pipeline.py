@@ -18,7 +18,7 @@ from test_llm_api import FixedBuffers
 from slotline.core import LLM, SamplingParams
 from slotline.core.building.stages import balanced
 from slotline.core.cache.block_tables import DeviceTables
-from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.planning.plan import make_plan
 from slotline.core.tuning.cases import cases_for
 from slotline.core.tuning.tuner import Tuner
@@ -195,7 +195,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     assert sum(o.metrics.num_preemptions for o in outputs) > 0  # blocks changed hands
     assert len(made) == 3
     llm.engine.gatherer.dummy([1])  # what changed last is told with the next step
-    for feed in llm.engine.gatherer.feeds:
+    for feed in llm.engine.gatherer.assembler.feeds:
         assert isinstance(feed.tables, DeviceTables)
         for table, group in zip(feed.tables._tables, feed.tables._groups, strict=True):
             np.testing.assert_array_equal(table, group.table)

@@ -16,7 +16,7 @@ from test_negotiation_states import backend as anywhere
 
 from slotline.core import LLM
 from slotline.core.execution.graphs import GraphRunner, GraphShapes
-from slotline.core.execution.inputs import GraphShape
+from slotline.core.execution.step_inputs import GraphShape
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
 

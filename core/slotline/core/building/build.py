@@ -21,11 +21,12 @@ from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.graphs import GraphRunner, GraphShapes
-from slotline.core.execution.inputs import InputGatherer, even_split
+from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.placement import device_memory, later_feeds
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
+from slotline.core.execution.step_inputs import even_split
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.plan import Planned, make_plan

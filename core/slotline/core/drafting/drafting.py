@@ -22,7 +22,7 @@ from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.drafting.tree import DraftTree
 from slotline.core.execution.graphs import GraphRunner
-from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.sampler import uniforms
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows

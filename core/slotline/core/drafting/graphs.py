@@ -18,8 +18,8 @@ from slotline.core.drafting.attention import CapturedAttention, DraftAttention, 
 from slotline.core.drafting.hidden_states import ComputedStates
 from slotline.core.execution.attention import unowned
 from slotline.core.execution.graphs import WARM_UPS, CaptureReport, Capturing, GraphRunner
-from slotline.core.execution.inputs import GraphShape
 from slotline.core.execution.padding import padded_size
+from slotline.core.execution.step_inputs import GraphShape
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Drafter, Observer
 from slotline.registry.errors import ContractError, IntegrityError
 

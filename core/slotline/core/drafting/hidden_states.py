@@ -10,7 +10,7 @@ import torch
 from attrs import frozen
 
 from slotline.core.execution.attention import Attend
-from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.registry.errors import ContractError
 
 Int = npt.NDArray[np.int64]

@@ -20,10 +20,10 @@ from slotline.core.drafting.attention import StagedAttention
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import HiddenStates
 from slotline.core.drafting.verification import drafted
-from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.staging import Download, Staging, reserved_bytes
 from slotline.core.execution.states import StateRouter
 from slotline.core.execution.step import Sampling
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.scheduling.rows import Rows

@@ -26,9 +26,10 @@ from slotline.core.building.progress import counted
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
-from slotline.core.execution.inputs import GraphShape, InputGatherer, StepInputs, even_split
+from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.padding import padded_size
 from slotline.core.execution.states import Advance, StateRouter
+from slotline.core.execution.step_inputs import GraphShape, StepInputs, even_split
 from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.contracts import Model
 from slotline.registry.errors import CapacityError, IntegrityError, ModelError

@@ -20,11 +20,11 @@ from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates
 from slotline.core.drafting.verification import reject, standing
 from slotline.core.execution.attention import Attend, AttentionRouter
 from slotline.core.execution.graphs import GraphRunner
-from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.states import StateRouter
 from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.sampling.guidance import guided_places
 from slotline.core.sampling.last_tokens import LastTokens

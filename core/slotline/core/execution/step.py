@@ -12,8 +12,8 @@ from attrs import define, evolve, field
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates
 from slotline.core.drafting.tree import DraftTree
 from slotline.core.execution.attention import Attend
-from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.staging import Download
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.sampling.logprobs import PendingLogprobs

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.execution.inputs import StepInputs
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.step import Answers
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.scheduling.rows import Rows

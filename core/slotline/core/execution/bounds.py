@@ -1,0 +1,65 @@
+"""Upper bounds made exact on the device.
+
+Where a step in flight verifies drafts of a request, the host counts all of them as if they stood. What fell is known on
+the device alone, which takes it off the next step's lengths, positions and slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.cache.manager import CacheGroup
+from slotline.core.execution.feeds import Sent
+from slotline.core.execution.host_inputs import HostInputs
+from slotline.core.execution.staging import Staging
+from slotline.registry.contracts import StateBatch
+
+
+class Bounds(NamedTuple):
+    """Where the device finds what fell.
+
+    Attributes:
+        which: [num_requests + 1] int64, the row of each request, padded ones included, and of padded tokens; one that
+            nothing falls of where its numbers are exact.
+        owner: [num_padded_tokens] int64, which of these each token belongs to.
+    """
+
+    which: torch.Tensor
+    owner: torch.Tensor
+
+
+def upload_bounds(host: HostInputs, pending: npt.NDArray[np.bool_], null_row: int, staging: Staging) -> Bounds:
+    """The bounds of a step; `pending` [num_requests] tells whose numbers are such, and nothing falls of `null_row`."""
+    requests = len(host.rows)
+    which = np.full(len(host.seq_lens) + 1, null_row)
+    which[:requests] = np.where(pending, host.rows, null_row)
+    owner = np.full(len(host.input_ids), len(host.seq_lens))
+    owner[: host.num_tokens] = np.repeat(np.arange(requests), host.counts)
+    return Bounds(staging.upload(which), staging.upload(owner))
+
+
+@torch.inference_mode()  # the views were made while graphs were captured, and are inference tensors
+def take_off(
+    fallen: torch.Tensor,
+    bounds: Bounds,
+    sent: Sent,
+    tables: Sequence[torch.Tensor],
+    states: StateBatch | None,
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+) -> None:
+    """Make bounds exact, in place: `fallen` [num_requests + 1] drafts of a step before have left no token behind."""
+    sent.seq_lens.sub_(fallen[:-1])
+    sent.positions.sub_(fallen[bounds.owner])
+    if states is not None:
+        states.num_accepted.sub_(fallen[:-1])
+    request = bounds.owner.clamp(max=len(bounds.which) - 2)
+    for group, size, table, slots in zip(groups, kernel_block_sizes, tables, sent.slot_mappings, strict=True):
+        if group.encoder_len is None:
+            blocks = table[request, sent.positions // size].to(torch.int64)
+            slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))
