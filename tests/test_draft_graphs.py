@@ -18,7 +18,7 @@ from engine_driver import random_prompts, tokens_of
 from slotline.core import LLM
 from slotline.core.drafting import graphs
 from slotline.core.drafting.graphs import DraftGraphs
-from slotline.core.execution.step_inputs import GraphShape
+from slotline.core.execution.graph_shapes import GraphShape
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError
 

@@ -10,7 +10,7 @@ import pytest
 from core_cases import Bench, request
 
 from slotline.core.cache.encoder_cache import EncoderCache
-from slotline.core.execution.graphs import GraphShapes
+from slotline.core.execution.graph_shapes import GraphShapes
 from slotline.core.frontend.multimodal import Feature, hash_extra
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Status

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from slotline.core import LLM
 from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.execution.graphs import GraphShapes
+from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.host_inputs import PAD_SLOT
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.padding import padded_size
 from slotline.core.execution.staging import CpuStaging
-from slotline.core.execution.step_inputs import GraphShape, StepInputs, even_split
+from slotline.core.execution.step_inputs import StepInputs, even_split
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.contracts import AttentionBatch

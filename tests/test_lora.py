@@ -15,8 +15,7 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from slotline.core.execution.graphs import GraphShapes
-from slotline.core.execution.step_inputs import GraphShape
+from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.scheduling.scheduler import Schedule
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 

@@ -15,8 +15,8 @@ from test_negotiation_states import LAYERS
 from test_negotiation_states import backend as anywhere
 
 from slotline.core import LLM
-from slotline.core.execution.graphs import GraphRunner, GraphShapes
-from slotline.core.execution.step_inputs import GraphShape
+from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
+from slotline.core.execution.graphs import GraphRunner
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
 

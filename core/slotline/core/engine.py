@@ -17,12 +17,12 @@ from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap, Proposal
 from slotline.core.execution.encoding import Encoding
+from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
-from slotline.core.execution.step_inputs import GraphShape
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.frontend.multimodal import Feature
 from slotline.core.frontend.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput

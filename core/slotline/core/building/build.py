@@ -20,7 +20,8 @@ from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
-from slotline.core.execution.graphs import GraphRunner, GraphShapes
+from slotline.core.execution.graph_shapes import GraphShapes
+from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.placement import device_memory, later_feeds
 from slotline.core.execution.profiling import StepProfiler

@@ -14,16 +14,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, field
 
 from slotline.core.drafting.adaptive import DraftControl
 from slotline.core.drafting.attention import DraftAttention, StagedAttention
+from slotline.core.drafting.counts import DraftCounts
 from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
+from slotline.core.drafting.shown import computed_tokens, draft_batch, following_tokens
 from slotline.core.drafting.tree import DraftTree
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.step_inputs import StepInputs
-from slotline.core.sampling.sampler import uniforms
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Schedule
@@ -39,55 +39,6 @@ from slotline.registry.contracts import (
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
-_DRAW = np.uint64(0xD6E8FEB86659FD93)
-"""Sets the drafter's random numbers apart from the sampler's."""
-
-
-@define
-class DraftCounts:
-    """How drafts fared, summed over a run.
-
-    Attributes:
-        steps: steps in which drafts of some request were verified, counted by request.
-        proposed, accepted: draft tokens.
-        accepted_at: how often the draft at each position stood.
-        failures: proposals that were lost because the drafter raised or left the vocabulary.
-        last_failure: what the last of them was; empty for none.
-        proposals, draft_seconds: calls of the drafter, and how long they took on the host.
-        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took,
-            from the schedule to the next proposal.
-    """
-
-    steps: int = 0
-    proposed: int = 0
-    accepted: int = 0
-    accepted_at: list[int] = field(factory=list)
-    failures: int = 0
-    last_failure: str = ""
-    proposals: int = 0
-    draft_seconds: float = 0.0
-    decodes: dict[bool, int] = field(factory=lambda: {True: 0, False: 0})
-    decode_seconds: dict[bool, float] = field(factory=lambda: {True: 0.0, False: 0.0})
-
-    @property
-    def acceptance_length(self) -> float:
-        """Mean tokens of a request in a verifying step, the one after the drafts included."""
-        return 1 + self.accepted / self.steps if self.steps else 1.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The counts and what follows from them, as JSON types."""
-        return {
-            "steps": self.steps,
-            "proposed": self.proposed,
-            "accepted": self.accepted,
-            "acceptance_length": self.acceptance_length,
-            "acceptance_by_position": [count / max(self.steps, 1) for count in self.accepted_at],
-            "failures": self.failures,
-            "last_failure": self.last_failure,
-            "draft_seconds": self.draft_seconds / max(self.proposals, 1),
-            "verify_seconds": self.decode_seconds[True] / max(self.decodes[True], 1),
-            "plain_seconds": self.decode_seconds[False] / max(self.decodes[False], 1),
-        }
 
 
 class Drafting:
@@ -240,7 +191,7 @@ class Drafting:
             return
         start = perf_counter()
         try:
-            batch, staged = self._batch(rows, known, hidden_states), None
+            batch, staged = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device), None
             if self.attention is not None:
                 staged = self.attention.stage(rows, known - 1, self._upload)
             draft = self.ask(batch, staged)
@@ -344,23 +295,15 @@ class Drafting:
             self.control.stepped(num_tokens, seconds, drafted=drafted)
 
     def _computed(self, states: ComputedStates, following: torch.Tensor | None = None) -> ComputedTokens:
-        inputs = states.inputs
-        starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
         if following is None:
-            following = torch.from_numpy(self.following(inputs)).to(self._device)
-        next_embeds = None
-        if inputs.following is not None and self._embed is not None:
-            next_embeds = inputs.following.merged(self._embed, following)
-        return ComputedTokens(
-            rows=torch.from_numpy(inputs.rows),
-            query_start_loc=torch.from_numpy(starts.astype(np.int64)),
-            token_ids=states.token_ids.to(self._device),
-            positions=inputs.positions.to(self._device),
-            next_token_ids=following,
-            next_embeds=next_embeds,
-            hidden_states=states.hidden if self.needs_hidden_states else None,
-            layer_hidden_states=states.layers,
-            attend=None if self.attention is None else states.attend,
+            following = torch.from_numpy(self.following(states.inputs)).to(self._device)
+        return computed_tokens(
+            states,
+            following,
+            self._device,
+            embed=self._embed,
+            hidden_states=self.needs_hidden_states,
+            attends=self.attention is not None,
         )
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
@@ -368,30 +311,7 @@ class Drafting:
 
     def following(self, inputs: StepInputs) -> Int:
         """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
-        rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows)]
-        first = inputs.seq_lens_cpu[: len(rows)] - counts
-        places = np.repeat(first - starts, counts) + np.arange(1, inputs.num_tokens + 1)
-        following = np.zeros(inputs.num_padded_tokens, np.int64)
-        following[: inputs.num_tokens] = self._rows.token_ids[
-            np.repeat(rows, counts), np.minimum(places, self._rows.max_model_len - 1)
-        ]
-        return following
-
-    def _batch(self, rows: Int, known: Int, hidden_states: HiddenStates | None) -> DraftBatch:
-        newest = self._rows.token_ids[rows, known - 1].astype(np.int64)
-        places = known[:, None] + np.arange(self.num_tokens)
-        return DraftBatch(
-            rows=torch.from_numpy(rows),
-            token_table=torch.from_numpy(self._rows.token_ids),
-            num_tokens=torch.from_numpy(known.astype(np.int32)),
-            last_token_ids=torch.from_numpy(newest).to(self._device),
-            positions=torch.from_numpy(known - 1).to(self._device),
-            hidden_states=None if hidden_states is None else hidden_states.last,
-            layer_hidden_states=None if hidden_states is None else hidden_states.layers,
-            computed_index=None if hidden_states is None else hidden_states.index,
-            temperature=torch.from_numpy(self._rows.temperature[rows]).to(self._device),
-            uniforms=uniforms(self._rows.seed[rows][:, None] ^ _DRAW, places),
-        )
+        return following_tokens(self._rows, inputs)
 
     def check_shape(self, draft: Draft, count: int) -> None:
         """Raise ValueError unless a proposal for `count` requests has the shape and the form that were negotiated."""

@@ -18,9 +18,10 @@ from slotline.core.drafting.tree import DraftTree
 from slotline.core.drafting.verification import PLACE_WIDTH, Rejections, drafted
 from slotline.core.execution.bounds import take_off, upload_bounds
 from slotline.core.execution.feeds import Feed, Sent
+from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.host_inputs import PAD_SLOT, HostInputs, Int, Int32
 from slotline.core.execution.staging import reserved_bytes
-from slotline.core.execution.step_inputs import GraphShape, StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.sampling.batch import PACKED_WIDTH, SamplingBatch
 from slotline.core.sampling.last_tokens import LastTokens

@@ -1,4 +1,4 @@
-"""Captured graphs: which shapes are captured, how, and their replay.
+"""Captured graphs: how a forward is captured, and its replay.
 
 A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
 where a layer's attention or state cannot be captured, the capture ends before it, the call is kept, and a new one
@@ -10,38 +10,26 @@ What changes from step to step is read from the staging buffers, whose addresses
 
 from __future__ import annotations
 
-import gc
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from time import perf_counter
-from typing import Any, Self
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from attrs import asdict, define, frozen
+from attrs import frozen
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.building.progress import counted
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
+from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing, Recorder
+from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.padding import padded_size
 from slotline.core.execution.states import Advance, StateRouter
-from slotline.core.execution.step_inputs import GraphShape, StepInputs, even_split
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.execution.step_inputs import StepInputs, even_split
 from slotline.registry.contracts import Model
-from slotline.registry.errors import CapacityError, IntegrityError, ModelError
-from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan, capture_sizes
-
-logger = logging.getLogger("slotline")
-AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
-AUTO_MIXED_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Token counts of mixed batches where none are named: few, since each may take a graph for every layer."""
-WARM_UPS = 1
-"""Eager runs before a capture: they compile kernels and let libraries take their workspaces."""
+from slotline.registry.errors import IntegrityError, ModelError
+from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
 
 
 @frozen(eq=False)
@@ -61,187 +49,6 @@ class Captured:
     hidden_states: torch.Tensor
     logits: torch.Tensor | None
     layers: torch.Tensor | None
-
-
-@frozen(kw_only=True)
-class CaptureReport:
-    """What capturing took.
-
-    Attributes:
-        shapes: captured shapes.
-        graphs: graphs that they consist of; more than shapes where attention breaks them.
-        memory: bytes of device memory.
-        seconds: wall-clock time.
-    """
-
-    shapes: int = 0
-    graphs: int = 0
-    memory: int = 0
-    seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
-        return asdict(self)
-
-
-@define(eq=False)
-class _Recorder:
-    """Captures one forward in as many graphs as it is broken into."""
-
-    pool: Any
-    parts: list[Callable[[], None]]
-    graph: torch.cuda.CUDAGraph | None = None
-    graphs: int = 0
-
-    def begin(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        self.graph.capture_begin(pool=self.pool)
-
-    def end(self) -> None:
-        assert self.graph is not None
-        self.graph.capture_end()
-        self.parts.append(self.graph.replay)
-        self.graph = None
-        self.graphs += 1
-
-    def cut(self, call: Callable[[], None]) -> None:
-        """Keep an eager call between what was captured so far and what follows."""
-        self.end()
-        self.parts.append(call)
-        self.begin()
-
-
-class Capturing:
-    """A stream to capture on and a memory pool; errors become typed, and there is a report at the end.
-
-    Args:
-        fix: what to do where something cannot be captured.
-
-    Attributes:
-        pool: that captures share.
-        what: is being captured.
-    """
-
-    def __init__(self, fix: str) -> None:
-        torch.cuda.synchronize()
-        self._start, self._before = perf_counter(), torch.cuda.mem_get_info()[0]
-        self.pool, self.what = torch.cuda.graph_pool_handle(), ""
-        self._stream, self._fix, self._around = torch.cuda.Stream(), fix, ExitStack()
-        self._stream.wait_stream(torch.cuda.current_stream())
-
-    def __enter__(self) -> Self:
-        self._around.enter_context(_no_collection())
-        self._around.enter_context(torch.cuda.stream(self._stream))
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Leave the stream.
-
-        Raises:
-            CapacityError: if the device ran out of memory; names what to lower.
-            ModelError: if something cannot be captured.
-        """
-        self._around.close()
-        if isinstance(error, torch.OutOfMemoryError):
-            raise CapacityError(
-                f"capturing {self.what} does not fit into memory",
-                fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
-            ) from error
-        if isinstance(error, RuntimeError):
-            what = f"{self.what} cannot be captured: {str(error).splitlines()[0]}"
-            raise ModelError(what, fix=self._fix) from error
-
-    def report(self, shapes: int, graphs: int) -> CaptureReport:
-        """What it took, once all is captured."""
-        torch.cuda.current_stream().wait_stream(self._stream)
-        torch.cuda.synchronize()
-        memory, seconds = self._before - torch.cuda.mem_get_info()[0], perf_counter() - self._start
-        message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
-        logger.info(message, shapes, graphs, memory / 2**30, seconds)
-        return CaptureReport(shapes=shapes, graphs=graphs, memory=memory, seconds=seconds)
-
-
-class GraphShapes:
-    """The shapes that a plan has captured, and which one a step is padded to.
-
-    Args:
-        phases: the plan's phases and their states.
-        sizes: token counts asked for, or ``auto``.
-        query_len: of a uniform batch under speculation, 1 + draft tokens.
-        max_requests, max_tokens: bounds on every batch.
-        mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
-            requests are padded too.
-        cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
-            that is served apart.
-        adapters: for a query length, 0 for mixed batches, whether shapes are captured without and with adapters; one
-            that is captured with adapters alone serves steps without, too.
-    """
-
-    def __init__(
-        self,
-        phases: Mapping[str, str],
-        sizes: Sequence[int] | str,
-        *,
-        query_len: int,
-        max_requests: int,
-        max_tokens: int,
-        mixed_attention: bool = False,
-        cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
-        adapters: Callable[[int], tuple[bool, ...]] = lambda query_len: (False,),
-    ) -> None:
-        mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
-        sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
-        self._sizes: dict[int, tuple[int, ...]] = {}
-        self._most_mixed = max_requests if mixed_attention else 0
-        self._adapters = adapters
-        for phase, length in (("decode", 1), ("verify", query_len)):
-            if phases.get(phase, "none") != "none":
-                self._sizes[length] = capture_sizes(sizes, length, max_requests)
-        if phases.get("mixed", "none") != "none":
-            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in mixed_sizes if size > 0}))
-        # One for each power of two: padding costs less than twice as many captures.
-        self._cascades = {
-            length: tuple(size for size in own if (size // length).bit_count() == 1 and cascade(size // length, length))
-            for length, own in self._sizes.items()
-            if length
-        }
-
-    @property
-    def largest_first(self) -> tuple[GraphShape, ...]:
-        """Every shape in the order of capture."""
-        every = [
-            self._shape(size, length, cascade=cascade, adapters=adapters)
-            for cascade, by_length in ((False, self._sizes), (True, self._cascades))
-            for length, sizes in by_length.items()
-            for size in sizes
-            for adapters in self._adapters(length)
-        ]
-        return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.adapters)))
-
-    def shape_for(self, schedule: Schedule, *, cascade: bool = False, adapters: bool = False) -> GraphShape | None:
-        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
-
-        Args:
-            cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
-            adapters: whether a request of the step uses one.
-        """
-        if schedule.features:
-            return None
-        tokens, requests = schedule.num_tokens, len(schedule.rows)
-        length = tokens // requests
-        if length not in self._sizes or (schedule.num_scheduled != length).any():
-            length = 0
-        sizes = (self._cascades if cascade else self._sizes).get(length, ())
-        captured = self._adapters(length)
-        if not sizes or tokens > sizes[-1] or (adapters and True not in captured):
-            return None
-        return self._shape(
-            padded_size(tokens, sizes), length, cascade=cascade, adapters=adapters or False not in captured
-        )
-
-    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: bool) -> GraphShape:
-        num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
-        return GraphShape(num_tokens, query_len, num_requests, cascade, adapters)
 
 
 class GraphRunner:
@@ -340,7 +147,7 @@ class GraphRunner:
         for _ in range(WARM_UPS):
             self._forward(inputs, attend, advance)
         torch.cuda.synchronize()
-        recorder, broken = _Recorder(pool, []), self._broken(shape)
+        recorder, broken = Recorder(pool, []), self._broken(shape)
         attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
         if self._states is not None:
             advance = self._states.breaking(broken, recorder.cut)
@@ -399,18 +206,3 @@ class GraphRunner:
         if shape.cascade:
             cut |= {group.name for group in self._router.groups if group.cascade and not group.cascade_captured}
         return frozenset(cut)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """No garbage collection: it might free a tensor of the device, or a graph, in the middle of a capture."""
-    gc.collect()
-    gc.freeze()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-        gc.unfreeze()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field
 
-from slotline.core.execution.step_inputs import GraphShape
+from slotline.core.execution.graph_shapes import GraphShape
 
 Int = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]

@@ -14,9 +14,10 @@ from slotline.core.cache.block_tables import BlockTables
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.assembly import StepAssembler
 from slotline.core.execution.feeds import Feed
+from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.host_inputs import PAD_SLOT, HostInputs, Int
 from slotline.core.execution.staging import Staging
-from slotline.core.execution.step_inputs import GraphShape, StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Schedule

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import define
 
 from slotline.core.drafting.tree import DraftTree
 from slotline.core.drafting.verification import Rejections
 from slotline.core.execution.encoding import Embeds
+from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.sampling.logprobs import ScoredPlaces
 from slotline.registry.contracts import AttentionBatch, StateBatch
@@ -90,31 +91,6 @@ class StepInputs:
     lora_slots: torch.Tensor | None = None
     wanted_batches: tuple[AttentionBatch, ...] = ()
     pending: npt.NDArray[np.bool_] | None = None
-
-
-@frozen
-class GraphShape:
-    """A shape that graphs are captured for.
-
-    Attributes:
-        num_tokens: tokens, padding included.
-        query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
-        num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
-            where attention runs between the graphs and takes any number.
-        cascade: whether the batch has a common prefix that is served apart.
-        adapters: whether it is captured with adapters.
-    """
-
-    num_tokens: int
-    query_len: int
-    num_requests: int = 0
-    cascade: bool = False
-    adapters: bool = False
-
-    @property
-    def padded_requests(self) -> int:
-        """Requests that a batch of this shape is padded to; 0 for any number."""
-        return self.num_tokens // self.query_len if self.query_len else self.num_requests
 
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:
