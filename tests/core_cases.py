@@ -15,7 +15,8 @@ from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule, Scheduler
+from slotline.core.scheduling.schedule import Schedule
+from slotline.core.scheduling.scheduler import Scheduler
 from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.registry.contracts import KVSpecContext
 

@@ -8,7 +8,7 @@ from random import Random
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slotline.core import LLM
 from slotline.core.cache.cascade import Cascade, CascadeGroup, common_prefix_len
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

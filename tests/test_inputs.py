@@ -23,7 +23,7 @@ from slotline.core.execution.padding import padded_size
 from slotline.core.execution.staging import CpuStaging
 from slotline.core.execution.step_inputs import StepInputs, even_split
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.negotiation import capture_sizes
 

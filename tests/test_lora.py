@@ -16,7 +16,7 @@ from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

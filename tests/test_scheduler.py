@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.errors import CapacityError, IntegrityError
 
 

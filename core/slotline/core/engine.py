@@ -43,7 +43,8 @@ from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule, Scheduler
+from slotline.core.scheduling.schedule import Schedule
+from slotline.core.scheduling.scheduler import Scheduler
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import RequestError
 

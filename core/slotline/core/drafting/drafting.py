@@ -26,7 +26,7 @@ from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.contracts import (
     ComputedTokens,
     Draft,

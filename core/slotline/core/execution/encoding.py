@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 from slotline.core.cache.encoder_cache import EncoderCache
 from slotline.core.frontend.multimodal import Feature, PromptReader, num_embeddings
 from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.config import MultimodalConfig
 from slotline.registry.contracts import ModelFacts, MultimodalModel
 from slotline.registry.errors import IntegrityError, ModelError, RequestError

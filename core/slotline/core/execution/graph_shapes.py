@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from attrs import frozen
 
 from slotline.core.execution.padding import padded_size
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.negotiation import capture_sizes
 
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))

@@ -20,7 +20,7 @@ from slotline.core.execution.staging import Staging
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 
 
 class InputGatherer:

@@ -16,7 +16,8 @@ from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.guidance import leaders
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule, Scheduler
+from slotline.core.scheduling.schedule import Schedule
+from slotline.core.scheduling.scheduler import Scheduler
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")

@@ -17,7 +17,7 @@ from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.guidance import leaders
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Schedule
+from slotline.core.scheduling.schedule import Schedule
 
 logger = logging.getLogger("slotline")
 

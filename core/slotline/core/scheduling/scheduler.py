@@ -8,66 +8,19 @@ loses its blocks and is computed again later.
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
-from attrs import evolve, field, frozen
+from attrs import evolve
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.cache.encoder_cache import EncoderCache
 from slotline.core.cache.manager import CacheManager
-from slotline.core.frontend.multimodal import Feature
 from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.rows import Rows
+from slotline.core.scheduling.schedule import Schedule
+from slotline.core.scheduling.waiting import WaitingQueue
 
 Int = npt.NDArray[np.int64]
-
-
-@frozen(kw_only=True, eq=False)
-class Schedule:
-    """What one step computes.
-
-    Attributes:
-        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first, those with the
-            most computed tokens at the front.
-        num_scheduled: [num_requests] int64, tokens of each, at least 1.
-        num_computed: [num_requests] int64, tokens of each that were computed before.
-        num_tokens: sum of `num_scheduled`, drafts included.
-        num_decodes: leading requests with one token.
-        admitted, preempted: requests that joined or lost their blocks in this step.
-        encode: items to encode before the step's forward.
-        dropped: hashes of items whose embeddings are let go before that.
-        features: items with embeddings among the step's tokens, each with its row.
-    """
-
-    rows: Int
-    num_scheduled: Int
-    num_computed: Int
-    num_tokens: int
-    num_decodes: int
-    admitted: tuple[Request, ...] = ()
-    preempted: tuple[Request, ...] = field(default=())
-    encode: tuple[Feature, ...] = ()
-    dropped: tuple[str, ...] = ()
-    features: tuple[tuple[int, Feature], ...] = ()
-
-    def without(self, rows: Sequence[int] | Int) -> Schedule:
-        """The same step without some of its rows."""
-        if len(rows) == 0:
-            return self
-        kept = ~np.isin(self.rows, rows)
-        counts = self.num_scheduled[kept]
-        return evolve(
-            self,
-            rows=self.rows[kept],
-            num_scheduled=counts,
-            num_computed=self.num_computed[kept],
-            num_tokens=int(counts.sum()),
-            num_decodes=int((counts == 1).sum()),
-            features=tuple((row, feature) for row, feature in self.features if row not in rows),
-        )
 
 
 class Scheduler:
@@ -99,7 +52,7 @@ class Scheduler:
         self.lookahead = lookahead
         self.adapters = adapters
         self.running: list[Request] = []
-        self._waiting: list[tuple[tuple[int, int], Request]] = []
+        self._waiting = WaitingQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
 
     @property
@@ -109,7 +62,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
-        heapq.heappush(self._waiting, (request.order, request))
+        self._waiting.push(request)
 
     def schedule(self) -> Schedule:
         """Choose the next step's tokens and give their requests rows and blocks."""
@@ -130,8 +83,7 @@ class Scheduler:
             self.running.remove(request)
             self._refresh()
         else:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
-            heapq.heapify(self._waiting)
+            self._waiting.remove(request)
         self._leave(request)
 
     def remove_running(self, requests: list[Request]) -> None:
@@ -252,7 +204,7 @@ class Scheduler:
         self.rows.give_up(victim.row)
         victim.status = Status.PREEMPTED
         victim.metrics.num_preemptions += 1
-        heapq.heappush(self._waiting, (victim.order, victim))
+        self._waiting.push(victim)
         self._refresh()
         return victim
 
@@ -262,25 +214,27 @@ class Scheduler:
         aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of a pair
         half, rows_lack = self._half_of_a_pair(), False
         while self._waiting and budget > 0:
-            request = half or self._waiting[0][1]
+            request = half or self._waiting.head
             lacking = _lacking_rows(request)
             if lacking and (rows_lack or lacking > self.rows.num_free):
                 rows_lack = True
                 if self._num_rows_waiting(len(admitted)) == 0:
                     break
-                aside.append(self._pop(request))  # those go on that hold rows, and will free them
+                self._waiting.remove(request)
+                aside.append(request)  # those go on that hold rows, and will free them
                 continue
             # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
             waits = bool(aside) and request is not half
             if request.lora_request and request.row < 0 and (waits or not self._acquire(request)):
-                aside.append(self._pop(request))
+                self._waiting.remove(request)
+                aside.append(request)
                 continue
             count = self._try_admit(request, budget)
             if count is None:
                 if request.row < 0 and self.adapters is not None:
                     self.adapters.release(request)
                 break
-            self._pop(request)
+            self._waiting.remove(request)
             admitted.append(request)
             counts.append(count)
             budget -= count
@@ -307,15 +261,6 @@ class Scheduler:
     def _num_rows_waiting(self, num_admitted: int) -> int:
         """Rows of preempted requests that wait, when so many were admitted in this step."""
         return self.rows.max_requests - self.rows.num_free - len(self.running) - num_admitted
-
-    def _pop(self, request: Request) -> Request:
-        """Take a request out of the queue, which it mostly heads."""
-        if self._waiting[0][1] is request:
-            heapq.heappop(self._waiting)
-        else:
-            self._waiting = [entry for entry in self._waiting if entry[1] is not request]
-            heapq.heapify(self._waiting)
-        return request
 
     def _acquire(self, request: Request) -> bool:
         return self.adapters is None or self.adapters.acquire(request)
