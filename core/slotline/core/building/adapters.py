@@ -111,6 +111,11 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
     }
 
 
+def has_slots(planned: Planned) -> bool:
+    """Whether adapters stand beside the weights, so that a step may have any."""
+    return planned.lora is not None and not planned.loaded.config.lora.merge
+
+
 def captured_for(descriptor: Descriptor[Any], query_len: int, *, specialize: bool) -> tuple[bool, ...]:
     """Whether batches of a query length, 0 for mixed ones, are captured without and with adapters."""
     needed = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}.get(query_len, GraphSupport.UNIFORM)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
-from slotline.core.building.adapters import adapter_notes, build_adapters, captured_for, load_named
+from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named
 from slotline.core.building.drafter import build_drafting
+from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
 from slotline.core.building.memory import MemoryReport, size_pool
+from slotline.core.building.serving import build_grammars, build_pipeline, limits_of, load_tokenizer
 from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import tables_for
 from slotline.core.cache.manager import CacheGroup, CacheManager
@@ -20,52 +21,31 @@ from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
-from slotline.core.execution.graph_shapes import GraphShapes
-from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.placement import device_memory, later_feeds
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
 from slotline.core.execution.step_inputs import even_split
-from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.plan import Planned, make_plan
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.pooling import Pooling
-from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import warm_up
-from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
-from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     KVSpec,
-    LogitsProcessorContext,
     Model,
     ModelContext,
-    StructuredOutputContext,
 )
 from slotline.registry.errors import CapacityError, ContractError
-from slotline.registry.loading import bind_contract, resolve_factory
-from slotline.registry.negotiation import GroupPlan, StateGroupPlan
+from slotline.registry.loading import bind_contract
 
 logger = logging.getLogger("slotline")
 
-_PROCESSED = frozenset(
-    {
-        "allowed_token_ids",
-        "bad_words_token_ids",
-        "frequency_penalty",
-        "logit_bias",
-        "logits_processors",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-    }
-)
-"""Sampling parameters that only a logits processor can honour."""
 _CPU_PROFILE_TOKENS = 256
 
 
@@ -115,19 +95,19 @@ class EngineBuilder:
         rows = Rows(config.scheduler.max_requests, planned.max_model_len)
         groups = self.groups.cache_groups(specs, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
-        pipeline = self._pipeline(rows)
+        pipeline = build_pipeline(planned, rows)
         scales = self.groups.kv_scales()
         attention = self.groups.attention_groups(scales)
         cascade = self.groups.cascade(attention, groups)
         drafting = build_drafting(self.planned, rows, model)
-        tokenizer = self._tokenizer()
+        tokenizer = load_tokenizer(planned)
         adapters = build_adapters(planned, model, rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
         self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
-        runner.grammars = self._grammars(rows, tokenizer)
+        runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
             groups,
@@ -148,7 +128,7 @@ class EngineBuilder:
             pooling=runner.pooling,
             encoding=encoding,
             grammars=runner.grammars,
-            limits=self._limits(tokenizer),
+            limits=limits_of(planned, tokenizer),
             device=planned.device,
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=tokenizer,
@@ -163,7 +143,7 @@ class EngineBuilder:
         with self.startup.scope("warm_up"):
             self._warm_up(engine)
         with self.startup.scope("capture"):
-            engine.graphs = runner.graphs = self._graphs(engine)
+            engine.graphs = runner.graphs = build_graphs(planned, engine)
             if engine.graphs is not None and drafting is not None and planned.captures_drafts:
                 drafting.capture(engine.graphs, progress=config.observability.progress)
         load_named(planned, adapters)
@@ -220,7 +200,7 @@ class EngineBuilder:
             last_tokens,
             later,
             has_states=bool(plan.state_groups),
-            lora_slots=config.lora.max_adapters if self._has_slots else 0,
+            lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_encoder_len=self.planned.facts.max_encoder_len,
             fast_prefill=any(group.fast_prefill for group in plan.groups),
@@ -299,7 +279,7 @@ class EngineBuilder:
             held = encoding.profile() if encoding is not None and on_cuda else None
             lens = even_split(tokens, min(requests, tokens))
             inputs = gatherer.dummy(
-                lens, vocab_size=self.planned.facts.vocab_size, adapters=self._has_slots, beginning=on_cuda
+                lens, vocab_size=self.planned.facts.vocab_size, adapters=has_slots(self.planned), beginning=on_cuda
             )
             if encoding is not None and on_cuda:
                 inputs.encoder_states = encoding.made_up_states(len(lens))
@@ -345,122 +325,10 @@ class EngineBuilder:
             adapters=adapters,
         )
 
-    def _pipeline(self, rows: Rows) -> ProcessorPipeline:
-        facts, slots = self.planned.facts, []
-        for descriptor in self.planned.processors:
-            context = LogitsProcessorContext(
-                contract=bind_contract(descriptor),
-                vocab_size=facts.vocab_size,
-                eos_token_ids=facts.eos_token_ids,
-                max_requests=rows.max_requests,
-                max_model_len=rows.max_model_len,
-                device=self.planned.device,
-                options=self.planned.options(descriptor),
-            )
-            processor = resolve_factory(descriptor)(context)
-            active = np.zeros(rows.max_requests, bool)
-            slots.append(
-                ProcessorSlot(
-                    name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active
-                )
-            )
-        return ProcessorPipeline(slots, rows, _PROCESSED)
-
-    def _grammars(self, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
-        """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
-        descriptor, facts = self.planned.structured_output.descriptor, self.planned.facts
-        if descriptor is None or tokenizer is None or not self._eos_token_ids():
-            return None
-        context = StructuredOutputContext(
-            contract=bind_contract(descriptor),
-            tokenizer=tokenizer.transformers,
-            vocab_size=facts.vocab_size,
-            eos_token_ids=self._eos_token_ids(),
-            max_requests=rows.max_requests,
-            options=self.planned.options(descriptor),
-        )
-        return build_structured_output(descriptor, context, rows, self.planned.loaded.config.structured_output)
-
-    def _eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence tokens that there is a logit for."""
-        facts = self.planned.facts
-        return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)
-
-    def _limits(self, tokenizer: Tokenizer | None) -> EngineLimits:
-        config = self.planned.loaded.config
-        refusal = self.planned.structured_output.refusal
-        if refusal is None and tokenizer is None:
-            refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
-        if refusal is None and not self._eos_token_ids():
-            refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
-        return EngineLimits(
-            max_model_len=self.planned.max_model_len,
-            max_batched_tokens=config.scheduler.max_batched_tokens,
-            max_logprobs=config.sampling.max_logprobs,
-            vocab_size=self.planned.facts.vocab_size,
-            chunked_prefill=self.planned.chunked_prefill,
-            priorities=config.scheduler.policy == "priority",
-            tasks=self.planned.facts.tasks,
-            no_structured_output=refusal,
-        )
-
-    def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
-        named = self.planned.loaded.path("tokenizer")
-        path = named or self.planned.facts.path
-        return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
-
     def _warm_up(self, engine: Engine) -> None:
         """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
         longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
-        for adapters in (False, True)[: 1 + self._has_slots]:
+        for adapters in (False, True)[: 1 + has_slots(self.planned)]:
             for query_lens in ([1], [longest]):
                 engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
         engine.profiler.reset()
-
-    def _graphs(self, engine: Engine) -> GraphRunner | None:
-        """The captured graphs, where the plan has any."""
-        plan, config = self.planned.plan, self.planned.loaded.config
-        phases = dict(plan.graphs.phases)
-        if set(phases.values()) <= {"none"}:
-            return None
-        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
-        shapes = GraphShapes(
-            phases,
-            config.graphs.sizes,
-            query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
-            max_requests=config.scheduler.max_requests,
-            max_tokens=config.scheduler.max_batched_tokens,
-            mixed_attention=any(group.captured("mixed") for group in groups),
-            cascade=lambda requests, query_len: any(
-                engine.cascade.longest(np.full(requests, query_len), self.planned.max_model_len)
-            ),
-            adapters=self._captured_adapters,
-        )
-        runner = engine.runner
-        graphs = GraphRunner(
-            runner.model,
-            runner.router,
-            engine.gatherer,
-            plan,
-            shapes,
-            engine.cascade,
-            runner.token_ids,
-            runner.taps,
-            runner.states,
-            runner.adapters,
-        )
-        graphs.capture(progress=config.observability.progress)
-        return graphs
-
-    @property
-    def _has_slots(self) -> bool:
-        """Whether adapters stand beside the weights, so that a step may have any."""
-        return self.planned.lora is not None and not self.planned.loaded.config.lora.merge
-
-    def _captured_adapters(self, query_len: int) -> tuple[bool, ...]:
-        """Whether batches of a query length are captured without and with adapters."""
-        descriptor, config = self.planned.lora, self.planned.loaded.config.lora
-        if descriptor is None or not self._has_slots:
-            return (False,)
-        return captured_for(descriptor, query_len, specialize=config.specialize_graphs)

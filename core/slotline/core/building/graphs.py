@@ -1,0 +1,58 @@
+"""The captured graphs of an engine that stands."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from slotline.core.building.adapters import captured_for, has_slots
+from slotline.core.engine import Engine
+from slotline.core.execution.graph_shapes import GraphShapes
+from slotline.core.execution.graphs import GraphRunner
+from slotline.core.planning.plan import Planned
+from slotline.registry.negotiation import GroupPlan, StateGroupPlan
+
+
+def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
+    """The captured graphs, where the plan has any."""
+    plan, config = planned.plan, planned.loaded.config
+    phases = dict(plan.graphs.phases)
+    if set(phases.values()) <= {"none"}:
+        return None
+    groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
+    shapes = GraphShapes(
+        phases,
+        config.graphs.sizes,
+        query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
+        max_requests=config.scheduler.max_requests,
+        max_tokens=config.scheduler.max_batched_tokens,
+        mixed_attention=any(group.captured("mixed") for group in groups),
+        cascade=lambda requests, query_len: any(
+            engine.cascade.longest(np.full(requests, query_len), planned.max_model_len)
+        ),
+        adapters=partial(_captured_adapters, planned),
+    )
+    runner = engine.runner
+    graphs = GraphRunner(
+        runner.model,
+        runner.router,
+        engine.gatherer,
+        plan,
+        shapes,
+        engine.cascade,
+        runner.token_ids,
+        runner.taps,
+        runner.states,
+        runner.adapters,
+    )
+    graphs.capture(progress=config.observability.progress)
+    return graphs
+
+
+def _captured_adapters(planned: Planned, query_len: int) -> tuple[bool, ...]:
+    """Whether batches of a query length are captured without and with adapters."""
+    descriptor, config = planned.lora, planned.loaded.config.lora
+    if descriptor is None or not has_slots(planned):
+        return (False,)
+    return captured_for(descriptor, query_len, specialize=config.specialize_graphs)
