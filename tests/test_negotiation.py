@@ -29,7 +29,18 @@ from negotiation_cases import (
 from slotline.registry.capability import Align, Choice, Flag, Limit, Max, Range, Set
 from slotline.registry.descriptor import ContractRange, DeviceInfo
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import CODES, Asked, Candidate, Need, Part, PlanRequest, group_layers, negotiate
+from slotline.registry.negotiation import (
+    CODES,
+    Asked,
+    Candidate,
+    Need,
+    Part,
+    Plan,
+    PlanRequest,
+    group_layers,
+    negotiate,
+)
+from slotline.registry.negotiation.reasons import Note
 
 
 def codes_against(refused: Candidate, asked: PlanRequest) -> set[str]:
@@ -175,6 +186,105 @@ def test_a_specs_block_sizes_count_too() -> None:
 
 
 # --- layouts
+
+
+def noted(plan: Plan, code: str) -> list[Note]:
+    return [note for note in (*plan.notes, *plan.downgrades) if note.code == code]
+
+
+SIXTY_FOUR = Align(multiple_of=64)
+
+
+def test_auto_takes_the_block_size_that_the_chosen_backend_prefers_and_the_plan_says_so() -> None:
+    plan = negotiate(request(), [backend("a", preferred_block_sizes=SIXTY_FOUR)], [FULL])
+    assert (plan.block_size, plan.groups[0].kernel_block_size) == (64, 64)
+    (note,) = noted(plan, "N305")
+    assert (note.asked, note.resolved, note.because) == ("auto", "64", ("a (full): multiples of 64",))
+    assert not plan.downgrades
+    assert "N305" in plan.explain()
+
+
+def test_a_block_size_in_the_file_wins_over_what_a_backend_prefers_and_the_plan_says_so() -> None:
+    plan = negotiate(request(block_size=explicit(16)), [backend("a", preferred_block_sizes=SIXTY_FOUR)], [FULL])
+    assert plan.block_size == 16
+    (note,) = noted(plan, "N305")
+    assert note.text.startswith("16 (run.toml:1) stands")
+    assert not plan.downgrades
+
+
+def test_a_preferred_block_size_passes_strict() -> None:
+    plan = negotiate(request(strict=True), [backend("a", preferred_block_sizes=SIXTY_FOUR)], [FULL])
+    assert plan.block_size == 64
+
+
+@pytest.mark.parametrize("picky", ["a", "b"])
+def test_a_preference_decides_the_block_size_and_not_the_backend(picky: str) -> None:
+    offers = [
+        backend(name, priority=10 * (name == "a"), preferred_block_sizes=SIXTY_FOUR if name == picky else Align())
+        for name in "ab"
+    ]
+    plan = negotiate(request(), offers, [FULL])
+    assert plan.groups[0].backend == "a"
+    assert plan.block_size == (64 if picky == "a" else 16)
+    (lost,) = plan.groups[0].rejected
+    assert [reason.text for reason in lost.reasons] == ["priority: 0, a has 10"]
+
+
+def test_a_backend_that_needs_another_block_size_loses_by_that_and_not_by_its_preference() -> None:
+    needs = backend("needs", priority=10, kernel_block_sizes=Align(multiple_of=48), preferred_block_sizes=SIXTY_FOUR)
+    plan = negotiate(request(), [backend("plain"), needs], [FULL])
+    assert (plan.groups[0].backend, plan.block_size) == ("plain", 16)
+    (lost,) = plan.groups[0].rejected
+    assert [reason.text for reason in lost.reasons] == ["block size: it would change the block size to 192"]
+
+
+def test_a_preference_may_hold_for_some_layers_alone() -> None:
+    limit = Limit(when="sliding_window", capability="preferred_block_sizes", offer=SIXTY_FOUR, note="the window's tile")
+    offers = [backend("a", limits=(limit,))]
+    assert negotiate(request(layer(0)), offers, [FULL]).block_size == 16
+    plan = negotiate(request(layer(0), sliding(1)), offers, [FULL, SLIDING])
+    assert plan.block_size == 64
+    assert noted(plan, "N305")[0].because == ("a (sliding): multiples of 64 with sliding_window (the window's tile)",)
+
+
+def test_a_preference_is_left_where_a_group_cannot_have_it() -> None:
+    small = backend("small", kernel_block_sizes=Align(exact=(16,)), sliding_window=Flag(False))
+    large = backend("large", preferred_block_sizes=SIXTY_FOUR)
+    rigid = spec("rigid", block_sizes=Align((16,)))
+    tables = explicit({"full": "small", "sliding": "large"})
+    plan = negotiate(request(layer(0), sliding(1), backend=tables), [small, large], [rigid, SLIDING])
+    assert plan.block_size == 16
+    assert "does not suit all groups" in noted(plan, "N305")[0].text
+    plan = negotiate(request(layer(0), sliding(1), backend=tables), [small, large], [FULL, SLIDING])
+    assert {group.backend: group.kernel_block_size for group in plan.groups} == {"small": 16, "large": 64}
+
+
+def test_a_preference_comes_on_top_of_what_is_needed() -> None:
+    offers = [
+        backend("a", kernel_block_sizes=Align(multiple_of=48), preferred_block_sizes=SIXTY_FOUR),
+        backend("z", priority=-1),
+    ]
+    plan = negotiate(request(backend=explicit("a")), offers, [FULL])
+    assert plan.block_size == 192
+    assert [note.resolved for note in noted(plan, "N301")] == ["48"]
+    assert [note.text for note in noted(plan, "N305")] == ["48 raised to 192, which kernels are fastest with"]
+
+
+def test_where_preferences_differ_most_groups_decide() -> None:
+    odd, even = backend("odd", preferred_block_sizes=Align((24,))), backend("even", preferred_block_sizes=SIXTY_FOUR)
+    layers = (layer(0), sliding(1, 32), sliding(2, 64))
+    asked = request(*layers, backend=explicit({"full": "odd", "sliding": "even"}))
+    plan = negotiate(asked, [odd, even], [FULL, SLIDING])
+    assert plan.block_size == 64
+    assert "not those of full" in noted(plan, "N305")[0].text
+
+
+def test_layers_without_a_cache_prefer_no_block_size() -> None:
+    encoder = layer(0, attention_type="encoder_only")
+    offer = backend("a", attention_types=Set(("decoder", "encoder_only")), preferred_block_sizes=SIXTY_FOUR)
+    plan = negotiate(request(encoder), [offer], [FULL])
+    assert plan.block_size == 16
+    assert not noted(plan, "N305")
 
 
 def test_the_layout_is_one_that_all_groups_of_a_cache_group_take() -> None:

@@ -26,6 +26,7 @@ aligns = st.builds(
     exact=st.lists(st.sampled_from((8, 12, 16, 32)), max_size=2, unique=True).map(tuple),
     multiple_of=st.sampled_from((None, None, 16, 24, 256)),
 )
+preferences = st.sampled_from((Align(), Align(), Align((8,)), Align(multiple_of=32), Align((24, 64))))
 pairs = st.sets(
     st.sampled_from((("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float8_e4m3fn"))), min_size=1
 )
@@ -38,6 +39,7 @@ limits = st.sampled_from(
         (Limit(when="sliding_window", capability="graphs", offer=Level(GraphSupport.NEVER)),),
         (Limit(when="sliding_window", capability="kernel_block_sizes", offer=Align(multiple_of=32)),),
         (Limit(when="graphs", capability="query_len", offer=Max(1)),),
+        (Limit(when="sliding_window", capability="preferred_block_sizes", offer=Align(multiple_of=48)),),
     )
 )
 
@@ -50,6 +52,7 @@ def candidates(draw: st.DrawFn, name: str) -> Candidate:
         dtypes=Set(draw(pairs)),
         head_sizes=draw(st.sampled_from((Range(), Range(64, 128, 64), Range(80, 80)))),
         kernel_block_sizes=draw(aligns),
+        preferred_block_sizes=draw(preferences),
         layouts=draw(layouts),
         query_len=Max(draw(st.sampled_from((None, 1, 4)))),
         sliding_window=Flag(draw(st.booleans())),
@@ -277,6 +280,52 @@ def test_the_search_agrees_with_trying_every_combination(
     assert (found is None) == (not tried)
     if found is not None:
         assert found.cost[1:4] == min(tried)
+
+
+def without_preferences(item: Candidate) -> Candidate:
+    assert item.capabilities is not None
+    limits = tuple(limit for limit in item.capabilities.limits if limit.capability != "preferred_block_sizes")
+    return evolve(item, capabilities=evolve(item.capabilities, preferred_block_sizes=Align(), limits=limits))
+
+
+@RUN
+@given(requests(), backends, specs)
+def test_preferred_block_sizes_change_the_block_size_alone_and_only_where_it_is_open(
+    asked: PlanRequest, offers: list[Candidate], kv: list[Candidate]
+) -> None:
+    plan, plain = (outcome(asked, made, kv) for made in (offers, [without_preferences(item) for item in offers]))
+    assert isinstance(plan, Plan) == isinstance(plain, Plan)
+    if not isinstance(plan, Plan) or not isinstance(plain, Plan):
+        return
+    assert [group.backend for group in plan.groups] == [group.backend for group in plain.groups]
+    assert [group.kv_spec for group in plan.groups] == [group.kv_spec for group in plain.groups]
+    assert (plan.dtype, plan.kv_dtype, plan.graphs.resolved) == (plain.dtype, plain.kv_dtype, plain.graphs.resolved)
+    assert {note.code for note in plan.downgrades} <= {note.code for note in plain.downgrades}
+    noted = [note.resolved for note in plan.notes if note.code == "N305"]
+    if plan.block_size != plain.block_size:
+        assert asked.block_size.value == "auto"
+        assert noted == [str(plan.block_size)]
+    if len(plan.groups) == 1 and asked.block_size.value == "auto" and asked.measured is None:
+        (group,) = plan.groups
+        wished = wish(group, offers)
+        if any(align.refusal(group.kernel_block_size) for align in wished):
+            taken = next(item.capabilities for item in offers if item.name == group.backend).kernel_block_sizes
+            held = next(item.capabilities for item in kv if item.name == group.kv_spec).block_sizes
+            everything = (taken, held, *wished, *limited(group, offers))
+            assert not any(all(align.refusal(size) is None for align in everything) for size in range(1, 1000))
+
+
+def wish(group: Any, offers: list[Candidate]) -> tuple[Any, ...]:
+    """What the chosen backend prefers for a group, by a reading of its descriptor that shares nothing with ours."""
+    capabilities: Any = next(item.capabilities for item in offers if item.name == group.backend)
+    return (capabilities.preferred_block_sizes, *limited(group, offers, "preferred_block_sizes"))
+
+
+def limited(group: Any, offers: list[Candidate], name: str = "kernel_block_sizes") -> list[Any]:
+    """What narrows an offer of block sizes where the group has a window."""
+    capabilities: Any = next(item.capabilities for item in offers if item.name == group.backend)
+    windowed = group.layers[0].window is not None
+    return [limit.offer for limit in capabilities.limits if limit.capability == name and windowed]
 
 
 def every_combination(search: Search) -> Any:

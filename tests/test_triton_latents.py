@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from negotiation_cases import GPU
+from negotiation_cases import GPU, layer, request, spec
 
 pytest.importorskip("triton")
 
 from slotline.backends import triton as triton_backend
 from slotline.backends.triton.build import build
 from slotline.backends.triton.latents import MANY, TritonLatents
+from slotline.registry.capability import Set
 from slotline.registry.errors import PluginError
+from slotline.registry.negotiation import Candidate, negotiate
 from slotline.registry.probing import probe
 from slotline.testing.environments.attention import Case, World
 
@@ -66,6 +68,12 @@ def test_explain_says_where_hopper_s_own_kernel_serves(monkeypatch: pytest.Monke
         monkeypatch.setattr(triton_backend, "version", lambda _, release=release: release)
         offer = probe(triton_backend.descriptor, evolve(GPU, compute_capability=capability))
         assert ("Hopper's own kernel" in offer.priority_reason) == expected
+        for heads, size in ((128, 576), (128, 320), (16, 576)):
+            changes = {"num_heads": heads, "num_kv_heads": 1, "head_size": size, "head_size_v": size - 64, "mla": True}
+            asked = request(layer(0, kv_kind="mla", **changes), device=evolve(GPU, compute_capability=capability))
+            item = Candidate(descriptor=triton_backend.descriptor, version="1", capabilities=offer)
+            plan = negotiate(asked, [item], [spec("mla", kv_kinds=Set(("mla",)))])
+            assert plan.block_size == (64 if expected and size == 576 else 16)
 
 
 def plan_of(requests: tuple[tuple[int, int], ...], num_heads: int) -> Any:

@@ -113,6 +113,17 @@ def capabilities_are_data(contract: KindContract, run: Run) -> None:
         _expect_frozen(offer, item.name, value)
     if isinstance(getattr(offer, "lse_base", "e"), str) and getattr(offer, "lse_base", "e") not in ("e", "2"):
         raise Failed(f"lse_base is {offer.lse_base!r}, the contract knows 'e' and '2'")
+    if hasattr(offer, "preferred_block_sizes"):
+        _expect_preferred_are_declared(offer)
+
+
+def _expect_preferred_are_declared(offer: Any) -> None:
+    limits = [(limit, limit.offer) for limit in offer.limits if limit.capability == "preferred_block_sizes"]
+    for limit, align in [(None, offer.preferred_block_sizes), *limits]:
+        named = [*align.exact, *([] if align.multiple_of is None else [align.multiple_of])]
+        if refusals := [text for size in named if (text := offer.kernel_block_sizes.refusal(size))]:
+            where = "" if limit is None else f" with {limit.when}"
+            raise Failed(f"preferred_block_sizes{where} are not among kernel_block_sizes: {'; '.join(refusals)}")
 
 
 def _expect_hashable(name: str, value: Any) -> None:

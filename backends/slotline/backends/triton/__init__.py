@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
-from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
+from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -17,6 +17,12 @@ FLOATS = ("float32", "bfloat16", "float16")
 HOPPER, GLUON = 9, "3.6."
 """The major compute capability that the kernel of `latent_hopper` is for, and the release of Triton that it was run
 with: what it is written in, Gluon, still changes with each."""
+HOPPER_BLOCKS = Limit(
+    when="latent_sizes=576",
+    capability="preferred_block_sizes",
+    offer=Align(multiple_of=64),
+    note="the copy engine fetches 64 latents at a time",
+)
 NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "tree_mask", "cascade", "kv_scales", "batch_invariant")
 
 
@@ -43,7 +49,8 @@ def probe(device: DeviceInfo) -> Any:
         return "the package triton is not installed"
     if has_hopper_latents(device.compute_capability):
         offer = descriptor.capabilities
-        return evolve(offer, priority_reason=f"{offer.priority_reason}; Hopper's own kernel for latents of 512 + 64")
+        reason = f"{offer.priority_reason}; Hopper's own kernel for latents of 512 + 64"
+        return evolve(offer, priority_reason=reason, limits=(*offer.limits, HOPPER_BLOCKS))
     return descriptor.capabilities
 
 

@@ -87,6 +87,10 @@ class AttentionCapabilities:
         different_value_head: whether a value head may have another size.
         group_sizes: query heads per KV head.
         kernel_block_sizes: tokens in one block as the kernel sees it.
+        preferred_block_sizes: those of them that the kernels are fastest with; `Align()` where it does not matter. A
+            limit says for which layers it does: ``Limit(when="mla", capability="preferred_block_sizes", ...)``. Where
+            ``cache.block_size`` is ``auto`` the nearest such size is taken, if all groups can have it. It never decides
+            which backend is chosen.
         layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
         attention_types: of ``decoder``, ``encoder_only``, ``cross``.
         query_len: most query tokens of one request in a batch.
@@ -118,6 +122,7 @@ class AttentionCapabilities:
     different_value_head: Flag = Flag(False)
     group_sizes: Range = Range()
     kernel_block_sizes: Align = Align()
+    preferred_block_sizes: Align = Align()
     layouts: Choice = Choice(("NHD",))
     attention_types: Set[str] = Set(("decoder",))
     query_len: Max = Max()

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 
 from attrs import evolve
 
-from slotline.registry.negotiation import graphs
+from slotline.registry.negotiation import block_sizes, graphs
 from slotline.registry.negotiation.codes import CODES, Severity
 from slotline.registry.negotiation.edits import Edit, backend_edit, kv_spec_edit, value_edit
 from slotline.registry.negotiation.groups import CAPTURED
 from slotline.registry.negotiation.measured import figures, told_cases
 from slotline.registry.negotiation.needs import backend_key, conditions, group_needs
-from slotline.registry.negotiation.offers import Offer, graph_refusals, phase_lens
+from slotline.registry.negotiation.offers import graph_refusals, phase_lens
 from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import AUTO, Asked
-from slotline.registry.negotiation.search import CachePart, Search, Solution, is_exact
+from slotline.registry.negotiation.search import Search, Solution, is_exact
 
 MOST_WAYS_OUT = 3
 
@@ -26,8 +26,9 @@ def changes_of(search: Search, solution: Solution) -> tuple[Note, ...]:
     return (
         *_dtype(search, solution),
         *_later_choice(search, solution),
-        *_block_size(search, solution),
-        *_split(solution),
+        *block_sizes.changed(search, solution),
+        *block_sizes.preferred(search, solution),
+        *block_sizes.split(solution),
         *_graphs(search, solution),
         *_inexact(search, solution),
         *_prefix_caching(search, solution),
@@ -131,59 +132,6 @@ def _why_passed_over(search: Search, solution: Solution, index: int, name: str) 
     offers = [offer for offer in search.offers(solution.pair)[index] if offer.candidate.name == name]
     reasons = [f"{reason.code} {reason.text}" for offer in offers for reason in offer.reasons]
     return f"{name}: {'; '.join(reasons) or 'no block size or layout in common with the other groups'}"
-
-
-def _block_size(search: Search, solution: Solution) -> Iterator[Note]:
-    request = search.problem.request
-    usual, size = request.default_block_size, solution.block_size
-    if isinstance(request.block_size.value, int) or size == usual:
-        return
-    because = [
-        f"{offer.candidate.name} ({request.groups[index].name}): {' and '.join(a.describe() for a in offer.aligns)}"
-        for part in solution.parts
-        for index, offer in zip(part.members, part.offers, strict=True)
-        if not _takes(offer, usual)
-    ]
-    because += [
-        f"{spec.name} ({kind}): {spec.capabilities.block_sizes.describe()}"
-        for kind, spec in solution.specs.items()
-        if spec.capabilities.block_sizes.refusal(usual) is not None
-    ]
-    word = "raised" if size > usual else "lowered"
-    yield Note(
-        code="N301",
-        key="cache.block_size",
-        text=f"default {usual} {word} to {size}",
-        asked=AUTO,
-        resolved=str(size),
-        because=tuple(because) or ("the groups have no smaller block size in common",),
-    )
-
-
-def _takes(offer: Offer, size: int) -> bool:
-    exact = {value for align in offer.aligns for value in align.exact if value > 0 and size % value == 0}
-    return any(offer.accepts_block(value) for value in {size, *exact})
-
-
-def _split(solution: Solution) -> Iterator[Note]:
-    for part in solution.parts:
-        if part.kernel_block_size != solution.block_size and part.spec is not None:
-            yield Note(
-                code="N302",
-                key=f"cache group {part.key[0]}",
-                text=f"a block of {solution.block_size} tokens is {solution.block_size // part.kernel_block_size} "
-                f"kernel blocks of {part.kernel_block_size}",
-                asked=str(solution.block_size),
-                resolved=str(part.kernel_block_size),
-                because=_sizes_of(part, solution.block_size),
-            )
-
-
-def _sizes_of(part: CachePart, size: int) -> tuple[str, ...]:
-    limiting = [offer for offer in part.offers if not offer.accepts_block(size)]
-    return tuple(
-        dict.fromkeys(f"{o.candidate.name}: {' and '.join(align.describe() for align in o.aligns)}" for o in limiting)
-    )
 
 
 def _graphs(search: Search, solution: Solution) -> Iterator[Note]:

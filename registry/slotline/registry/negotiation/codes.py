@@ -391,6 +391,16 @@ _ALL = (
         "Nothing needs to be done.",
     ),
     _code(
+        "N305",
+        _N,
+        "preferred block size",
+        "A chosen backend says which block sizes its kernels are fastest with for such layers. Where "
+        "`cache.block_size` is 'auto' the nearest one that all groups can have is taken, unless another was measured "
+        "to be faster; a size in the file stands. Larger blocks share shorter prefixes and waste more memory at the "
+        "end of each request.",
+        "Set `cache.block_size` to decide for yourself.",
+    ),
+    _code(
         "N310",
         _D,
         "graphs cut back",

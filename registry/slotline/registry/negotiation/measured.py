@@ -126,7 +126,8 @@ def with_measurements(request: PlanRequest, measured: Measured | None, candidate
     best = measured.best(request, candidates)
     if best is None:
         return evolve(request, measured=measured)
-    return evolve(request, measured=measured, default_block_size=best.block_size, auto_graphs=best.aim)
+    sizes: dict[str, Any] = {"default_block_size": best.block_size, "timed_block_size": True}
+    return evolve(request, measured=measured, auto_graphs=best.aim, **sizes)
 
 
 def clamped(costs: Sequence[tuple[int, float]]) -> list[int]:

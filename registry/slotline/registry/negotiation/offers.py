@@ -34,6 +34,7 @@ class Offer:
         candidate: who.
         reasons: why it is out; empty if it may be chosen.
         aligns: block sizes that its kernels accept, to hold all at once.
+        preferred: those that they are fastest with, likewise, each with what it hangs on, in words.
         layouts: its layouts, preferred first.
         graphs: (phase, state) under the mode aimed at.
         loss: phases that were wanted inside the graph and will not be.
@@ -44,6 +45,7 @@ class Offer:
     candidate: Candidate
     reasons: tuple[Reason, ...]
     aligns: tuple[Any, ...] = ()
+    preferred: tuple[tuple[Any, str], ...] = ()
     layouts: tuple[str, ...] = ()
     graphs: tuple[tuple[str, str], ...] = ()
     loss: int = 0
@@ -53,6 +55,10 @@ class Offer:
 
     def accepts_block(self, size: int) -> bool:
         return all(align.refusal(size) is None for align in self.aligns)
+
+    def prefers_block(self, size: int) -> bool:
+        """Whether its kernels are as fast with it as they can be, as far as it says."""
+        return all(align.refusal(size) is None for align, _ in self.preferred)
 
     @property
     def order(self) -> tuple[int, int, int, int, str, str]:
@@ -80,6 +86,7 @@ def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: 
         candidate=candidate,
         reasons=(*refusals, *joint, *choice),
         aligns=aligns,
+        preferred=_preferred(candidate, active),
         layouts=layouts,
         graphs=states,
         loss=_loss(problem, states),
@@ -162,6 +169,14 @@ def _effective(candidate: Candidate, capability: str, active: frozenset[str]) ->
     offers = [getattr(candidate.capabilities, capability, None)]
     offers += [limit.offer for limit in _limits(candidate, capability, active)]
     return tuple(offer for offer in offers if offer is not None)
+
+
+def _preferred(candidate: Candidate, active: frozenset[str]) -> tuple[tuple[Any, str], ...]:
+    """The block sizes that a candidate prefers for such a group, and why."""
+    name = "preferred_block_sizes"
+    offers = [(candidate.capabilities.preferred_block_sizes, "")]
+    offers += [(limit.offer, f" with {limit.when}{_because(limit)}") for limit in _limits(candidate, name, active)]
+    return tuple((align, align.describe() + why) for align, why in offers if align != Align())
 
 
 def _refusals(candidate: Candidate, needs: Sequence[GroupNeed], active: frozenset[str]) -> tuple[Reason, ...]:

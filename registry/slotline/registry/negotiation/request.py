@@ -186,7 +186,8 @@ class PlanRequest:
             are 1.
         backend: ``auto``, a name, names in order of preference (``auto`` among them admits the rest), or a mapping
             from cache kind to any of these.
-        block_size: tokens of a manager block; ``auto`` starts from `default_block_size`.
+        block_size: tokens of a manager block; ``auto`` starts from `default_block_size`, and takes what backends prefer
+            unless `timed_block_size`: it is then that of the fastest run.
         layout: physical order inside a page: ``auto``, ``NHD``, ``HND``.
         kv_specs: from layer kind to the plugin that must hold it.
         graphs: the graph mode; ``auto`` aims at `auto_graphs`.
@@ -214,6 +215,7 @@ class PlanRequest:
     backend: Asked[Any] = Asked(AUTO)
     block_size: Asked[int | str] = Asked(AUTO)
     default_block_size: int = DEFAULT_BLOCK_SIZE
+    timed_block_size: bool = False
     layout: Asked[str] = Asked(AUTO)
     kv_specs: Mapping[str, Asked[str]] = field(factory=dict)
     graphs: Asked[str] = Asked(AUTO)

@@ -7,7 +7,7 @@ vectors add up group by group, taking each group's best is the same as trying ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import product
 from math import lcm
 
@@ -72,13 +72,19 @@ class CachePart:
 
 @frozen(kw_only=True)
 class Solution:
-    """A feasible combination and what it costs."""
+    """A feasible combination and what it costs.
+
+    Attributes:
+        before: the block size that the same choices would have without the backends' preferences; 0 where these
+            changed nothing.
+    """
 
     pair: Pair
     block_size: int
     specs: Kinds
     parts: tuple[CachePart, ...]
     cost: Cost
+    before: int = 0
 
     def offer(self, index: int) -> Offer:
         """What was chosen for the group of that index."""
@@ -134,8 +140,31 @@ class Search:
             solutions = self._solutions(rank, pair, viable, spec)
             best = min(solutions, key=lambda solution: solution.cost, default=None)
             if best is not None:
-                return best
+                return self._in_preferred_blocks(rank, best)
         return None
+
+    def _in_preferred_blocks(self, rank: int, solution: Solution) -> Solution:
+        """The same choices in blocks of the nearest size that more of the chosen backends prefer, if there is one.
+
+        A preference is looked at after everything else, so that it neither makes a backend win nor lose.
+        """
+        request = self.problem.request
+        if request.block_size.value != AUTO or request.timed_block_size or not unmet(solution):
+            return solution
+        offers = dict(chosen(solution))
+        viable = self._viable(solution.pair, {index: offer.candidate for index, offer in offers.items()})
+        wanted = {size for offer in offers.values() for align, _ in offer.preferred for size in _named(align)}
+        found = [
+            other
+            for size in self._block_sizes(viable, wanted)
+            if all(item.capabilities.block_sizes.refusal(size) is None for item in solution.specs.values())
+            for other in self._combine(rank, solution.pair, size, solution.specs, viable)
+        ]
+        best = min([solution, *found], key=lambda other: (len(unmet(other)), other.cost))
+        if best is solution:
+            return solution
+        cost = (*best.cost[:5], *solution.cost[5:7], *best.cost[7:])  # a preference costs nothing
+        return evolve(best, cost=cost, before=solution.block_size)
 
     def _viable(self, pair: Pair, forced: Mapping[int, Candidate]) -> list[list[Offer]]:
         return [
@@ -152,10 +181,10 @@ class Search:
         kinds = self.problem.kinds
         choices = [[spec[1]] if spec is not None and spec[0] == kind else self.specs(kind) for kind in kinds]
         sizes = self._block_sizes(viable)
-        for chosen in product(*choices):
-            specs = dict(zip(kinds, chosen, strict=True))
+        for held in product(*choices):
+            specs = dict(zip(kinds, held, strict=True))
             for size in sizes:
-                if all(item.capabilities.block_sizes.refusal(size) is None for item in chosen):
+                if all(item.capabilities.block_sizes.refusal(size) is None for item in held):
                     yield from self._combine(rank, pair, size, specs, viable)
 
     def _combine(self, rank: int, pair: Pair, size: int, specs: Kinds, viable: list[list[Offer]]) -> Iterator[Solution]:
@@ -214,8 +243,8 @@ class Search:
             return [asked]
         return sorted({layout for pool in pools for offer in pool for layout in offer.layouts})
 
-    def _block_sizes(self, viable: list[list[Offer]]) -> list[int]:
-        """Manager block sizes to try: the one asked for; or the usual one and whatever else could suit."""
+    def _block_sizes(self, viable: list[list[Offer]], more: Collection[int] = ()) -> list[int]:
+        """Manager block sizes to try: the one asked for; or the usual one and whatever else could suit, and `more`."""
         request = self.problem.request
         asked = request.block_size.value
         if isinstance(asked, int) and self.problem.insists("cache.block_size"):
@@ -223,25 +252,25 @@ class Search:
         usual = asked if isinstance(asked, int) else request.default_block_size
         aligns = [align for offers in viable for offer in offers for align in offer.aligns]
         aligns += [item.capabilities.block_sizes for kind in self.problem.kinds for item in self.specs(kind)]
-        return common_multiples({usual}, {size for align in aligns for size in _named(align)})
+        return common_multiples({usual}, {*more, *(size for align in aligns for size in _named(align))})
 
     def _cost(self, rank: int, size: int, specs: Kinds, parts: Sequence[_PartCost]) -> Cost:
         usual = self.problem.request.block_size.value
         usual = usual if isinstance(usual, int) else self.problem.request.default_block_size
-        chosen = list(specs.items())
+        held = list(specs.items())
         return (
             rank,
             sum(cost[0] for cost in parts),
             sum(cost[1] for cost in parts),
             sum(cost[2] for cost in parts),
-            sum(not is_exact(item, kind) for kind, item in chosen)
-            + sum(self.loses_prefix_caching(item) for _, item in chosen),
+            sum(not is_exact(item, kind) for kind, item in held)
+            + sum(self.loses_prefix_caching(item) for _, item in held),
             int(size != usual),
             abs(size - usual),
             sum(cost[3] for cost in parts),
-            -sum(item.capabilities.priority for _, item in chosen),
+            -sum(item.capabilities.priority for _, item in held),
             tuple(name for cost in parts for name in cost[4]),
-            tuple(item.name for _, item in chosen),
+            tuple(item.name for _, item in held),
             size,
             sum(cost[5] for cost in parts),
             tuple(cost[6] for cost in parts),
@@ -257,6 +286,23 @@ def must_capture(problem: Problem) -> bool:
     request = problem.request
     asked = request.graphs.value == FULL and request.graphs.explicit and problem.insists("graphs.mode")
     return asked and request.device.type in GRAPH_DEVICES and bool(request.groups)
+
+
+def chosen(solution: Solution) -> list[tuple[int, Offer]]:
+    """The groups by index, and what was chosen for each."""
+    return sorted(
+        (pair for part in solution.parts for pair in zip(part.members, part.offers, strict=True)),
+        key=lambda pair: pair[0],
+    )
+
+
+def unmet(solution: Solution) -> list[tuple[int, Offer]]:
+    """Those whose backend prefers another block size."""
+    return [
+        (index, offer)
+        for index, offer in chosen(solution)
+        if (part := solution.part(index)).spec is not None and not offer.prefers_block(part.kernel_block_size)
+    ]
 
 
 def captures(offer: Offer) -> bool:
@@ -330,4 +376,15 @@ def _part_cost(offers: Sequence[Offer], kernel_rank: int, layout: str) -> _PartC
     )
 
 
-__all__ = ["CRITERIA", "CachePart", "Search", "Solution", "captures", "is_exact", "kernel_sizes", "must_capture"]
+__all__ = [
+    "CRITERIA",
+    "CachePart",
+    "Search",
+    "Solution",
+    "captures",
+    "chosen",
+    "is_exact",
+    "kernel_sizes",
+    "must_capture",
+    "unmet",
+]

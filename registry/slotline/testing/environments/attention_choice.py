@@ -59,10 +59,13 @@ def group_sizes(subject: Subject) -> tuple[int, ...]:
 
 
 def block_sizes(subject: Subject) -> tuple[int, ...]:
-    """Declared kernel block sizes: all exact ones, a base and two multiples, or a few where any will do."""
-    offer = subject.capabilities.kernel_block_sizes
+    """Declared kernel block sizes: all exact ones, a base and two multiples, or a few where any will do; and what is
+    preferred, for that is what runs.
+    """
+    offer, preferred = subject.capabilities.kernel_block_sizes, subject.capabilities.preferred_block_sizes
     base = () if offer.multiple_of is None else tuple(n * offer.multiple_of for n in (1, 2, 3))
-    return tuple(dict.fromkeys((*offer.exact, *base))) or BLOCK_SIZES
+    wanted = (*preferred.exact, *(() if preferred.multiple_of is None else (preferred.multiple_of,)))
+    return tuple(dict.fromkeys((*((*offer.exact, *base) or BLOCK_SIZES), *wanted)))
 
 
 def layouts(subject: Subject) -> tuple[str, ...]:

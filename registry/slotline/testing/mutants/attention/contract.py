@@ -198,6 +198,14 @@ MUTANTS = (
     mutant("lse-by-token", L0, "the LSE is [tokens, heads]", LSEByToken),
     mutant("lse-in-double", L0, "the LSE is float64", LSEInDouble),
     mutant("block-sizes-in-a-list", L0, "a capability holds a list", EagerAttention, kernel_block_sizes=Align([16])),  # type: ignore[arg-type]
+    mutant(
+        "prefers-what-it-refuses",
+        L0,
+        "a block size is preferred that the kernels do not take",
+        EagerAttention,
+        kernel_block_sizes=Align(multiple_of=16),
+        preferred_block_sizes=Align((24,)),
+    ),
     mutant("flag-is-a-bool", L0, "a capability is True instead of Flag(True)", EagerAttention, sliding_window=True),
     mutant("lse-base-10", L0, "the LSE is in a base that the contract lacks", EagerAttention, lse_base="10"),
     mutant("limit-misspelt", L0, "a limit's condition is misspelt", EagerAttention, limits=(_MISSPELT,)),
