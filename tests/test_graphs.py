@@ -1,4 +1,4 @@
-"""What captured graphs share, as far as a CPU can show it: memory that is read without being held."""
+"""Captured graphs as far as a CPU can show them: the order of a capture, and memory that is read without being held."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 
 from slotline.core import LLM
+from slotline.core.execution import graphs
 from slotline.core.execution.attention import unowned
+from slotline.core.execution.capturing import WARM_UPS, CaptureReport
+from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
+from slotline.core.execution.graphs import GraphRunner
+from slotline.registry.errors import IntegrityError
 
 
 def test_an_unowned_tensor_is_the_same_memory_and_does_not_hold_it() -> None:
@@ -61,3 +67,103 @@ def test_the_calls_between_graphs_work_on_the_memory_of_the_forward_and_hold_non
     gc.collect()
     assert len(calls) == len(queries) == sum(len(group.layers) for group in router.groups)
     assert all(query() is None for query in queries)
+
+
+class PretendedRecorder:
+    """Notes where graphs begin and end, since only a CUDA device has any."""
+
+    def __init__(self, events: list[str], parts: list[Callable[[], None]]) -> None:
+        self.events, self.parts, self.graphs = events, parts, 0
+
+    def begin(self) -> None:
+        self.events.append("begin")
+
+    def end(self) -> None:
+        self.events.append("end")
+        self.parts.append(lambda: self.events.append("replay"))
+        self.graphs += 1
+
+    def cut(self, call: Callable[[], None]) -> None:
+        self.end()
+        self.parts.append(call)
+        self.begin()
+
+
+class PretendedCapturing:
+    pool = what = None
+
+    def __enter__(self) -> PretendedCapturing:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def report(self, shapes: int, graphs: int) -> CaptureReport:
+        return CaptureReport(shapes=shapes, graphs=graphs)
+
+
+@pytest.fixture
+def capture(
+    tiny: Callable[..., Path], engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], tuple[GraphRunner, list[str]]]:
+    """Captures one and two decoding requests in pretended graphs; what happens is noted."""
+    events: list[str] = []
+    monkeypatch.setattr(graphs, "Recorder", lambda pool, parts: PretendedRecorder(events, parts))
+    monkeypatch.setattr(graphs, "Capturing", lambda fix: PretendedCapturing())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def made(state: str) -> tuple[GraphRunner, list[str]]:
+        engine = engines(tiny("llama")).engine
+        runner = engine.runner
+        plan = evolve(
+            engine.plan, groups=tuple(evolve(group, graphs=(("decode", state),)) for group in engine.plan.groups)
+        )
+        forward = runner.model.forward
+
+        def noted(token_ids: torch.Tensor, positions: torch.Tensor, attend: Any, *rest: Any, **more: Any) -> Any:
+            def attention(*given: Any) -> torch.Tensor:
+                events.append("attention")
+                return attend(*given)
+
+            events.append("forward")
+            return forward(token_ids, positions, attention, *rest, **more)
+
+        monkeypatch.setattr(runner.model, "forward", noted)
+        shapes = GraphShapes({"decode": "full"}, [1, 2], query_len=1, max_requests=2, max_tokens=8)
+        made = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids)
+        made.capture()
+        monkeypatch.setattr(made, "addresses", lambda inputs: made._captured[inputs.shape].addresses)
+        monkeypatch.setattr(runner, "graphs", made)
+        return made, events
+
+    return made
+
+
+@pytest.mark.behaviour(147)
+@pytest.mark.parametrize("state", ["captured", "eager"])
+def test_every_shape_runs_eagerly_with_its_attention_before_it_is_captured(
+    state: str, capture: Callable[[str], tuple[GraphRunner, list[str]]]
+) -> None:
+    made, events = capture(state)
+    layers = sum(len(group.layers) for group in made._router.groups)
+    warm_up = ["forward"] + ["attention"] * layers
+    inside = (["attention"] if state == "captured" else ["attention", "end", "begin"]) * layers
+    assert events == (WARM_UPS * warm_up + ["begin", "forward", *inside, "end"]) * 2
+    assert made.report.graphs == (2 if state == "captured" else 2 * (layers + 1))
+
+
+@pytest.mark.behaviour(138)
+def test_made_up_steps_replay_what_was_captured_or_run_eagerly_and_nothing_between(
+    capture: Callable[[str], tuple[GraphRunner, list[str]]], tiny: Callable[..., Path], engines: Callable[..., LLM]
+) -> None:
+    made, events = capture("captured")
+    engine = engines(tiny("llama")).engine
+    gatherer, runner = engine.gatherer, engine.runner
+    for shape, expected in ((GraphShape(2, 1), {"replay"}), (None, {"forward", "attention"})):
+        events.clear()
+        runner.run(gatherer.dummy([1, 1], shape=shape))
+        assert set(events) == expected
+    for other in (GraphShape(4, 1), GraphShape(2, 2), GraphShape(2, 1, cascade=True)):
+        with pytest.raises(IntegrityError, match="no graph of GraphShape"):
+            runner.run(gatherer.dummy([2] if other.query_len == 2 else [1, 1], shape=other))
+    assert len(made._captured) == 2

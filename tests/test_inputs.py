@@ -364,6 +364,31 @@ def test_offsets_cover_the_longest_of_tokens_requests_and_model() -> None:
         assert (arange.dtype, len(arange)) == (np.dtype(np.int64), length)
 
 
+@pytest.mark.behaviour(150)
+def test_one_order_of_requests_serves_every_backend(tiny: Callable[..., Path], engines: Callable[..., LLM]) -> None:
+    """Single tokens first, whatever backend a group has: none can ask for another order, so none can disagree."""
+    llm = engines(tiny("gemma3"), backend={"full": "torch", "sliding": "cpu"}, max_num_batched_tokens=16)
+    assert {group.backend for group in llm.plan.groups} == {"torch", "cpu"}
+    seen: list[StepInputs] = []
+    original = llm.engine.runner.launch
+    llm.engine.runner.launch = lambda inputs: (seen.append(inputs), original(inputs))[1]  # type: ignore[method-assign]
+    try:
+        prompts = random_prompts([3, 40, 5])
+        outputs = llm.generate(prompts, GREEDY)
+    finally:
+        del llm.engine.runner.launch
+    mixed = 0
+    for inputs in seen:
+        (decodes,) = {batch.num_decodes for batch in inputs.batches}
+        assert len(inputs.batches) == len(llm.plan.cache_groups)
+        assert (inputs.num_scheduled[:decodes] == 1).all()
+        assert (inputs.num_scheduled[decodes:] > 1).all()
+        mixed += 0 < decodes < len(inputs.rows)
+    assert mixed
+    alone = engines(tiny("gemma3"), backend="torch").generate(prompts, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in alone]
+
+
 @pytest.mark.behaviour(45, 46)
 def test_batch_order_and_row_order_may_differ_in_a_real_engine(
     tiny: Callable[..., Path], engines: Callable[..., LLM]

@@ -27,6 +27,7 @@ from slotline.plugins.model_families.decoder import (
     DecoderOptions,
     descriptor,
 )
+from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
@@ -355,18 +356,37 @@ def test_bfloat16_loads_with_float32_rotary_frequencies(checkpoints: Callable[[s
     assert (logits_of(model, prompt()) - exact).abs().mean() < 0.1
 
 
-def test_a_model_that_waits_for_the_host_says_that_it_cannot_be_captured(
-    checkpoints: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_a_model_that_waits_for_the_host_says_that_it_cannot_be_captured(checkpoints: Callable[[str], Path]) -> None:
     family = TransformersDecoder()
     mixture, plain = family.inspect(checkpoints("mixtral")), family.inspect(checkpoints("llama"))
     assert "synchronise with the host in float32" in str(family.capture_refusal(mixture, "cuda", "float32"))
     assert family.capture_refusal(mixture, "cuda", "bfloat16") is None
     assert family.capture_refusal(mixture, "cpu", "float32") is None
     assert family.capture_refusal(plain, "cuda", "float32") is None
-    copying = family.inspect(tiny_models.build("gemma3n", tmp_path / "copying"))
-    assert "copies from the host" in str(family.capture_refusal(copying, "cuda", "bfloat16"))
-    assert family.capture_refusal(copying, "cpu", "float32") is None
+
+
+@pytest.mark.parametrize(("sparse", "copies"), [(0, 0), (1, 1), (3, 3)])
+def test_copies_from_the_host_are_seen_by_watching_the_forward(sparse: int, copies: int, tmp_path: Path) -> None:
+    """Gemma 3n makes a tensor of a number in each layer whose activations are sparse, and in no other."""
+    sparsity = [0.95] * sparse + [0.0] * (6 - sparse)
+    path = tiny_models.build("gemma3n", tmp_path, activation_sparsity_pattern=sparsity)
+    family = TransformersDecoder()
+    facts = family.inspect(path)
+    assert facts.host_copies == copies
+    refusal = family.capture_refusal(facts, "cuda", "bfloat16")
+    assert refusal == (f"each forward copies from the host (copies: {copies})" if copies else None)
+    assert family.capture_refusal(facts, "cpu", "float32") is None
+
+
+def test_only_copies_from_the_host_count_as_such() -> None:
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+    with HostCopies() as copies:
+        _ = there.new_tensor([1.0]), torch.tensor([1.0], device="meta"), here.to("meta"), there.copy_(here)
+    assert copies.count == 4
+    with HostCopies() as copies:
+        _ = there + torch.tensor(2.0), there.to(torch.float64), torch.as_tensor(there), there.copy_(there)
+        _ = here.to(torch.float64), torch.zeros(3, device="meta"), there * 3
+    assert copies.count == 0
 
 
 @pytest.mark.behaviour(132)

@@ -283,6 +283,28 @@ def test_new_weights_forget_the_old_ones_embeddings(tiny_vision_model: Vision, e
     assert calls == [1, 1]
 
 
+@pytest.mark.behaviour(28)
+def test_room_for_embeddings_is_there_where_the_model_takes_items_alone_and_can_be_emptied(
+    tiny_vision_model: Vision, tiny: Callable[..., Path], engines: Engines
+) -> None:
+    text = engines(tiny("llama")).engine
+    assert (text.encoding, text.scheduler.encoder_cache) == (None, None)
+    limits = {"multimodal.cache_tokens": 20, "multimodal.max_tokens_per_step": 10}
+    llm = engines(tiny_vision_model(), **limits)
+    encoding = llm.engine.encoding
+    assert encoding is not None
+    assert llm.engine.scheduler.encoder_cache is encoding.cache
+    assert (encoding.cache.capacity, encoding.cache.max_tokens_per_step) == (20, 10)
+    generate(llm, PROMPTS[:1])
+    assert encoding.outputs
+    encoding.reset()
+    encoding.check()
+    assert not encoding.outputs
+    with counted(llm) as calls:
+        generate(llm, PROMPTS[:1])
+    assert calls == [1]
+
+
 @pytest.mark.behaviour(85)
 def test_steps_without_items_take_the_text_path(tiny_vision_model: Vision, engines: Engines) -> None:
     llm = engines(tiny_vision_model())

@@ -112,9 +112,13 @@ class GraphRunner:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.
 
         The attention of the step must have been planned; the results are overwritten by the next replay.
+
+        Raises:
+            IntegrityError: if the shape was not captured, or the inputs are not where its graph reads them.
         """
-        assert inputs.shape is not None
-        captured = self._captured[inputs.shape]
+        captured = None if inputs.shape is None else self._captured.get(inputs.shape)
+        if captured is None:
+            raise IntegrityError(f"no graph of {inputs.shape} was captured")
         if self.addresses(inputs) != captured.addresses:
             raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
         for part in captured.parts:

@@ -12,6 +12,7 @@ from attrs import define, field
 
 from slotline.plugins.model_families import binding, checkpoint, kv_scales, latents, rope, state_mixers
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
 from slotline.registry.contracts.state import StateLayer
@@ -121,7 +122,7 @@ def facts_of(found: Checkpoint) -> ModelFacts:
     """The facts of a decoder's configuration."""
     model = _model_without_memory(found)
     state_layers = state_mixers.find(model)
-    layers = _watch(model, found.max_model_len, state_layers)
+    layers, host_copies = _watch(model, found.max_model_len, state_layers)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,
@@ -136,6 +137,7 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         tasks=found.tasks,
         parts=None if state_layers else _parts(model, layers),
         kv_scales=kv_scales.read(found.path, layers),
+        host_copies=host_copies,
     )
 
 
@@ -154,7 +156,10 @@ def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.
     return torch.empty_like(inputs[state_mixers.output_like(layer)])
 
 
-def _watch(model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...]) -> tuple[AttentionLayer, ...]:
+def _watch(
+    model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...]
+) -> tuple[tuple[AttentionLayer, ...], int]:
+    """The attention layers that one forward calls, and how often it copies from the host."""
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)
@@ -164,9 +169,9 @@ def _watch(model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...])
     state_mixers.bind(model, state_layers, holder)
     rope.freeze(model, max_model_len)  # the choice of frequencies would read positions, which have no values here
     tokens = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device="meta")  # [1, PROBE_TOKENS]
-    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced):
+    with torch.no_grad(), holder.serving(binding.no_attend, _unadvanced), HostCopies() as copies:
         model.base_model(input_ids=tokens, position_ids=tokens, use_cache=False)
-    return tuple(recorder.layers)
+    return tuple(recorder.layers), copies.count
 
 
 def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts:

@@ -33,10 +33,6 @@ if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
 
 
-COPYING = ("Gemma3nForCausalLM",)
-"""Architectures whose forward copies from the host."""
-
-
 class TransformersDecoder:
     """Serves every decoder of `decoder.ARCHITECTURES`; it keeps no state, so one may load many models."""
 
@@ -48,12 +44,11 @@ class TransformersDecoder:
         return inspection.inspect(Path(path))
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
-        """torch's grouped matrix product reads its group sizes on the host, save for bfloat16 on CUDA.
-
-        Gemma 3n's modules make tensors of numbers in each forward, each a copy that waits.
+        """Copies from the host cannot be captured; nor can torch's grouped matrix product, which reads its group sizes
+        on the host, save for bfloat16 on CUDA.
         """
-        if facts.architecture in COPYING and device.startswith("cuda"):
-            return f"{facts.architecture} copies from the host in each forward"
+        if facts.host_copies and device.startswith("cuda"):
+            return f"each forward copies from the host (copies: {facts.host_copies})"
         config = json.loads((facts.path / "config.json").read_text(encoding="utf-8"))
         experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         if not experts or not device.startswith("cuda") or dtype == "bfloat16":

@@ -172,6 +172,8 @@ class ModelFacts:
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
         state_layers: the layers with a state per request; a tensor whose dtype is ``auto`` gets the activations'.
         max_encoder_len: most keys of a request in layers of type ``cross``; 0 for a model without any.
+        host_copies: how often a forward makes a tensor on the device of what lies on the host: a copy that waits, and
+            that no graph can hold.
     """
 
     architecture: str
@@ -189,6 +191,7 @@ class ModelFacts:
     kv_scales: Mapping[int, tuple[float, float]] = field(factory=dict)
     state_layers: tuple[StateLayer, ...] = ()
     max_encoder_len: int = 0
+    host_copies: int = 0
 
 
 @frozen(kw_only=True)
