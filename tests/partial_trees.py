@@ -1,4 +1,4 @@
-"""An attention backend that has masks of trees for layers without windows alone."""
+"""Attention backends that have masks of trees, or plans for every replay, for layers without windows alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from attrs import evolve
 from slotline.registry.capability import Flag, Limit, Support
 from slotline.testing.reference.attention import descriptor as reference
 
-LIMIT = Limit(when="sliding_window", capability="tree_mask", offer=Flag(Support.NOT_IMPLEMENTED))
-CAPABILITIES = evolve(reference.capabilities, limits=(*reference.capabilities.limits, LIMIT))
+LIMITS = tuple(
+    Limit(when="sliding_window", capability=capability, offer=Flag(Support.NOT_IMPLEMENTED))
+    for capability in ("tree_mask", "plan_once")
+)
+CAPABILITIES = evolve(reference.capabilities, plan_once=Flag(True), limits=(*reference.capabilities.limits, *LIMITS))
 descriptor = evolve(reference, name="partial_trees", capabilities=CAPABILITIES)

@@ -49,6 +49,37 @@ def test_drafters_whose_needs_only_an_engine_can_give_are_skipped_with_the_reaso
     assert (shape.outcome, shape.reason) == (Outcome.SKIPPED, "needs_kv_group: only an engine can give it")
 
 
+@pytest.mark.parametrize("name", ["drafter:medusa", "drafter:medusa_tree"])
+def test_a_drafter_with_weights_runs_with_those_that_it_makes_up(name):
+    records = check_plugin(name)
+    assert [f"{r.id}: {r.reason}" for r in records if r.outcome not in (Outcome.PASSED, Outcome.SKIPPED)] == []
+    (greedy,) = [record for record in records if record.id == "drafter.engine.greedy"]
+    assert greedy.outcome is Outcome.PASSED
+    assert greedy.details["drafted"] > 1000
+
+
+def test_a_drafter_that_makes_no_weights_up_is_skipped_and_one_that_fails_to_is_told():
+    from attrs import evolve
+
+    from slotline.testing.reference.drafter import PromptLookup
+
+    class Broken(PromptLookup):
+        @staticmethod
+        def write_example(folder, context):
+            raise OSError("no room")
+
+    capabilities = evolve(CORRECT[0].descriptor.capabilities, needs_checkpoint=True)
+    reasons = []
+    for factory in (PromptLookup, Broken):
+        descriptor = evolve(CORRECT[0].descriptor, capabilities=capabilities, factory=factory)
+        records = check_plugin(descriptor, level=Level.NUMERICS)
+        shape = next(record for record in records if record.id == "drafter.draft.shape")
+        reasons.append((shape.outcome, shape.reason))
+    assert reasons[0] == (Outcome.SKIPPED, "needs_checkpoint: its factory has no write_example")
+    assert reasons[1][0] is Outcome.FAILED
+    assert "write_example raised OSError: no room" in reasons[1][1]
+
+
 def test_there_are_checks_at_each_level_that_a_drafter_has():
     levels = {item.level for item in all_checks(Kind.DRAFTER) if item.mandatory}
     assert levels >= {Level.NUMERICS, Level.HOSTILE, Level.STATEFUL, Level.ENGINE}

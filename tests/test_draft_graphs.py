@@ -38,11 +38,28 @@ def test_what_is_in_the_way_of_capturing_is_told(tiny: Tiny, engines: Engines) -
     llm = engines(tiny("llama"), **settings)
     setting = next(setting for setting in llm.plan.settings if setting.key == "drafter.graphs")
     assert (setting.asked, setting.resolved) == ("auto", "false")
-    for text in ("no verifying step is captured", "is not captured", "attention backend 'torch': plan_once"):
+    for text in ("no verifying step is captured", "is not captured", "attention backend 'torch': plan once: needs"):
         assert text in setting.origin
     assert setting.origin in llm.plan.explain()
     with pytest.raises(NegotiationError, match=r"drafter.graphs = true .*no verifying step is captured"):
         engines(tiny("llama"), **settings, **{"drafter.graphs": True})
+
+
+@pytest.mark.parametrize(("family", "told"), [("llama", False), ("mistral", True)])
+def test_plans_that_a_backend_repeats_for_other_layers_alone_are_not_counted_on(
+    tiny: Tiny, engines: Engines, family: str, told: bool
+) -> None:
+    """The drafter's layers are like the model's; only mistral's have a window, where the backend says no."""
+    plugin = {"plugins.inline": (f"{Path(__file__).parent / 'partial_trees.py'}:descriptor",)}
+    llm = engines(tiny(family), **settings_of(tiny(family, **SMALLER)), **plugin, backend="partial_trees")
+    setting = next(setting for setting in llm.plan.settings if setting.key == "drafter.graphs")
+    assert ("plan once: needs it, not implemented with sliding_window" in setting.origin) == told
+    assert ("plan once" in setting.origin) == told
+
+
+def test_capturing_a_drafter_that_is_not_there_is_refused(tiny: Tiny, engines: Engines) -> None:
+    with pytest.raises(NegotiationError, match=r"drafter.graphs = true .*there is no drafter to capture"):
+        engines(tiny("llama"), **{"drafter.graphs": True})
 
 
 def test_a_drafter_that_reads_the_host_is_not_captured(tiny: Tiny, engines: Engines) -> None:

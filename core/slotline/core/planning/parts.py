@@ -12,7 +12,7 @@ from slotline.registry.contracts import AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Candidate, Need, Plan, Reason, Setting, candidates, part_reasons
+from slotline.registry.negotiation import Candidate, GroupPlan, Need, Plan, Reason, Setting, candidates, part_reasons
 from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
@@ -191,14 +191,9 @@ def choose_tree(
     """
     if drafter is None or not drafter.capabilities.tree.support:
         return None
-    texts = []
     wanted = Need(capability="tree_mask", value=True, origin="trees")
-    for name, features in dict.fromkeys((group.backend, _features(group.layers[0])) for group in plan.groups):
-        backend = registry.load(Kind.ATTENTION, name, required=True)
-        others = [Need(capability=feature, value=True, origin="model") for feature in features]  # which may narrow it
-        others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
-        reasons = part_reasons(backend.capabilities, (wanted, *others))
-        texts += [f"attention backend {name!r}: {reason.text}" for reason in reasons]
+    every = (text for group in plan.groups for text in _backend_refusals(loaded, registry, group, wanted))
+    texts = list(dict.fromkeys(every))
     if plan.state_groups:
         texts.append("states follow one path")
     if stages > 1:
@@ -224,25 +219,28 @@ def choose_draft_graphs(
         layers: the drafter's own.
 
     Raises:
-        NegotiationError: if that was asked for and cannot be.
+        NegotiationError: if that was asked for and cannot be, without a drafter too.
     """
-    if drafter is None:
-        return None
     asked, origin = loaded.config.drafter.graphs, loaded.origins["drafter.graphs"]
+    if drafter is None:
+        if asked is True:
+            raise NegotiationError(
+                f"drafter.graphs = true ({origin.where}): there is no drafter to capture",
+                fix='name one as drafter.name, or set drafter.graphs to "auto"',
+            )
+        return None
     texts = []
     if dict(plan.graphs.phases).get("verify", "none") == "none":
         texts.append("no verifying step is captured")
     if refusal := drafter.capabilities.graphs.refusal(True):
         texts.append(f"drafter {drafter.name!r}: graphs {refusal}")
-    own = {layer.index for layer in layers}
+    own, planned_once = {layer.index for layer in layers}, Need(capability="plan_once", value=True, origin="drafter")
     for group in plan.groups:
         if own.isdisjoint(layer.index for layer in group.layers):
             continue
         if not (group.captured("decode") and group.captured("verify")):
             texts.append(f"attention group {group.name!r} is not captured")
-        backend = registry.load(Kind.ATTENTION, group.backend, required=True)
-        if refusal := backend.capabilities.plan_once.refusal(True):
-            texts.append(f"attention backend {group.backend!r}: plan_once {refusal}")
+        texts += _backend_refusals(loaded, registry, group, planned_once)
     if asked is True and texts:
         raise NegotiationError(
             f"drafter.graphs = true ({origin.where}): {'; '.join(texts)}", fix='set drafter.graphs to "auto" or false'
@@ -256,6 +254,15 @@ def choose_draft_graphs(
         origin=because,
         explicit=asked != "auto",
     )
+
+
+def _backend_refusals(loaded: LoadedConfig, registry: PluginRegistry, group: GroupPlan, wanted: Need) -> list[str]:
+    """Why a group's backend does not cover one more need beside those of the group's layers, which may narrow it."""
+    backend = registry.load(Kind.ATTENTION, group.backend, required=True)
+    others = [Need(capability=feature, value=True, origin="model") for feature in _features(group.layers[0])]
+    others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
+    reasons = part_reasons(backend.capabilities, (wanted, *others))
+    return [f"attention backend {group.backend!r}: {reason.text}" for reason in reasons]
 
 
 def _features(layer: AttentionLayer) -> tuple[str, ...]:

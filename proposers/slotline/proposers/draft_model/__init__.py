@@ -15,6 +15,7 @@ descriptor = Descriptor(
         max_tokens=Max(),
         needs_computed=True,
         needs_kv_group=True,
+        needs_checkpoint=True,
         on_device=True,
         graphs=Flag(True),
     ),

@@ -26,7 +26,12 @@ descriptor = Descriptor(
     name="medusa",
     summary="heads on the last hidden state, one for each draft token",
     capabilities=DrafterCapabilities(
-        devices=Set(None), max_tokens=Max(), needs_hidden_states=True, on_device=True, graphs=Flag(True)
+        devices=Set(None),
+        max_tokens=Max(),
+        needs_hidden_states=True,
+        needs_checkpoint=True,
+        on_device=True,
+        graphs=Flag(True),
     ),
     factory="slotline.proposers.medusa.drafter:MedusaDrafter",
 )
@@ -34,7 +39,9 @@ tree_descriptor = Descriptor(
     kind=Kind.DRAFTER,
     name="medusa_tree",
     summary="the same heads, several guesses of each as a tree",
-    capabilities=DrafterCapabilities(devices=Set(None), max_tokens=Max(256), tree=Flag(True), needs_hidden_states=True),
+    capabilities=DrafterCapabilities(
+        devices=Set(None), max_tokens=Max(256), tree=Flag(True), needs_hidden_states=True, needs_checkpoint=True
+    ),
     factory="slotline.proposers.medusa.drafter:MedusaTreeDrafter",
     options=MedusaTreeOptions,
 )

@@ -8,6 +8,7 @@ import torch
 
 from slotline.proposers.medusa import MedusaTreeOptions
 from slotline.proposers.medusa.choices import likeliest, ordered, parents_of
+from slotline.proposers.medusa.example import write_example
 from slotline.proposers.medusa.heads import MedusaHeads, read_heads
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 from slotline.registry.errors import ConfigError
@@ -20,6 +21,8 @@ class MedusaDrafter:
         ConfigError: without a folder, or if more tokens are asked for than there are heads.
         ModelError: if the folder does not hold heads for this model.
     """
+
+    write_example = staticmethod(write_example)
 
     def __init__(self, context: DrafterContext) -> None:
         self._heads = ProjectedHeads(context, context.num_tokens)
@@ -44,6 +47,8 @@ class MedusaTreeDrafter:
         ConfigError: as above, and if the choices are no tree of that size.
         ModelError: as above.
     """
+
+    write_example = staticmethod(write_example)
 
     def __init__(self, context: DrafterContext) -> None:
         options: MedusaTreeOptions = context.options or MedusaTreeOptions()

@@ -6,11 +6,11 @@ from slotline.registry.contracts.drafter import Drafter, DrafterCapabilities, Dr
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
-from slotline.testing.environments.drafter import draft_lengths
+from slotline.testing.environments.drafter import draft_lengths, with_checkpoint
 
 
 def _context(run: Run) -> DrafterContext:
-    return DrafterContext(
+    context = DrafterContext(
         contract=1,
         num_tokens=draft_lengths(run.subject)[0],
         vocab_size=32,
@@ -20,6 +20,7 @@ def _context(run: Run) -> DrafterContext:
         device=run.subject.device.type,
         dtype="float32",
     )
+    return with_checkpoint(run.subject, context)
 
 
 register_contract_checks(

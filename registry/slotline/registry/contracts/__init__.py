@@ -13,6 +13,7 @@ from slotline.registry.contracts.attention import (
     TreeMask,
 )
 from slotline.registry.contracts.drafter import (
+    CheckpointDrafterFactory,
     ComputedTokens,
     Draft,
     DraftBatch,
@@ -76,6 +77,7 @@ __all__ = [
     "BlockHash",
     "CacheSlots",
     "CascadeBackend",
+    "CheckpointDrafterFactory",
     "ComputedTokens",
     "Constraint",
     "Draft",

@@ -40,6 +40,8 @@ class DrafterCapabilities:
         needs_kv_group: has attention layers of its own, which join the model's in planning and share its blocks; the
             factory is a `KVDrafterFactory`. Goes with `needs_computed`.
         needs_grammar: proposes only tokens that the grammar state allows.
+        needs_checkpoint: reads weights of its own from `DrafterContext.path`; its factory may be a
+            `CheckpointDrafterFactory`, without which the conformance suite can say little of it.
         on_device: proposes without the host's tokens: of a `DraftBatch` it reads `rows` and what is on the device
             alone, and nothing in its proposal waits for the device. Steps may then overlap beside it.
         graphs: whether `observe` and `propose` can be captured in CUDA graphs and replayed without Python: they work on
@@ -58,6 +60,7 @@ class DrafterCapabilities:
     needs_computed: bool = False
     needs_kv_group: bool = False
     needs_grammar: bool = False
+    needs_checkpoint: bool = False
     on_device: bool = False
     graphs: Flag = Flag(False)
 
@@ -258,5 +261,21 @@ class KVDrafterFactory(Protocol):
         ...
 
     def __call__(self, context: DrafterContext) -> Observer:
+        """Build the drafter."""
+        ...
+
+
+class CheckpointDrafterFactory(Protocol):
+    """The factory of a drafter that `needs_checkpoint`: usually a class with a static method `write_example`."""
+
+    def write_example(self, folder: Path, context: DrafterContext) -> None:
+        """Write a small checkpoint of made-up weights into an empty folder, for the conformance suite.
+
+        It fits `num_tokens`, `vocab_size` and `hidden_size` of the context and is the same for the same context. There
+        is no model, so what a checkpoint may share with one it holds itself.
+        """
+        ...
+
+    def __call__(self, context: DrafterContext) -> Drafter:
         """Build the drafter."""
         ...

@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from random import Random
-from typing import Any
+from tempfile import TemporaryDirectory, mkdtemp
+from typing import Any, cast
 
 import numpy as np
 import torch
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
+from slotline.registry.contracts import CheckpointDrafterFactory, Draft, DraftBatch, DrafterContext
+from slotline.registry.loading import resolve_factory
 from slotline.testing.check import Failed, NotApplicable
 from slotline.testing.oracles.drafter import Fault, draft_faults
 from slotline.testing.subject import Subject
@@ -87,10 +91,10 @@ class World:
 
     def __attrs_post_init__(self) -> None:
         self.num_tokens = self.num_tokens or draft_lengths(self.subject, up_to=4)[-1]
-        self.drafter = self.subject.build(self.context())
+        self.drafter = self.subject.build(with_checkpoint(self.subject, self.context()))
 
     def context(self) -> DrafterContext:
-        """The build context; contract and options are filled in by the subject."""
+        """The build context without a checkpoint; contract and options are filled in by the subject."""
         return DrafterContext(
             contract=1,
             num_tokens=self.num_tokens,
@@ -194,8 +198,32 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
     for name in ("needs_layers", "needs_computed", "needs_kv_group"):
         if getattr(capabilities, name):
             raise NotApplicable(f"{name}: only an engine can give it")
+    if capabilities.needs_checkpoint and not hasattr(resolve_factory(subject.descriptor), "write_example"):
+        raise NotApplicable("needs_checkpoint: its factory has no write_example")
     limit = capabilities.max_tokens.limit
     return tuple(range(1, 1 + min(up_to, up_to if limit is None else limit)))
+
+
+def with_checkpoint(subject: Subject, context: DrafterContext) -> DrafterContext:
+    """The context with a folder of made-up weights that the plugin writes, if it needs one.
+
+    Raises:
+        Failed: if the plugin cannot write it.
+    """
+    if not subject.capabilities.needs_checkpoint:
+        return context
+    folder, factory = mkdtemp(dir=_folders().name), cast(CheckpointDrafterFactory, resolve_factory(subject.descriptor))
+    try:
+        factory.write_example(Path(folder), evolve(context, options=subject.options))
+    except Exception as error:  # the plugin's
+        raise Failed(f"write_example raised {type(error).__name__}: {error}") from error
+    return evolve(context, path=folder)
+
+
+@cache
+def _folders() -> TemporaryDirectory[str]:
+    """Where all checkpoints of this process lie; it is removed when the process ends."""
+    return TemporaryDirectory(prefix="slotline-drafters-")
 
 
 def random_request(rng: Random, *, vocab_size: int = 32, length: int = 0, temperature: float | None = None) -> Request:
