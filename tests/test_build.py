@@ -19,6 +19,7 @@ from slotline.core.execution.staging import CpuStaging, CudaStaging, staging_for
 from slotline.core.planning.plan import make_plan
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.config import load_config
+from slotline.registry.errors import CapacityError
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -82,6 +83,25 @@ def test_a_step_starts_its_copies_at_once_and_before_attention_is_planned(
     finally:
         engine.gatherer.assembler.feeds, engine.runner.staging = feeds, old
     assert events == ["copy", "planned"]
+
+
+@pytest.mark.parametrize(
+    ("place", "says"),
+    [
+        ("load", r"the model of \d+ parameters does not fit into memory[\s\S]*offload_gib"),
+        ("forward", r"a step of 16 tokens of 4 requests does not fit into memory[\s\S]*max_batched_tokens"),
+    ],
+)
+def test_what_does_not_fit_while_an_engine_is_built_is_a_capacity_error(
+    place: str, says: str, tiny: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    owner = "TransformersDecoder" if place == "load" else "DecoderModel"
+    monkeypatch.setattr(f"slotline.plugins.model_families.transformers_model.{owner}.{place}", fail)
+    with pytest.raises(CapacityError, match=says):
+        LLM(tiny("llama"), max_num_batched_tokens=16, max_num_seqs=4, memory="4MiB")
 
 
 @pytest.mark.behaviour(94, 95, 142)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,15 @@ from slotline.core import LLM, PoolingParams, SamplingParams
 from slotline.core.scheduling.request import Request
 from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
 from slotline.plugins.model_families.logits import NoHead
-from slotline.registry.errors import ConfigError, ContractError, ModelError, NegotiationError, RequestError
+from slotline.plugins.model_families.pooling import make_pooler
+from slotline.registry.errors import (
+    CapacityError,
+    ConfigError,
+    ContractError,
+    ModelError,
+    NegotiationError,
+    RequestError,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -444,6 +453,35 @@ def test_what_a_task_cannot_work_with_is_an_error_at_the_start(
 ) -> None:
     with pytest.raises(error, match=says):
         engines(tiny("llama"), **settings)
+
+
+@pytest.mark.behaviour(141)
+def test_the_pooler_runs_at_full_size_before_the_first_request_and_must_fit(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poolers: list[list[int]] = []
+    memory = True
+
+    def made(*given: Any) -> Any:
+        pooler, notes = make_pooler(*given)
+        poolers.append([])
+
+        def pool(states: torch.Tensor, params: Any) -> torch.Tensor:
+            poolers[-1].append(len(states))
+            if not memory:
+                raise torch.OutOfMemoryError("out of memory")
+            return pooler.pool(states, params)
+
+        return SimpleNamespace(method=pooler.method, adjust=pooler.adjust, pool=pool), notes
+
+    monkeypatch.setattr("slotline.plugins.model_families.transformers_model.make_pooler", made)
+    settings: dict[str, Any] = {"task": "embed", "max_num_seqs": 6, "max_num_batched_tokens": 40, "max_model_len": 64}
+    LLM(tiny("llama"), memory="4MiB", **settings)
+    assert poolers[0]
+    assert max(poolers[0]) == 6
+    memory = False
+    with pytest.raises(CapacityError, match=r"a step of 40 tokens of 6 requests does not fit[\s\S]*max_requests"):
+        LLM(tiny("llama"), memory="4MiB", **settings)
 
 
 def test_a_family_that_offers_a_task_and_brings_no_pooler_is_named(

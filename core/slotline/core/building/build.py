@@ -11,7 +11,7 @@ from slotline.core.building.adapters import adapter_notes, build_adapters, has_s
 from slotline.core.building.drafter import build_drafting
 from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
-from slotline.core.building.memory import MemoryReport, size_pool
+from slotline.core.building.memory import MemoryReport, fits, size_pool
 from slotline.core.building.serving import build_grammars, build_pipeline, limits_of, load_tokenizer
 from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import tables_for
@@ -47,6 +47,7 @@ from slotline.registry.loading import bind_contract
 logger = logging.getLogger("slotline")
 
 _CPU_PROFILE_TOKENS = 256
+_SMALLER_STEPS = "lower scheduler.max_batched_tokens or scheduler.max_requests"
 
 
 def build_engine(loaded: LoadedConfig) -> Engine:
@@ -106,7 +107,8 @@ class EngineBuilder:
         encoding = self._encoding(model)
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
-        self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
+        with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
+            self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
         runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
@@ -165,7 +167,8 @@ class EngineBuilder:
             stages=planned.stages.divided,
             options=self.planned.options(planned.family_descriptor),
         )
-        with self.startup.scope("weights"):
+        fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
+        with self.startup.scope("weights"), fits(f"the model of {planned.facts.num_parameters} parameters", fix):
             return planned.family.load(context)
 
     def _runner(
@@ -276,17 +279,21 @@ class EngineBuilder:
 
         def profile() -> float:
             on_cuda = device.startswith("cuda")
-            held = encoding.profile() if encoding is not None and on_cuda else None
+            with fits(
+                "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
+            ):
+                held = encoding.profile() if encoding is not None and on_cuda else None
             lens = even_split(tokens, min(requests, tokens))
             inputs = gatherer.dummy(
                 lens, vocab_size=self.planned.facts.vocab_size, adapters=has_slots(self.planned), beginning=on_cuda
             )
             if encoding is not None and on_cuda:
                 inputs.encoder_states = encoding.made_up_states(len(lens))
-            output = runner.run(inputs)
-            del inputs
-            if runner.drafting is not None:
-                runner.drafting.rehearse(output.computed)
+            with fits(f"a step of {tokens} tokens of {len(lens)} requests", _SMALLER_STEPS):
+                output = runner.run(inputs)
+                del inputs
+                if runner.drafting is not None:
+                    runner.drafting.rehearse(output.computed)
             if runner.pooling is None:
                 warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, device)
             del held
@@ -330,5 +337,6 @@ class EngineBuilder:
         longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
         for adapters in (False, True)[: 1 + has_slots(self.planned)]:
             for query_lens in ([1], [longest]):
-                engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
+                with fits(f"a step of {query_lens[0]} tokens beside the cache", "lower cache.memory"):
+                    engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
         engine.profiler.reset()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 import torch
@@ -118,6 +118,19 @@ def count_slots(
             fix=f"set state.checkpoints = {(room - num_rows * row) // each}, or raise cache.memory",
         )
     return num_rows + checkpoints
+
+
+@contextlib.contextmanager
+def fits(what: str, fix: str) -> Iterator[None]:
+    """Around whatever takes memory while an engine is built.
+
+    Raises:
+        CapacityError: if there is not enough; names `what` and `fix`.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise CapacityError(f"{what} does not fit into memory", fix=fix) from error
 
 
 def size_pool(
