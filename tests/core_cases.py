@@ -35,25 +35,27 @@ def request(name: str, prompt: list[int], arrival: int = 0, priority: int = 0, *
 def cache_of(
     num_blocks: int,
     *,
-    block_size: int = 4,
+    block_size: int | tuple[int, ...] = 4,
     kernel_block_size: int | None = None,
     max_requests: int = 4,
     max_model_len: int = 32,
     prefix_caching: bool = True,
 ) -> CacheManager:
-    """A cache with one group of full attention and `num_blocks` usable blocks."""
-    kernel = kernel_block_size or block_size
-    context = KVSpecContext(
-        contract=1,
-        layers=(),
-        block_size=block_size,
-        kernel_block_size=kernel,
-        layout="NHD",
-        kv_dtype="float32",
-        max_model_len=max_model_len,
-    )
-    group = CacheGroup(0, FullSpec(context), block_size, kernel, max_requests, max_model_len)
-    return CacheManager(BlockPool(num_blocks + 1), [group], prefix_caching=prefix_caching)
+    """A cache with a group of full attention for each block size, and `num_blocks` usable blocks."""
+    groups = []
+    for index, size in enumerate((block_size,) if isinstance(block_size, int) else block_size):
+        kernel = kernel_block_size or size
+        context = KVSpecContext(
+            contract=1,
+            layers=(),
+            block_size=size,
+            kernel_block_size=kernel,
+            layout="NHD",
+            kv_dtype="float32",
+            max_model_len=max_model_len,
+        )
+        groups.append(CacheGroup(index, FullSpec(context), size, kernel, max_requests, max_model_len))
+    return CacheManager(BlockPool(num_blocks + 1), groups, prefix_caching=prefix_caching)
 
 
 @define(eq=False)
@@ -64,7 +66,7 @@ class Bench:
     max_requests: int = 4
     max_model_len: int = 32
     max_batched_tokens: int = 16
-    block_size: int = 4
+    block_size: int | tuple[int, ...] = 4
     chunked_prefill: bool = True
     prefix_caching: bool = True
     encoder_cache: EncoderCache | None = None

@@ -217,6 +217,26 @@ def test_equal_prefixes_share_blocks_and_the_last_token_is_always_computed() -> 
     assert schedule.num_tokens == 1 + 4 + 2
 
 
+@pytest.mark.parametrize(("sizes", "stretch", "unit"), [((4, 6), 2, 12), ((3, 9), 3, 9), ((8, 8), 8, 8)])
+def test_prefixes_are_hashed_in_stretches_that_divide_every_groups_blocks(
+    sizes: tuple[int, int], stretch: int, unit: int
+) -> None:
+    """The chain of hashes follows no group's block size, and a hit is whole blocks of each."""
+    bench = Bench(num_blocks=600, max_batched_tokens=64, block_size=sizes)
+    first = bench.add("first", list(range(29)), max_tokens=2)
+    bench.step()
+    assert len(first.block_hashes) == 29 // stretch
+    for shared in range(29):
+        other = bench.add(f"to {shared}", [*range(shared), *range(100, 132 - shared)][:31], max_tokens=1)
+        bench.step()
+        assert other.metrics.num_cached_tokens == shared // unit * unit
+        bench.step()
+    for group in bench.cache.groups:
+        assert [bench.cache.pool.lookup(group.index, h) is not None for h in first.block_hashes] == [
+            (i + 1) * stretch % group.block_size == 0 for i in range(len(first.block_hashes))
+        ]
+
+
 def test_sampled_tokens_are_cached_too() -> None:
     bench = Bench()
     bench.add("a", [1, 2, 3], max_tokens=6)
