@@ -21,7 +21,7 @@ from slotline.core.drafting.verification import Rejections, reject, standing
 from slotline.core.sampling.sampler import SamplingBatch
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import Draft, DraftBatch
-from slotline.registry.errors import NegotiationError, PluginNotFoundError
+from slotline.registry.errors import ConfigError, NegotiationError, PluginNotFoundError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -341,6 +341,22 @@ def test_a_drafter_that_fails_costs_drafts_and_nothing_else(
 def test_an_unknown_drafter_is_named_with_those_that_exist(tiny: Tiny) -> None:
     with pytest.raises(PluginNotFoundError, match=r"ngrm(.|\n)*ngram"):
         LLM(tiny("llama"), **{"drafter.name": "ngrm"})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"min_tokens": 0}, "min_tokens=0"),
+        ({"min_tokens": 6, "max_tokens": 5}, "min_tokens=6 and max_tokens=5"),
+        ({"most_tokens": 5}, "no key 'most_tokens' .* did you mean"),
+        ({"min_tokens": "two"}, "min_tokens"),
+    ],
+)
+def test_options_of_the_ngram_drafter_that_cannot_be_are_refused(
+    options: dict[str, Any], says: str, tiny: Tiny
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        LLM(tiny("llama"), **NGRAM, **{f"drafter.ngram.{key}": value for key, value in options.items()})
 
 
 def test_more_drafts_than_the_model_has_room_for_are_refused(tiny: Tiny) -> None:

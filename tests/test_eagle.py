@@ -10,14 +10,16 @@ from typing import Any
 import head_folders
 import pytest
 import torch
+from attrs import evolve
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from head_folders import Dense, Expected
+from safetensors.torch import save_file
 from test_small_model_files import HELD_OUT
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from slotline.core import LLM, SamplingParams
-from slotline.proposers.eagle.heads import EagleHead, read_config
+from slotline.proposers.eagle.heads import Eagle3Head, EagleHead, read_config, read_weights
 from slotline.registry.errors import ContractError, ModelError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -229,6 +231,90 @@ def test_the_eagle_layer_is_a_llamas_without_its_first_norm(tiny: Tiny, folder: 
         found, again = head(embeddings, hidden, positions, Dense())
     assert torch.allclose(found, expected.view_as(found), atol=1e-5)
     assert found is again
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_attention_is_added_to_the_hidden_state_with_or_without_its_norm(tiny: Tiny, folder: Any, first: bool) -> None:
+    config = evolve(read_config(folder("llama", "eagle3")), norm_before_residual=first)
+    head = Eagle3Head(config)
+    embeddings, hidden = torch.randn(2, 5, 64).unbind()
+    positions = torch.arange(5)
+    layer, rotary = head.midlayer, head.positions(positions, embeddings)
+    with torch.no_grad():
+        for norm in (layer.hidden_norm, layer.input_layernorm):
+            norm.weight.uniform_(0.5, 2)
+        out, again = head(embeddings, hidden, positions, Dense())
+        states = layer.hidden_norm(hidden)
+        attention = layer.self_attn(torch.cat([layer.input_layernorm(embeddings), states], -1), rotary, Dense())
+        x = attention + (states if first else hidden)
+        x = x + layer.mlp(layer.post_attention_layernorm(x))
+    assert torch.allclose(again, x, atol=1e-5)
+    assert torch.allclose(out, head.norm(x), atol=1e-5)
+
+
+# ---- the forms of folders
+
+
+def published(head: Path, folder: Path, form: str) -> Path:
+    """A head's folder in another form."""
+    folder.mkdir()
+    config, weights = json.loads((head / "config.json").read_text()), read_weights(head)
+    if form == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        renamed = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
+        save_file(renamed, folder / "model.safetensors")
+    if form.startswith("speculators"):
+        layer = {key: config.pop(key) for key in list(config) if key not in ("eagle_config", "draft_vocab_size")}
+        config |= {"speculators_model_type": "eagle3", "transformer_layer_config": layer, "target_hidden_size": None}
+        config |= {"eagle_aux_hidden_state_layer_ids": config.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]}
+        config |= {} if form.endswith("default") else {"norm_before_residual": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("eagle", "bin"), ("eagle3", "bin"), ("eagle3", "layers.0"), ("eagle3", "speculators")],
+)
+def test_a_head_drafts_the_same_from_every_published_form(
+    tiny: Tiny, folder: Any, tmp_path: Path, kind: str, form: str
+) -> None:
+    head, drafts = folder("llama", kind), []
+    for path in (head, published(head, tmp_path / "other", form)):
+        llm = LLM(tiny("llama"), device="cpu", max_model_len=64, **settings_of(path, kind))
+        seen = watch(llm)
+        tokens_of(llm, random_prompts(LENGTHS, seed=3))
+        drafts.append(seen)
+    assert drafts[0] == drafts[1]
+    assert len(drafts[0]) > 10
+
+
+def test_a_head_of_speculators_normalises_first_unless_it_says_otherwise(folder: Any, tmp_path: Path) -> None:
+    head = folder("llama", "eagle3")
+    assert not read_config(head).norm_before_residual
+    assert not read_config(published(head, tmp_path / "says", "speculators")).norm_before_residual
+    found = read_config(published(head, tmp_path / "default", "speculators, default"))
+    assert found.norm_before_residual
+    assert (found.draft_vocab_size, found.layer_ids) == (100, head_folders.AUX)
+    assert found.llama.intermediate_size == 48
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"speculators_model_type": "mlp"}, "speculators_model_type is 'mlp'"),
+        ({"transformer_layer_config": {"num_hidden_layers": 2}}, "num_hidden_layers is 2"),
+    ],
+)
+def test_other_heads_of_speculators_are_refused(
+    folder: Any, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    made = published(folder("llama", "eagle3"), tmp_path / "made", "speculators")
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | changes))
+    with pytest.raises(ModelError, match=words):
+        read_config(made)
 
 
 # ---- folders that do not fit

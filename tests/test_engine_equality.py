@@ -55,6 +55,23 @@ def test_every_family_gives_transformers_tokens_in_mixed_chunked_shared_batches(
     assert hits == [(len(p) - 1) // block_size * block_size for p in PROMPTS]
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "bamba"])
+@pytest.mark.behaviour(152, 154)
+def test_tokens_do_not_depend_on_how_keys_lie_in_a_block(
+    family: str, layout: str, tiny: Tiny, engines: Engines, greedy: Greedy
+) -> None:
+    """Tokens first or heads first, beside windows, latents and states, over cached prefixes too."""
+    path = tiny(family)
+    settings = {"scheduler.max_batched_tokens": 24, "attention.layout": layout}
+    llm = engines(path, **settings)
+    assert {group.layout for group in llm.plan.cache_groups} == {layout}
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == expected(greedy, path, PROMPTS)
+    assert sum(o.metrics.num_cached_tokens for o in outputs) > 0
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("optimize", [False, True])
 @pytest.mark.parametrize("block_size", [4, 16])

@@ -34,12 +34,14 @@ class HeadConfig:
         llama: its decoder layers, a Llama's.
         draft_vocab_size: tokens that an EAGLE-3 head chooses among; the target's where nothing is said.
         layer_ids: the target's layers, from 0, whose inputs an EAGLE-3 head reads; empty for the usual three.
+        norm_before_residual: whether what an EAGLE-3 head adds its attention to is the normalised hidden state.
     """
 
     path: Path
     llama: LlamaConfig
     draft_vocab_size: int
     layer_ids: tuple[int, ...] = ()
+    norm_before_residual: bool = False
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
         """The layers to read of a target with `num_layers`: early, middle and late, as the authors of EAGLE-3 do."""
@@ -47,14 +49,14 @@ class HeadConfig:
 
 
 def read_config(path: Path) -> HeadConfig:
-    """Read config.json.
+    """Read config.json, the authors' or one of the library speculators.
 
     Raises:
         ModelError: if the folder has none that can be read, or if its layers are not a Llama's.
     """
     file = path / "config.json"
     try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        settings = _flat(json.loads(file.read_text(encoding="utf-8")))
         hidden_act = settings.get("hidden_act", "silu")
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         missing = [name for name in names if not isinstance(settings.get(name), int)]
@@ -74,7 +76,21 @@ def read_config(path: Path) -> HeadConfig:
         llama=llama,
         draft_vocab_size=int(settings.get("draft_vocab_size") or llama.vocab_size),
         layer_ids=tuple(map(int, ids)),
+        norm_before_residual=bool(settings.get("norm_before_residual", False)),
     )
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings as the authors write them: speculators keeps the layer's apart, and normalises first by default."""
+    layer = settings.get("transformer_layer_config")
+    if layer is None:
+        return settings
+    if (kind := settings.get("speculators_model_type")) != "eagle3":
+        raise ValueError(f"speculators_model_type is {kind!r}, and of that library's heads those of 'eagle3' are read")
+    if (layers := layer.get("num_hidden_layers", 1)) != 1:
+        raise ValueError(f"num_hidden_layers is {layers}, and an EAGLE-3 head has one layer")
+    own = {key: value for key, value in settings.items() if key != "transformer_layer_config" and value is not None}
+    return {**layer, "norm_before_residual": True, **own}
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -208,8 +224,9 @@ class EagleHead(Head):
 class Eagle3Layer(nn.Module):
     """A Llama decoder layer whose attention reads embeddings and hidden states side by side, each under a norm."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, *, norm_before_residual: bool = False) -> None:
         super().__init__()
+        self.norm_before_residual = norm_before_residual
         self.self_attn = Attention(config, 0, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -224,8 +241,9 @@ class Eagle3Layer(nn.Module):
         attend: Attend,
     ) -> torch.Tensor:
         """[n, hidden_size] twice to [n, hidden_size]."""
-        both = torch.cat([self.input_layernorm(embeddings), self.hidden_norm(hidden)], -1)
-        x = hidden + self.self_attn(both, rotary, attend)
+        normed = self.hidden_norm(hidden)
+        both = torch.cat([self.input_layernorm(embeddings), normed], -1)
+        x = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rotary, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
@@ -237,7 +255,7 @@ class Eagle3Head(Head):
         super().__init__(config)
         size = config.llama.hidden_size
         self.fc = nn.Linear(num_states * (target_size or size), size, bias=bias)
-        self.midlayer = Eagle3Layer(config.llama)
+        self.midlayer = Eagle3Layer(config.llama, norm_before_residual=config.norm_before_residual)
         self.norm = LlamaRMSNorm(size, eps=config.llama.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
