@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_driver import random_prompts
+from lora_cases import PeftOracle
 from torch import nn
 
 from slotline.core import LLM, RequestOutput, SamplingParams
@@ -114,3 +115,62 @@ def test_the_same_on_a_gpu_with_graphs_and_asynchronous_scheduling(graphs: str, 
     expected = alone(llm, PROMPTS)
     assert [bits(output) for output in llm.generate(PROMPTS, SCORED)] == expected
     assert [bits(output) for output in llm.generate(PROMPTS[::-1], SCORED)] == expected[::-1]
+
+
+ADAPTED = {"lora.max_adapters": 2, "lora.max_rank": 8}
+ADAPTERS: list[str | None] = ["first", None, "second", "first", "second", None]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_change_no_other_request_s_bits(dtype: str, tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
+    path = tiny("llama")
+    oracle = PeftOracle(path, tmp_path, {"first": {}, "second": {"r": 8, "use_rslora": True}})
+    settings = {"backend": "cpu", "optimize": True, "dtype": dtype, "block_size": 4, "batch_invariant": True}
+    llm = engines(path, **settings, **ADAPTED, **{"lora.name": "torch", "scheduler.max_batched_tokens": 24})
+    requests = [oracle.request(name) for name in ADAPTERS]
+    expected = []
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        llm.engine.scheduler.cache.pool.reset()
+        expected.append(bits(llm.generate([prompt], SCORED, lora_request=request)[0]))
+    plain = [bits(output) for output in llm.generate(PROMPTS, SCORED)]
+    assert [found == base for found, base in zip(expected, plain, strict=True)] == [name is None for name in ADAPTERS]
+    for order in (1, -1):
+        outputs = llm.generate(PROMPTS[::order], SCORED, lora_request=requests[::order])
+        assert [bits(output) for output in outputs] == expected[::order]
+
+
+def test_an_adapter_in_the_weights_changes_no_bit_with_the_batch(tiny: Tiny, engines: Engines, tmp_path: Path) -> None:
+    path = tiny("llama")
+    oracle = PeftOracle(path, tmp_path, {"first": {}})
+    settings = {"backend": "cpu", "optimize": True, "dtype": "float32", "batch_invariant": True, "lora.name": "torch"}
+    merged = engines(path, **settings, **ADAPTED, **{"lora.merge": True})
+    merged.add_lora(oracle.request("first"))
+    found = []
+    for prompts in ([PROMPTS[1]], PROMPTS):
+        outputs = merged.generate(prompts, SCORED, lora_request="first")
+        found.append([bits(output) for output in outputs])
+    assert found[0][0] == found[1][1]
+    greedy = SamplingParams(temperature=0, max_tokens=6)
+    (output,) = merged.generate([PROMPTS[1]], greedy, lora_request="first")
+    assert list(output.outputs[0].token_ids) == oracle.greedy("first", PROMPTS[1], 6)
+    assert merged.remove_lora(1)
+    (output,) = merged.generate([PROMPTS[1]], greedy)
+    assert list(output.outputs[0].token_ids) == oracle.greedy(None, PROMPTS[1], 6)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("plugin", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_change_no_other_request_s_bits_on_a_gpu(plugin: str, dtype: str, tiny: Tiny, tmp_path: Path) -> None:
+    path = tiny("llama")
+    oracle = PeftOracle(path, tmp_path, {"first": {}, "second": {"r": 8, "use_rslora": True}})
+    options = {"dtype": dtype, "batch_invariant": True, "max_model_len": 128, "lora.name": plugin, **ADAPTED}
+    llm = LLM(path, device="cuda", memory="64MiB", max_num_batched_tokens=24, **options)
+    requests = [oracle.request(name) for name in ADAPTERS]
+    expected = []
+    for prompt, request in zip(PROMPTS, requests, strict=True):
+        llm.engine.scheduler.cache.pool.reset()
+        expected.append(bits(llm.generate([prompt], SCORED, lora_request=request)[0]))
+    for order in (1, -1):
+        outputs = llm.generate(PROMPTS[::order], SCORED, lora_request=requests[::order])
+        assert [bits(output) for output in outputs] == expected[::order]

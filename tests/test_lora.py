@@ -15,6 +15,7 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
@@ -195,6 +196,49 @@ def test_products_with_adapters_behind_their_weights_equal_peft(family, tiny, tm
     assert len(expanded) == used
 
 
+def test_steps_of_one_adapter_are_told_as_such_and_equal_peft(llama, oracle, monkeypatch):
+    pytest.importorskip("triton")
+    from slotline.plugins.lora.segmented import plugin
+
+    if torch.cuda.is_available():
+        pytest.skip("tests/test_lora_cuda.py has it with the compiled kernels")
+    monkeypatch.setattr(plugin, "MOST_EXTENDED", 100)
+    named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
+    settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 8, "memory": "8MiB"}
+    llm = LLM(llama, optimize=False, **{**settings, **LORA, **named})
+    single, slots = llm.engine.adapters._plan_single, list[int]()
+
+    def plan_single(planned: torch.Tensor, slot: int) -> None:
+        assert set(planned.tolist()) <= {slot, -1}
+        slots.append(slot)
+        single(planned, slot)
+
+    monkeypatch.setattr(llm.engine.adapters, "_plan_single", plan_single)
+    check(llm, oracle, ["plain", "stabilised"], length=3)
+    assert slots == []
+    check(llm, oracle, ["stabilised", None], length=3)
+    check(llm, oracle, ["plain"], length=3)
+    assert slots == [1, 1, 1, 0, 0, 0]
+    check(llm, oracle, ["queries", None, "queries"], length=3)  # in the slot of the one that was used least recently
+    check(llm, oracle, ["plain", "queries", None], length=3)
+    assert slots[6:] == [1, 1, 1]
+
+
+def test_a_family_without_embeddings_and_room_takes_adapters_on_its_linear_layers(llama, oracle):
+    pytest.importorskip("triton")
+    if torch.cuda.is_available():
+        pytest.skip("the plugin's kernels are interpreted here")
+    inline = [INLINE.replace("narrow_lora", name) for name in ("plain_family", "interpreted_lora")]
+    settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 4, "memory": "8MiB"}
+    named = {"lora.name": "interpreted_lora", "plugins.inline": inline, "plugins.block": ("transformers_decoder",)}
+    llm = LLM(llama, optimize=False, **{**settings, **LORA, **named})
+    assert "plain_decoder" in llm.plan.explain()
+    check(llm, oracle, ["plain", None], length=3)
+    check(llm, oracle, ["plain", "stabilised", None], length=3)
+    with pytest.raises(ConfigError, match=r"the model has no embed_tokens to adapt"):
+        LLM(llama, optimize=False, **{**settings, **LORA, **named, "lora.target_modules": ("embed_tokens",)})
+
+
 def test_an_embedding_is_refused_with_the_key_that_allows_it(engine, embedded):
     with pytest.raises(RequestError, match=r"(embed_tokens|lm_head)\.\S+ belongs to no module") as error:
         engine().add_lora(embedded.request("embedding"))
@@ -357,22 +401,35 @@ def test_made_up_steps_use_every_slot_or_none_and_leave_the_slots_as_they_were(e
     llm = engine()
     gatherer, runner = llm.engine.gatherer, llm.engine.runner
     check(llm, oracle, ["plain"], length=2)
-    inputs = gatherer.dummy([3, 2], adapters=True)
+    inputs = gatherer.dummy([3, 2], adapters=AdapterUse.MANY)
     assert inputs.lora_slots.tolist() == [0, 1, 0, 1, 0]
     assert gatherer.dummy([3, 2]).lora_slots is None
-    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=True), adapters=True)
+    padded = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=AdapterUse.MANY), adapters=AdapterUse.MANY)
     assert padded.lora_slots.tolist() == [0, 1, 0, -1]
+    assert padded.single_slot is None
+    single = gatherer.dummy([1, 1, 1], shape=GraphShape(4, 1, adapters=AdapterUse.ONE), adapters=AdapterUse.ONE)
+    assert (single.lora_slots.tolist(), single.single_slot) == ([0, 0, 0, -1], 0)
     runner.run(inputs)
     runner.run(gatherer.dummy([3, 2]))
     assert llm.list_loras() == {1}
     check(llm, oracle, ["plain", None], length=4)
 
 
+NONE, ONE, MANY = AdapterUse
+
+
 @pytest.mark.behaviour(146)
 @pytest.mark.parametrize(
-    ("captured", "without", "adapted"), [((False, True), False, True), ((True,), True, True), ((False,), False, None)]
+    ("captured", "taken"),
+    [
+        ((NONE, MANY), (NONE, MANY, MANY)),
+        ((NONE, ONE, MANY), (NONE, ONE, MANY)),
+        ((MANY,), (MANY, MANY, MANY)),
+        ((NONE,), (NONE, None, None)),
+    ],
+    ids=str,
 )
-def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, without, adapted):
+def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
     shapes = GraphShapes(
         {"decode": "full"}, (1, 2, 4), query_len=1, max_requests=4, max_tokens=16, adapters=lambda _: captured
     )
@@ -380,8 +437,66 @@ def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, without, adap
     assert len(shapes.largest_first) == 3 * len(captured)
     one = np.ones(3, np.int64)
     schedule = Schedule(rows=np.arange(3), num_scheduled=one, num_computed=one, num_tokens=3, num_decodes=3)
-    assert shapes.shape_for(schedule) == GraphShape(4, 1, adapters=without)
-    assert shapes.shape_for(schedule, adapters=True) == (None if adapted is None else GraphShape(4, 1, adapters=True))
+    found = [shapes.shape_for(schedule, adapters=use) for use in AdapterUse]
+    assert found == [None if use is None else GraphShape(4, 1, adapters=use) for use in taken]
+
+
+# --- over pipeline stages, each with a plugin of its own
+
+
+def test_stages_give_their_own_layers_shares_and_an_adapter_swaps_in_all_of_them(engine, embedded):
+    llm = engine(**EMBEDDED, max_num_batched_tokens=16, **{"parallel.pipeline": 3})
+    parts = llm.engine.adapters._lora._parts
+    layers = [{path.split(".")[2] for path in part.lora.context.modules if ".layers." in path} for part in parts]
+    assert set.union(*layers) == set("0123")
+    assert sum(map(len, layers)) == 4
+    assert ["embed" in str(part.lora.context.modules) for part in parts] == [True, False, False]
+    assert ["lm_head" in part.lora.context.modules for part in parts] == [False, False, True]
+    check(llm, embedded, ["embedding", None, "both", "queries", "embedding"])  # of three adapters in two slots
+    check_scores(llm, embedded, ["both", None, "embedding"])
+    for part in parts:
+        for shares in part.lora._shares.values():
+            assert shares.keys() <= part.lora.context.modules.keys()
+
+
+def test_products_over_stages_are_extended_and_planned_for_one_adapter(llama, oracle, monkeypatch):
+    pytest.importorskip("triton")
+    from slotline.plugins.lora.segmented import plugin
+
+    if torch.cuda.is_available():
+        pytest.skip("the plugin's kernels are interpreted here")
+    monkeypatch.setattr(plugin, "MOST_EXTENDED", 100)
+    named = {"lora.name": "interpreted_lora", "plugins.inline": (str(INLINE).replace("narrow", "interpreted"),)}
+    settings = {"dtype": "float32", "backend": "torch", "max_model_len": 64, "max_num_seqs": 4, "memory": "8MiB"}
+    llm = LLM(llama, optimize=False, **{**settings, **LORA, **named, "parallel.pipeline": 2})
+    expanded = expansions(llm)
+    check(llm, oracle, ["plain", "stabilised", None], length=3)
+    check(llm, oracle, ["stabilised", None], length=3)
+    assert len(set(expanded)) == 28
+    assert [part.lora._places for part in llm.engine.adapters._lora._parts] == [[1, 0], [1, 0]]
+
+
+def test_an_adapter_that_a_later_stage_refuses_is_in_none(engine, oracle, monkeypatch):
+    llm = engine(**{"parallel.pipeline": 2})
+    first, last = (part.lora for part in llm.engine.adapters._lora._parts)
+
+    def refuses(name: str, path: str) -> int:
+        raise RequestError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "load", refuses)
+        with pytest.raises(RequestError, match="no room"):
+            llm.add_lora(oracle.request("plain"))
+    assert first._slots == last._slots == {}
+    assert llm.list_loras() == set()
+    check(llm, oracle, ["plain", None], length=3)
+
+
+def test_an_adapter_is_merged_over_stages(engine, embedded):
+    llm = engine(**EMBEDDED, **{"lora.merge": True, "parallel.pipeline": 2})
+    check(llm, embedded, ["both"])
+    assert llm.remove_lora(embedded.request("both").lora_int_id)
+    check(llm, embedded, [None])
 
 
 # --- one adapter in the weights
@@ -519,10 +634,19 @@ def test_files_that_vanish_or_change_before_a_swap_fail_their_request_alone(engi
 def test_a_configuration_that_cannot_hold_is_refused(llama, tiny):
     with pytest.raises(NegotiationError, match="without a LoRA plugin"):
         LLM(llama, **{"lora.adapters": {"a": "b"}})
-    with pytest.raises(NegotiationError, match=r"batch_invariant = true .*lora.name = 'torch'"):
-        LLM(llama, batch_invariant=True, **{"lora.name": "torch"})
+    narrow = {"lora.name": "narrow_lora", "plugins.inline": (INLINE,)}
+    with pytest.raises(NegotiationError, match=r"'narrow_lora' cannot be used: .*batch_invariant"):
+        LLM(llama, batch_invariant=True, **narrow)
+    plain = {
+        "plugins.inline": (INLINE.replace("narrow_lora", "plain_family"),),
+        "plugins.block": ("transformers_decoder",),
+    }
+    for others, lacks in ((narrow, "staged"), ({"lora.name": "torch", **plain}, "'plain_decoder'.*staged_adapters")):
+        with pytest.raises(NegotiationError, match=rf"{lacks}.*") as refused:
+            LLM(llama, **others, **{"parallel.pipeline": 2})
+        assert "2 pipeline stages" in str(refused.value)
     with pytest.raises(NegotiationError, match="N134"):
-        LLM(llama, **{"lora.name": "narrow_lora", "lora.max_rank": 512, "plugins.inline": (INLINE,)})
+        LLM(llama, **narrow, **{"lora.max_rank": 512})
     with pytest.raises(ConfigError, match=r"the model has no x_proj to adapt"):
         LLM(llama, memory="4MiB", max_model_len=64, **{"lora.name": "torch", "lora.target_modules": ("x_proj",)})
     with pytest.raises(RequestError, match="an engine without adapters"):

@@ -12,6 +12,7 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.adapters.use import AdapterUse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -88,6 +89,14 @@ def test_products_with_adapters_behind_their_weights_give_peft_s_text(
         expanded = expansions(llm)
         assert tokens(llm, oracle, NAMES) == expected, mode
         assert tokens(llm, oracle, [None] * len(PROMPTS)) == base, mode
+        for name in ("third", "first", "second", "third"):  # alone in a step, from either slot
+            names = [None if prompt % 3 == 2 else name for prompt in range(len(PROMPTS))]
+            wanted = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, names, strict=True)]
+            assert tokens(llm, oracle, names) == wanted, (mode, name)
+            assert (
+                llm.engine.adapters._lora._places.index(0)
+                == llm.engine.adapters._known[oracle.request(name).lora_int_id].slot
+            )
         llm.engine.runner.model.reload_weights()
         assert tokens(llm, oracle, NAMES[::-1])[0] == base[0], mode
         assert mode != "none" or expanded
@@ -120,7 +129,7 @@ def test_an_output_projection_that_outgrows_the_multiprocessors_is_made_in_parts
             max_tokens=256,
             device="cuda",
             dtype=str(dtype).removeprefix("torch."),
-            extend=lambda names, rows, max_tokens: extended.room,
+            extend=lambda names, rows, max_tokens, single_rows: extended.room,
         )
     )
     weights = lora._weights["o",]
@@ -146,28 +155,34 @@ def test_an_output_projection_that_outgrows_the_multiprocessors_is_made_in_parts
 
 
 @pytest.mark.behaviour(146)
-@pytest.mark.parametrize(("specialize", "captured"), [(True, {False, True}), (False, {True})])
-def test_graphs_are_captured_without_and_with_adapters_or_with_them_alone(
-    specialize: bool, captured: set[bool], tmp_path: Path
+@pytest.mark.parametrize(("specialize", "captured"), [(True, set(AdapterUse)), (False, {AdapterUse.MANY})])
+def test_graphs_are_captured_without_adapters_with_one_and_with_many_or_with_many_alone(
+    specialize: bool, captured: set[AdapterUse], tmp_path: Path
 ) -> None:
     path = tiny_models.build("llama", tmp_path / "model", 0)
     llm = engine(path, **{"lora.name": "triton", "lora.specialize_graphs": specialize})
     assert {shape.adapters for shape in llm.engine.graphs.shapes.largest_first} == captured
-    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}})
+    oracle = PeftOracle(path, tmp_path / "adapters", {"first": {}, "second": {}})
     used, graphs = [], llm.engine.graphs
     original = graphs.replay
 
     def remember(inputs: Any) -> Any:
-        used.append(inputs.shape.adapters)
+        used.append((inputs.shape.query_len, inputs.shape.adapters))
         return original(inputs)
 
     graphs.replay = remember
     base = tokens(llm, oracle, [None] * len(PROMPTS))
     assert base == [oracle.greedy(None, prompt, 10) for prompt in PROMPTS]
-    assert set(used) == {not specialize}
+    none, one, many = AdapterUse if specialize else [AdapterUse.MANY] * 3
+    assert set(used) == {(0, none), (1, none)}
     used.clear()
-    tokens(llm, oracle, ["first"] * len(PROMPTS))
-    assert set(used) == {True}
+    tokens(llm, oracle, ["first", None] * (len(PROMPTS) // 2))
+    assert set(used) == {(0, many), (1, one)}
+    used.clear()
+    llm.generate(
+        PROMPTS[:2], SamplingParams(max_tokens=4), lora_request=[oracle.request("first"), oracle.request("second")]
+    )
+    assert set(used) == {(0, many), (1, many)}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

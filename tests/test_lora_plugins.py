@@ -26,7 +26,9 @@ INTERPRETED = (
     "lora.apply.rslora",
     "lora.apply.strided",
     "lora.batch.extended",
+    "lora.batch.invariant",
     "lora.batch.mixed",
+    "lora.batch.single",
     "lora.slots.hot_swap",
 )
 """All checks take four minutes in the interpreter."""

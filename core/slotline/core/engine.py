@@ -12,6 +12,7 @@ import numpy.typing as npt
 from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.building.memory import MemoryReport
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.drafting import Drafting
@@ -293,9 +294,9 @@ class Engine:
         with self.profiler.scope("gather"):
             computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
             prefixes = self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
-            adapters = self.adapters is not None and self.adapters.used_by(schedule.rows)
+            adapters = AdapterUse.NONE if self.adapters is None else self.adapters.use_by(schedule.rows)
             shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
-            adapters = adapters or (shape is not None and shape.adapters)
+            adapters = adapters if shape is None else shape.adapters
             inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
             if self.encoding is not None:
                 inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
@@ -307,7 +308,7 @@ class Engine:
             checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
         return launched
 
-    def _graph_shape(self, schedule: Schedule, *, cascade: bool, adapters: bool) -> GraphShape | None:
+    def _graph_shape(self, schedule: Schedule, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
         """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None

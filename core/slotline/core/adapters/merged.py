@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from slotline.core.adapters.slots import adapter_key
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.scheduling.request import Request
 from slotline.registry.contracts import AdaptableModel, Lora
@@ -25,7 +26,8 @@ class MergedAdapter:
         model: whose weights change.
         modules: the linear layers and embeddings that may carry an adapter; `embeddings` those that are such.
         max_tokens: rows of the identity at a time.
-        device, dtype: of the model.
+        device_of: path of each of the modules -> where it lies.
+        dtype: of the model.
     """
 
     def __init__(
@@ -36,14 +38,14 @@ class MergedAdapter:
         *,
         embeddings: Collection[str] = (),
         max_tokens: int,
-        device: str,
+        device_of: Mapping[str, str],
         dtype: torch.dtype,
     ) -> None:
         self._lora = lora
         self._model = model
         self._modules, self._embeddings = modules, embeddings
         self._max_tokens = max_tokens
-        self._device, self._dtype = device, dtype
+        self._device_of, self._dtype = device_of, dtype
         self._users = 0  # unfinished requests
         self._merged: LoRARequest | None = None
         self._key = ""
@@ -142,14 +144,14 @@ class MergedAdapter:
     def check(self) -> None:
         """There is nothing to disagree."""
 
-    def used_by(self, rows: npt.NDArray[np.int64]) -> bool:
+    def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
         """No row has a slot."""
-        return False
+        return AdapterUse.NONE
 
-    def plan(self, slots: torch.Tensor | None) -> None:
+    def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
         """Nothing to plan."""
 
-    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor) -> None:
+    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
         """Nothing to plan."""
 
     def _refuse_users(self, what: str) -> None:
@@ -177,16 +179,16 @@ class MergedAdapter:
 
     def _delta(self, slot: int, name: str, inner: int, outer: int) -> torch.Tensor:
         """What the adapter adds to a weight [out_features, in_features], or to an embedding's, the other way round."""
-        parts, embeds = [], name in self._embeddings
+        parts, embeds, device = [], name in self._embeddings, self._device_of[name]
         for start in range(0, inner, self._max_tokens):
             count = min(self._max_tokens, inner - start)
             if embeds:
-                inputs = torch.arange(start, start + count, device=self._device)
+                inputs = torch.arange(start, start + count, device=device)
             else:
-                inputs = torch.zeros(count, inner, device=self._device, dtype=self._dtype)
+                inputs = torch.zeros(count, inner, device=device, dtype=self._dtype)
                 inputs[:, start : start + count].fill_diagonal_(1)
-            out = torch.zeros(count, outer, device=self._device, dtype=self._dtype)
-            self._lora.plan(torch.full((count,), slot, dtype=torch.int64, device=self._device))
+            out = torch.zeros(count, outer, device=device, dtype=self._dtype)
+            self._lora.plan(torch.full((count,), slot, dtype=torch.int64, device=device))
             self._lora.apply(name, inputs, out)
             parts.append(out)
         delta = torch.cat(parts)

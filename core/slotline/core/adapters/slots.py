@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from attrs import define
 
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
@@ -59,6 +60,7 @@ class Adapters:
         apply_merged: the plugin's, where it has one; `merged` are the layers that it serves so.
         expand: the plugin's, where it has one; `extended` are the layers that it serves so. The model may have extended
             others for an engine before this one.
+        plan_single: the plugin's, where both it and the model serve steps of one adapter in a way of their own.
         max_adapters, max_cpu_adapters: as in the configuration.
     """
 
@@ -73,6 +75,7 @@ class Adapters:
         merged: tuple[tuple[str, ...], ...] = (),
         expand: Callable[[tuple[str, ...], torch.Tensor, torch.Tensor], None] | None = None,
         extended: Collection[tuple[str, ...]] = (),
+        plan_single: Callable[[torch.Tensor, int], None] | None = None,
         max_adapters: int,
         max_cpu_adapters: int,
     ) -> None:
@@ -83,6 +86,7 @@ class Adapters:
         self._ends = {names: np.cumsum([model.linears[name][1] for name in names]) for names in model.merged_linears}
         self._apply_merged, self._merged, self._expand = apply_merged, frozenset(merged), expand
         self._extended = frozenset(extended)
+        self._plan_single = plan_single
         self._max_adapters, self._max_known = max_adapters, max(max_adapters, max_cpu_adapters)
         self._known: OrderedDict[int, Adapter] = OrderedDict()  # by number, least recently used first
         self._head = "lm_head" in modules
@@ -234,20 +238,35 @@ class Adapters:
 
     # --- in a step
 
-    def used_by(self, rows: Int) -> bool:
-        """Whether any of the rows has an adapter."""
-        return bool((self._rows.lora_slot[rows] >= 0).any())
+    def use_by(self, rows: Int) -> AdapterUse:
+        """How many adapters the rows have; one counts as many where that makes no difference."""
+        slots = self._rows.lora_slot[rows]
+        most = int(slots.max(initial=NO_SLOT))
+        if most == NO_SLOT:
+            return AdapterUse.NONE
+        one = self._plan_single is not None and bool(((slots == most) | (slots == NO_SLOT)).all())
+        return AdapterUse.ONE if one else AdapterUse.MANY
 
-    def plan(self, slots: torch.Tensor | None) -> None:
-        """Prepare a forward pass: the slot of each token [num_tokens] int64 on the device; None for no adapters."""
+    def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
+        """Prepare a forward pass: the slot of each token [num_tokens] int64 on the device; None for no adapters.
+
+        `single_slot` is that of all tokens that have any, where the step is run for one adapter.
+        """
         if slots is not None:
-            self._lora.plan(slots)
-        self._model.adapt(None if slots is None else self._add, self._modules)
+            self._plan(slots, single_slot)
+        further = {} if self._plan_single is None else {"single": single_slot is not None}
+        self._model.adapt(None if slots is None else self._add, self._modules, **further)
 
-    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor) -> None:
+    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
         """Prepare the output projection for some of the step's tokens: the slots of all, and which [n] int64."""
         if self._head:
-            self._lora.plan(slots[indices])
+            self._plan(slots.to(indices.device)[indices], single_slot)
+
+    def _plan(self, slots: torch.Tensor, single_slot: int | None) -> None:
+        if single_slot is None or self._plan_single is None:
+            self._lora.plan(slots)
+        else:
+            self._plan_single(slots, single_slot)
 
     def _add(
         self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.scheduling.request import Request
 
@@ -64,14 +65,14 @@ class AdapterSource(Protocol):
         """Raise IntegrityError unless everything agrees."""
         ...
 
-    def used_by(self, rows: npt.NDArray[np.int64]) -> bool:
-        """Whether any of the rows has an adapter in a slot."""
+    def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
+        """How many adapters in slots the rows have."""
         ...
 
-    def plan(self, slots: torch.Tensor | None) -> None:
+    def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
         """Prepare a forward pass."""
         ...
 
-    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor) -> None:
+    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
         """Prepare the output projection for some of the step's tokens."""
         ...

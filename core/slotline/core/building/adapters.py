@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from attrs import evolve
 
 from slotline.core.adapters.merged import MergedAdapter
 from slotline.core.adapters.slots import Adapters
 from slotline.core.adapters.source import AdapterSource
+from slotline.core.adapters.staged import StagedLora, StagePlugin
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
@@ -34,7 +37,7 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
     adaptable: AdaptableModel = model  # type: ignore[assignment]  # its family declares `adapters`
     config, scheduler = planned.loaded.config.lora, planned.loaded.config.scheduler
     modules = target_modules(adaptable, config.target_modules)
-    embeddings = tuple(path for path in adaptable.embeddings if path in modules)
+    embeddings = tuple(path for path in embeddings_of(adaptable) if path in modules)
     if embeddings and (refusal := descriptor.capabilities.embeddings.refusal(True)):
         raise ConfigError(
             f"lora.target_modules: lora plugin {descriptor.name!r} serves no embedding: {refusal}",
@@ -42,30 +45,34 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         )
     can_merge = bool(descriptor.capabilities.merged.support)
     merged = tuple(names for names in adaptable.merged_linears if can_merge and set(names) <= modules.keys())
-    extends = bool(descriptor.capabilities.extended.support) and not config.merge  # or the weights would not be alone
-    extended: set[tuple[str, ...]] = set()
+    single, extended = serves_single(planned), set[tuple[str, ...]]()
 
-    def extend(names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
-        room = adaptable.extend(names, rows, max_tokens)
+    def extend(names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0) -> torch.Tensor | None:
+        further = {"single_rows": single_rows} if single else {}
+        room = adaptable.extend(names, rows, max_tokens, **further)
         if room is not None:
             extended.add(names)
         return room
 
+    extends = bool(descriptor.capabilities.extended.support) and hasattr(adaptable, "extend")
     context = LoraContext(
         contract=bind_contract(descriptor),
         modules=modules,
         merged=merged,
         embeddings=embeddings,
-        extend=extend if extends else None,
+        extend=extend if extends and not config.merge else None,  # merged, the weights must be alone
         max_adapters=1 if config.merge else config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
         max_rank=config.max_rank,
+        batch_invariant=planned.loaded.config.batch_invariant,
         max_tokens=scheduler.max_batched_tokens,
         device=planned.device,
         dtype=planned.plan.dtype,
         options=planned.options(descriptor),
     )
-    lora = resolve_factory(descriptor)(context)
+    factory = resolve_factory(descriptor)
+    divided = [stage.device for stage in planned.stages.divided]
+    lora: Any = _staged(factory, context, divided, adaptable.adapter_stages) if divided else factory(context)
     if config.merge:
         dtype = getattr(torch, planned.plan.dtype)
         return MergedAdapter(
@@ -74,7 +81,9 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
             modules,
             embeddings=embeddings,
             max_tokens=context.max_tokens,
-            device=planned.device,
+            device_of={
+                path: divided[adaptable.adapter_stages[path]] if divided else planned.device for path in modules
+            },
             dtype=dtype,
         )
     return Adapters(
@@ -86,8 +95,30 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         merged=merged,
         expand=lora.expand if extended else None,
         extended=extended,
+        plan_single=lora.plan_single if single else None,
         max_adapters=config.max_adapters,
         max_cpu_adapters=config.max_cpu_adapters,
+    )
+
+
+def _staged(
+    factory: Callable[[LoraContext], Any], context: LoraContext, devices: Sequence[str], stage_of: Mapping[str, int]
+) -> StagedLora:
+    """A plugin for each stage, with the modules that lie there."""
+    parts = []
+    for stage, device in enumerate(devices):
+        own = {path: sizes for path, sizes in context.modules.items() if stage_of[path] == stage}
+        parts.append(
+            evolve(
+                context,
+                modules=own,
+                merged=tuple(names for names in context.merged if names[0] in own),
+                elsewhere={path: sizes for path, sizes in context.modules.items() if path not in own},
+                device=device,
+            )
+        )
+    return StagedLora(
+        [StagePlugin(factory(part), part.device) for part in parts], {path: stage_of[path] for path in context.modules}
     )
 
 
@@ -97,7 +128,8 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
     Raises:
         ConfigError: naming what the model has.
     """
-    linears = {**model.linears, **model.embeddings}
+    embeddings = embeddings_of(model)
+    linears = {**model.linears, **embeddings}
     names = dict.fromkeys(_last(path) for path in linears)
     if unknown := [name for name in asked if name not in names]:
         raise ConfigError(
@@ -107,7 +139,7 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
     return {
         path: sizes
         for path, sizes in linears.items()
-        if (_last(path) in wanted if asked else _last(path) != OUTPUT_PROJECTION and path not in model.embeddings)
+        if (_last(path) in wanted if asked else _last(path) != OUTPUT_PROJECTION and path not in embeddings)
     }
 
 
@@ -116,12 +148,41 @@ def has_slots(planned: Planned) -> bool:
     return planned.lora is not None and not planned.loaded.config.lora.merge
 
 
-def captured_for(descriptor: Descriptor[Any], query_len: int, *, specialize: bool) -> tuple[bool, ...]:
-    """Whether batches of a query length, 0 for mixed ones, are captured without and with adapters."""
+def embeddings_of(model: AdaptableModel) -> Mapping[str, tuple[int, int]]:
+    """The embeddings that adapters can join; a family may know of none."""
+    found: Mapping[str, tuple[int, int]] = getattr(model, "embeddings", {})
+    return found
+
+
+def serves_single(planned: Planned) -> bool:
+    """Whether plugin and model serve steps of one adapter in a way of their own, and there are others."""
+    if planned.lora is None or not has_slots(planned) or planned.loaded.config.lora.max_adapters == 1:
+        return False
+    offer, family = planned.lora.capabilities, planned.family_descriptor.capabilities
+    return bool(offer.single.support and family.single_adapter.support)
+
+
+def uses(planned: Planned) -> tuple[AdapterUse, ...]:
+    """How many adapters a step may have, the least first."""
+    if not has_slots(planned):
+        return (AdapterUse.NONE,)
+    return tuple(use for use in AdapterUse if use != AdapterUse.ONE or serves_single(planned))
+
+
+def captured_for(
+    descriptor: Descriptor[Any], query_len: int, *, specialize: bool, single: bool = False
+) -> tuple[AdapterUse, ...]:
+    """For which uses of adapters batches of a query length, 0 for mixed ones, are captured, the least first.
+
+    Mixed ones have no graphs of their own for one adapter: their tokens are many, and each shape may take a graph for
+    every layer.
+    """
     needed = {0: GraphSupport.ALWAYS, 1: GraphSupport.SINGLE_TOKEN}.get(query_len, GraphSupport.UNIFORM)
     if descriptor.capabilities.graphs.refusal(needed) is not None:
-        return (False,)
-    return (False, True) if specialize and descriptor.capabilities.graph_key else (True,)
+        return (AdapterUse.NONE,)
+    if not (specialize and descriptor.capabilities.graph_key):
+        return (AdapterUse.MANY,)
+    return tuple(use for use in AdapterUse if use != AdapterUse.ONE or (single and query_len > 0))
 
 
 def shared(
@@ -160,7 +221,9 @@ def adapter_notes(planned: Planned) -> tuple[str, ...]:
         notes = [f"lora {descriptor.name}: one adapter at a time, added to the weights"]
     else:
         notes = [f"lora {descriptor.name}: {config.max_adapters} adapters of rank {config.max_rank} at most in a batch"]
-        if planned.plan.graphs.resolved != "none" and captured_for(descriptor, 1, specialize=True) == (False,):
+        if planned.plan.graphs.resolved != "none" and captured_for(descriptor, 1, specialize=True) == (
+            AdapterUse.NONE,
+        ):
             notes.append(f"lora {descriptor.name}: its products cannot be captured, steps with adapters run eagerly")
     if planned.drafter is not None:
         notes.append(f"drafter {planned.drafter.name}: guesses without adapters; what it guesses is verified with them")

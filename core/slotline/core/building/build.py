@@ -7,7 +7,7 @@ import logging
 from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
-from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named
+from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named, uses
 from slotline.core.building.drafter import build_drafting
 from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
@@ -285,7 +285,7 @@ class EngineBuilder:
                 held = encoding.profile() if encoding is not None and on_cuda else None
             lens = even_split(tokens, min(requests, tokens))
             inputs = gatherer.dummy(
-                lens, vocab_size=self.planned.facts.vocab_size, adapters=has_slots(self.planned), beginning=on_cuda
+                lens, vocab_size=self.planned.facts.vocab_size, adapters=max(uses(self.planned)), beginning=on_cuda
             )
             if encoding is not None and on_cuda:
                 inputs.encoder_states = encoding.made_up_states(len(lens))
@@ -335,7 +335,7 @@ class EngineBuilder:
     def _warm_up(self, engine: Engine) -> None:
         """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
         longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
-        for adapters in (False, True)[: 1 + has_slots(self.planned)]:
+        for adapters in uses(self.planned):
             for query_lens in ([1], [longest]):
                 with fits(f"a step of {query_lens[0]} tokens beside the cache", "lower cache.memory"):
                     engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))

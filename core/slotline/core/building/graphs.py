@@ -6,7 +6,8 @@ from functools import partial
 
 import numpy as np
 
-from slotline.core.building.adapters import captured_for, has_slots
+from slotline.core.adapters.use import AdapterUse
+from slotline.core.building.adapters import captured_for, uses
 from slotline.core.engine import Engine
 from slotline.core.execution.graph_shapes import GraphShapes
 from slotline.core.execution.graphs import GraphRunner
@@ -50,9 +51,10 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
     return graphs
 
 
-def _captured_adapters(planned: Planned, query_len: int) -> tuple[bool, ...]:
-    """Whether batches of a query length are captured without and with adapters."""
-    descriptor, config = planned.lora, planned.loaded.config.lora
-    if descriptor is None or not has_slots(planned):
-        return (False,)
-    return captured_for(descriptor, query_len, specialize=config.specialize_graphs)
+def _captured_adapters(planned: Planned, query_len: int) -> tuple[AdapterUse, ...]:
+    """For which uses of adapters batches of a query length are captured."""
+    descriptor, possible = planned.lora, uses(planned)
+    if descriptor is None or possible == (AdapterUse.NONE,):
+        return (AdapterUse.NONE,)
+    specialize = planned.loaded.config.lora.specialize_graphs
+    return captured_for(descriptor, query_len, specialize=specialize, single=AdapterUse.ONE in possible)

@@ -172,6 +172,7 @@ class StepAssembler:
             sampling_params=params,
             scored=scored,
             lora_slots=lora_slots,
+            single_slot=host.single_slot,
             wanted_batches=wanted_batches,
             pending=host.pending,
         )

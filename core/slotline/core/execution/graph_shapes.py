@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
 
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.execution.padding import padded_size
 from slotline.core.scheduling.schedule import Schedule
 from slotline.registry.negotiation import capture_sizes
@@ -26,14 +27,14 @@ class GraphShape:
         num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
             where attention runs between the graphs and takes any number.
         cascade: whether the batch has a common prefix that is served apart.
-        adapters: whether it is captured with adapters.
+        adapters: how many adapters it is captured for.
     """
 
     num_tokens: int
     query_len: int
     num_requests: int = 0
     cascade: bool = False
-    adapters: bool = False
+    adapters: AdapterUse = AdapterUse.NONE
 
     @property
     def padded_requests(self) -> int:
@@ -53,8 +54,8 @@ class GraphShapes:
             requests are padded too.
         cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
             that is served apart.
-        adapters: for a query length, 0 for mixed batches, whether shapes are captured without and with adapters; one
-            that is captured with adapters alone serves steps without, too.
+        adapters: for a query length, 0 for mixed batches, for which uses of adapters shapes are captured, the least
+            first; one that is captured for more serves steps of fewer, too.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GraphShapes:
         max_tokens: int,
         mixed_attention: bool = False,
         cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
-        adapters: Callable[[int], tuple[bool, ...]] = lambda query_len: (False,),
+        adapters: Callable[[int], tuple[AdapterUse, ...]] = lambda query_len: (AdapterUse.NONE,),
     ) -> None:
         mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
         sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
@@ -98,12 +99,14 @@ class GraphShapes:
         ]
         return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.adapters)))
 
-    def shape_for(self, schedule: Schedule, *, cascade: bool = False, adapters: bool = False) -> GraphShape | None:
+    def shape_for(
+        self, schedule: Schedule, *, cascade: bool = False, adapters: AdapterUse = AdapterUse.NONE
+    ) -> GraphShape | None:
         """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
 
         Args:
             cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
-            adapters: whether a request of the step uses one.
+            adapters: how many its requests use.
         """
         if schedule.features:
             return None
@@ -112,13 +115,11 @@ class GraphShapes:
         if length not in self._sizes or (schedule.num_scheduled != length).any():
             length = 0
         sizes = (self._cascades if cascade else self._sizes).get(length, ())
-        captured = self._adapters(length)
-        if not sizes or tokens > sizes[-1] or (adapters and True not in captured):
+        use = next((captured for captured in self._adapters(length) if captured >= adapters), None)
+        if not sizes or tokens > sizes[-1] or use is None:
             return None
-        return self._shape(
-            padded_size(tokens, sizes), length, cascade=cascade, adapters=adapters or False not in captured
-        )
+        return self._shape(padded_size(tokens, sizes), length, cascade=cascade, adapters=use)
 
-    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: bool) -> GraphShape:
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: AdapterUse) -> GraphShape:
         num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
         return GraphShape(num_tokens, query_len, num_requests, cascade, adapters)

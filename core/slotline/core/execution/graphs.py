@@ -145,7 +145,7 @@ class GraphRunner:
         """One shape, and the number of its graphs."""
         (inputs, attend), advance = self.made_up(shape), None
         if self._adapters is not None:
-            self._adapters.plan(inputs.lora_slots)
+            self._adapters.plan(inputs.lora_slots, inputs.single_slot)
         if self._states is not None and inputs.states is not None:
             advance = self._states.plan(inputs.states)
         for _ in range(WARM_UPS):

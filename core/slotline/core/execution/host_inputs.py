@@ -27,6 +27,7 @@ class HostInputs:
         encoder_lens: [num_requests] int64, tokens that an encoder made of each.
         input_ids, positions: [num_tokens] int64; padded to the shape's tokens, as are `slots` [num_tokens] int64 by
             cache group and `lora_slots` [num_tokens] int64, None for a step without adapters.
+        single_slot: as in `StepInputs`.
         logits_indices, logits_rows, draft_nodes: [num_logits] int64, as in `StepInputs`.
         num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes; None for no tree.
         num_decodes: leading requests with one token.
@@ -55,6 +56,7 @@ class HostInputs:
     num_decodes: int
     prefixes: Sequence[int]
     lora_slots: Int | None
+    single_slot: int | None
     fast_prefill: bool = False
     pending: npt.NDArray[np.bool_] | None = None
     num_tokens: int = field(init=False)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from slotline.core.adapters.use import AdapterUse
 from slotline.core.cache.block_tables import BlockTables
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.assembly import StepAssembler
@@ -74,12 +75,12 @@ class InputGatherer:
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
         *,
-        adapters: bool = False,
+        adapters: AdapterUse = AdapterUse.NONE,
     ) -> StepInputs:
         """The inputs of a scheduled step, padded to a captured shape if given.
 
         `prefixes` are the common prefixes to serve apart, by cache group; empty for none. `adapters` tells
-        whether the step runs with adapters.
+        for how many adapters the step is run.
 
         Where a step in flight verifies drafts of a request, the host knows upper bounds alone. The device takes off
         what fell, in place (`bounds.py`); what sampling reads is gathered once that step was handed out
@@ -124,6 +125,7 @@ class InputGatherer:
             num_decodes=schedule.num_decodes,
             prefixes=prefixes,
             lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
+            single_slot=int(self.rows.lora_slot[rows].max()) if adapters == AdapterUse.ONE else None,
             fast_prefill=self.fast_prefill and not adapters and not self.rows.score_prompts(rows),
             pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
         )
@@ -137,7 +139,7 @@ class InputGatherer:
         vocab_size: int = 1,
         shape: GraphShape | None = None,
         prefixes: Sequence[int] = (),
-        adapters: bool = False,
+        adapters: AdapterUse = AdapterUse.NONE,
         beginning: bool = False,
     ) -> StepInputs:
         """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
@@ -150,7 +152,7 @@ class InputGatherer:
             vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
                 of them; 1 gives token 0 alone.
             shape, prefixes: as in `gather`.
-            adapters: whether tokens use adapters, one slot after the other, whatever these hold.
+            adapters: how many the tokens use: the first slot, or one slot after the other, whatever these hold.
             beginning: whether all requests begin, so that cross-attention is given as many keys as there can be.
         """
         counts = np.asarray(query_lens, np.int64)
@@ -159,6 +161,7 @@ class InputGatherer:
         rows = np.zeros(len(counts), np.int64)
         num_keys = len(counts) * self.max_encoder_len if beginning else 0
         mixed = shape is not None and shape.num_requests > 0
+        used_slots = 1 if adapters == AdapterUse.ONE else self.lora_slots
         _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
         host = HostInputs(
             rows=rows,
@@ -177,7 +180,8 @@ class InputGatherer:
             num_nodes=None,
             num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
             prefixes=prefixes,
-            lora_slots=self._arange[:num_tokens] % self.lora_slots if adapters else None,
+            lora_slots=self._arange[:num_tokens] % used_slots if adapters else None,
+            single_slot=0 if adapters == AdapterUse.ONE else None,
         )
         return self.assembler.assemble(host, shape)
 

@@ -104,7 +104,7 @@ class Runner:
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
-                self.adapters.plan(inputs.lora_slots)
+                self.adapters.plan(inputs.lora_slots, inputs.single_slot)
             for staging in (*self.earlier, self.staging):
                 staging.mark()
         whole = self.rows.score_prompts(inputs.rows)
@@ -278,7 +278,7 @@ class Runner:
     def _compute_logits(self, states: torch.Tensor, inputs: StepInputs, indices: torch.Tensor) -> torch.Tensor:
         """Logits of the hidden states of some of the step's tokens."""
         if self.adapters is not None and inputs.lora_slots is not None:
-            self.adapters.plan_head(inputs.lora_slots, indices)
+            self.adapters.plan_head(inputs.lora_slots, indices, inputs.single_slot)
         return self.model.compute_logits(states)
 
     def _keeps_final(self, inputs: StepInputs) -> bool:

@@ -60,6 +60,7 @@ class StepInputs:
             none.
         lora_slots: [num_padded_tokens] int64 on the device, the slot of each token's adapter, -1 for none; None where
             the step runs without adapters.
+        single_slot: the slot of all tokens that have one, where the step is run for one adapter; else None.
     """
 
     rows: Int
@@ -89,6 +90,7 @@ class StepInputs:
     following: Embeds | None = None
     encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
+    single_slot: int | None = None
     wanted_batches: tuple[AttentionBatch, ...] = ()
     pending: npt.NDArray[np.bool_] | None = None
 

@@ -39,14 +39,19 @@ def choose_lora(
         Need(capability="max_rank", value=config.max_rank, origin=rank),
         Need(capability="max_adapters", value=config.max_adapters, origin=most),
     ]
+    if loaded.config.batch_invariant and not config.merge:  # one in the weights adds nothing to a step
+        where = loaded.origins["batch_invariant"].where
+        needs.append(Need(capability="batch_invariant", value=True, origin=f"batch_invariant = true ({where})"))
+    if stages > 1:
+        needs.append(Need(capability="staged", value=True, origin=f"the model runs over {stages} pipeline stages"))
     texts = texts_of(part_reasons(offer, needs))
     for module in config.target_modules:
         need = Need(capability="target_modules", value=module, origin=f"lora.target_modules names {module!r}")
         texts += texts_of(part_reasons(offer, [need]))
     if not family.capabilities.adapters.support:
         texts.append(f"model family {family.name!r} lets no adapters join its models")
-    if stages > 1:
-        texts.append("the model runs over pipeline stages, which this version does not adapt")
+    if stages > 1 and (refusal := family.capabilities.staged_adapters.refusal(True)):
+        texts.append(f"model family {family.name!r}, over {stages} pipeline stages: staged_adapters {refusal}")
     if texts:
         raise NegotiationError(
             f"lora plugin {config.name!r} cannot be used: {'; '.join(texts)}",

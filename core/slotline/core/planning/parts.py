@@ -67,8 +67,6 @@ def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[
         texts.append(f"{facts.architecture} keeps states ({kinds}), and no state backend promises it")
     if not config.optimize:
         texts.append("optimize = false: transformers' own modules leave it to the matrix library")
-    if config.lora.name:
-        texts.append(f"lora.name = {config.lora.name!r}: how an adapter's products are cut hangs on the batch")
     if config.offload_gib:
         texts.append(f"offload_gib = {config.offload_gib:g}: weights are not on the device when they are looked at")
     if texts:

@@ -6,6 +6,8 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from typing import Any
 
+from attrs import evolve
+
 from slotline.plugins.lora.peft_folder import PeftAdapter, read, signature
 from slotline.registry.contracts import LoraContext
 from slotline.registry.errors import CapacityError, RequestError
@@ -59,7 +61,9 @@ class AdapterSlots(ABC):
         if path in self._read and self._read[path][0] == found:
             self._read.move_to_end(path)
             return self._read[path][1]
-        adapter = read(path, self.context.modules, self.context.max_rank, self.context.embeddings)
+        modules = {**self.context.modules, **self.context.elsewhere}
+        adapter = read(path, modules, self.context.max_rank, self.context.embeddings)
+        adapter = evolve(adapter, shares={m: share for m, share in adapter.shares.items() if m in self.context.modules})
         self._read.pop(path, None)
         self._read[path] = (found, adapter)
         while len(self._read) > self.context.max_cpu_adapters:

@@ -8,7 +8,7 @@ all is as fast as ever.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from slotline.plugins.model_families.passes.extended_linear import ExtendedLinear
+from slotline.plugins.model_families.passes.invariant_linear import KernelLinear, TiledLinear
 from slotline.plugins.model_families.passes.merged_projections import MergedProjection, PlainMerged
 from slotline.plugins.model_families.passes.packed_linear import PackedLinear, has_hooks, pack
 from slotline.registry.errors import ModelError
@@ -56,7 +57,7 @@ class Adaptation:
         self._shared = _shared(hf_model)
         self._extended: dict[tuple[str, ...], ExtendedLinear] = {}
         self._handles: list[RemovableHandle] = []
-        self._add: AddShares | None = None
+        self._added: tuple[AddShares | None, bool] = (None, False)
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -78,36 +79,43 @@ class Adaptation:
         place = self.embedding
         return {} if place is None else {place.names[0]: (place.in_features, place.out_features[0])}
 
+    def stages(self, stage_of: Mapping[int, int]) -> dict[str, int]:
+        """Path -> stage, by the stage of each module's id."""
+        every = (*self.places, *(() if self.embedding is None else (self.embedding,)))
+        return {name: stage_of[id(place.module)] for place in every for name in place.names}
+
     @property
     def active(self) -> bool:
         """Whether shares are added."""
-        return self._add is not None
+        return self._added[0] is not None
 
-    def adapt(self, add: AddShares | None, names: Collection[str]) -> None:
+    def adapt(self, add: AddShares | None, names: Collection[str], *, single: bool = False) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
-        if add == self._add:  # not `is`: each look-up of a bound method makes another object
+        if (add, single) == self._added:  # not `is`: each look-up of a bound method makes another object
             return
         for handle in self._handles:
             handle.remove()
         for extended in self._extended.values():
             extended.leave()
-        self._add, self._handles = add, []
+        self._added, self._handles = (add, single), []
         if add is not None:
             for place in (place for place in self.places if not set(names).isdisjoint(place.names)):
                 if place.names in self._extended:
-                    self._extended[place.names].enter(add)
+                    self._extended[place.names].enter(add, single=single)
                 else:
                     self._handles.append(place.module.register_forward_hook(_adding(place.names, add)))
             if self.embedding is not None and self.embedding.names[0] in names:
                 self._handles.append(self.embedding.module.register_forward_hook(_embedding_too(self.embedding, add)))
 
     @torch.no_grad()
-    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+    def extend(
+        self, names: tuple[str, ...], rows: int, max_tokens: int, *, single_rows: int = 0
+    ) -> torch.Tensor | None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.extend`."""
         module = next((place.module for place in self.places if place.names == names), None)
         if not isinstance(module, nn.Linear | PlainMerged) or has_hooks(module) or id(module.weight) in self._tied:
             return None
-        self._extended[names] = ExtendedLinear(module, names, rows, max_tokens)
+        self._extended[names] = ExtendedLinear(module, names, rows, max_tokens, single_rows)
         return self._extended[names].room
 
     @torch.no_grad()
@@ -119,7 +127,7 @@ class Adaptation:
         place = next(place for place in self.places if name in place.names)
         index = place.names.index(name)
         start = sum(place.out_features[:index])
-        module: Any = place.module
+        module: Any = place.module.product if isinstance(place.module, TiledLinear) else place.module
         if id(module._parameters.get("weight")) in self._tied:
             raise ModelError(
                 f"{name} shares its weight with the embedding, so no adapter can be merged into it",
@@ -171,16 +179,23 @@ _NO_ADAPTERS = frozenset({"merged", "dt_proj"})
 forward, so that no adapter on it can be trained."""
 
 
+_LINEAR = (nn.Linear, PackedLinear, KernelLinear, TiledLinear)
+
+
 def _places(hf_model: nn.Module) -> list[Place]:
     """Every module that is or was linear layers, merged ones once."""
     merged: dict[int, list[tuple[int, str, MergedProjection]]] = {}
     found: list[Place] = []
+    inside: set[int] = set()  # of layers that were found
     for path, module in hf_model.named_modules():
         if isinstance(module, MergedProjection):
             merged.setdefault(id(module.shared_linear), []).append((module.index, path, module))
-        elif type(module) in (nn.Linear, PackedLinear) and path.rpartition(".")[2] not in _NO_ADAPTERS:
+        elif type(module) in _LINEAR and id(module) not in inside:
             linear: Any = module
-            found.append(Place(module, (path,), linear.in_features, (linear.out_features,)))
+            if isinstance(module, TiledLinear):
+                inside.add(id(module.product))
+            if path.rpartition(".")[2] not in _NO_ADAPTERS:
+                found.append(Place(module, (path,), linear.in_features, (linear.out_features,)))
     for parts in merged.values():
         _, names, siblings = zip(*sorted(parts, key=lambda part: part[0]), strict=True)
         sizes = tuple(sibling.out_features for sibling in siblings)

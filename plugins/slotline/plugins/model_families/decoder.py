@@ -121,6 +121,8 @@ descriptor: Descriptor[ModelFamilyCapabilities] = Descriptor(
         taps=Flag(True),
         batch_invariant=Flag(True, "except models with experts"),
         adapters=Flag(True),
+        single_adapter=Flag(True),
+        staged_adapters=Flag(True),
         fast_prefill=Flag(True),
     ),
     factory="slotline.plugins.model_families.transformers_model:TransformersDecoder",

@@ -83,6 +83,16 @@ def place(hf_model: Any, parts: Sequence[Part]) -> None:
             module.to(part.device)
 
 
+def stage_of(hf_model: Any, parts: Sequence[Part]) -> dict[int, int]:
+    """The part of every module, by the module's id."""
+    return {
+        id(module): index
+        for index in range(len(parts))
+        for _, _, own in _own(hf_model, parts, index)
+        for module in own.modules()
+    }
+
+
 @contextmanager
 def only(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[None]:
     """Hide the other parts from whoever walks through the model, with the part's device as the current one.

@@ -77,12 +77,12 @@ class DecoderModel:
         self.facts = context.facts
         self._context = context
         self.hf_model, self._holder, notes = self._build(context)
-        parts = stages.parts_of(self.hf_model, context.device, context.stages)
+        self._parts = stages.parts_of(self.hf_model, context.device, context.stages)
         self._tensors = _tensors(self.hf_model)  # the objects themselves: names change when a plugin wraps a module
         self.pooler, pooling_notes = make_pooler(context, self.hf_model)
         self._head = LogitsHead(self.hf_model) if self.pooler is None else NoHead(self.hf_model)
         options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
-        self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, parts, lean=options.lean)
+        self._loop, loop_notes = choose_loop(self.hf_model, self._holder, self._head, self._parts, lean=options.lean)
         keep_wanted(self.hf_model, self.facts.layers, self._holder)
         self.notes: tuple[str, ...] = notes + loop_notes + pooling_notes
         self._adaptation: Adaptation | None = None  # most engines have no adapters
@@ -134,13 +134,22 @@ class DecoderModel:
         """See `slotline.registry.contracts.model_family.AdaptableModel`."""
         return self._adaptable().embeddings
 
-    def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
-        """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
-        self._adaptable().adapt(add, names)
+    @property
+    def adapter_stages(self) -> dict[str, int]:
+        """See `slotline.registry.contracts.model_family.AdaptableModel`."""
+        return self._adaptable().stages(stages.stage_of(self.hf_model, self._parts))
 
-    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+    def adapt(self, add: AddShares | None, names: Collection[str] = (), *, single: bool = False) -> None:
+        """See `slotline.registry.contracts.model_family.AdaptableModel.adapt`."""
+        self._adaptable().adapt(add, names, single=single)
+
+    def extend(
+        self, names: tuple[str, ...], rows: int, max_tokens: int, *, single_rows: int = 0
+    ) -> torch.Tensor | None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.extend`."""
-        return None if self._context.offload_bytes else self._adaptable().extend(names, rows, max_tokens)
+        if self._context.offload_bytes:
+            return None
+        return self._adaptable().extend(names, rows, max_tokens, single_rows=single_rows)
 
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
         """See `slotline.registry.contracts.model_family.AdaptableModel.add_to_weight`."""

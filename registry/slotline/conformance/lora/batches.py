@@ -43,6 +43,41 @@ def batch_extended(run: Run) -> None:
         world.check(world.names(9), "another adapter in the first one's slot")
 
 
+@check(Kind.LORA, "lora.batch.single", Level.HOSTILE, needs={"single": True}, cases=by_dtype, cost=0.025)
+def batch_single(run: Run) -> None:
+    """Steps of one adapter, whichever it is and whatever was before: its share, made of the first rows of the room."""
+    extends = bool(run.subject.capabilities.extended.support)
+    with LoraWorld(run, run["dtype"], extends=extends) as world:
+        _loaded(run, world)
+        for name in [*world.loaded, *reversed(world.loaded)]:
+            world.check_single([name] * 4, f"{name!r} alone")
+            world.check_single(run.rng.sample([name] * 3 + [None] * 6, 9), f"{name!r} beside tokens without an adapter")
+            world.check(world.names(9), f"a mixed batch behind {name!r} alone")
+        world.unload(name)
+        world.load("other", world.adapter(ranks(run.subject)[0]))
+        world.check_single(["other"] * 3, "another adapter in the slot of the one that was alone")
+        world.in_parts = True
+        world.check_single(["other", None], "a product in parts")
+
+
+@check(Kind.LORA, "lora.batch.staged", Level.HOSTILE, needs={"staged": True}, cases=once)
+def batch_staged(run: Run) -> None:
+    """Plugins for two pipeline stages: each serves its own modules of every adapter, in the same slots as the other."""
+    with LoraWorld(run, staged=True) as one, LoraWorld(run, staged=True) as other:
+        slots: list[list[int]] = []
+        for world in (one, other):
+            _loaded(run, world)
+            world.unload("a0")
+            slots.append([world.load("b0", world.adapter(ranks(run.subject)[0]))])
+            world.unload(next(iter(world.loaded)))
+            elsewhere = world.adapter(ranks(run.subject)[0], modules=list(world.elsewhere))
+            slots[-1].append(world.load("nothing here", elsewhere))
+            slots[-1] += [slot for slot, _ in world.loaded.values()]
+            world.check(world.names(9), "adapters with modules elsewhere")
+        if slots[0] != slots[1]:
+            raise Failed(f"equal loads went to the slots {slots[0]} in one stage and {slots[1]} in the other")
+
+
 @check(Kind.LORA, "lora.batch.separate", Level.HOSTILE, cases=once)
 def batch_separate(run: Run) -> None:
     """A mixed batch gives each adapter's tokens what they get in a batch of their own, up to rounding."""
@@ -60,6 +95,25 @@ def batch_separate(run: Run) -> None:
                     alone = world.applied(module, inputs[rows], out[rows])
                     what = f"{name!r} alone and in a mix"
                     _close(run, world, module, inputs[rows], out[rows], mixed[rows], alone, what)
+
+
+@check(Kind.LORA, "lora.batch.invariant", Level.HOSTILE, needs={"batch_invariant": True}, cases=by_dtype, cost=0.05)
+def batch_invariant(run: Run) -> None:
+    """Where that is promised, a token's output is bitwise the same alone and at any place in a mixed batch."""
+    with LoraWorld(run, run["dtype"], batch_invariant=True) as world:
+        _loaded(run, world)
+        names = world.names(world.max_tokens)
+        for module in world.modules:
+            world.plan(names)
+            inputs, out = world.tensors(module)
+            mixed = world.applied(module, inputs, out)
+            for count in (1, 2, 7):
+                for first in run.rng.sample(range(len(names) - count + 1), 4):
+                    some = slice(first, first + count)
+                    world.plan(names[some])
+                    if not torch.equal(world.applied(module, inputs[some], out[some]), mixed[some]):
+                        where = f"{first} to {first + count - 1} of {len(names)}, of {names[some]}"
+                        raise Failed(f"{module}: tokens {where}, have other bits in a batch of their own")
 
 
 @check(Kind.LORA, "lora.batch.order", Level.HOSTILE, cases=once)

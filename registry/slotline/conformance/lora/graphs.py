@@ -60,6 +60,46 @@ def graphs_replay(run: Run) -> None:
                 world.compare(module, inputs, out, results[module], f"replay {replay} after capture")
 
 
+@check(
+    Kind.LORA,
+    "lora.graphs.single",
+    Level.GRAPHS,
+    needs={"graphs": GraphSupport.SINGLE_TOKEN, "single": True},
+    cases=_capturable,
+    cost=1.0,
+    profile="graphs",
+)
+def graphs_single(run: Run) -> None:
+    """A step of one adapter, captured for one slot, is replayed for others, after a swap and between mixed steps."""
+    extends = bool(run.subject.capabilities.extended.support)
+    with LoraWorld(run, run["dtype"], extends=extends) as world:
+        choice = ranks(run.subject)
+        for index in range(world.max_adapters):
+            world.load(f"a{index}", world.adapter(choice[index % len(choice)]))
+        world.plan_single(["a0"] * TOKENS)
+        static = {module: world.tensors(module) for module in world.modules}
+        results = {module: torch.empty_like(out) for module, (_, out) in static.items()}
+
+        def step() -> None:
+            for module, (inputs, out) in static.items():
+                results[module].copy_(world.applied(module, inputs, out))
+
+        graph = _captured(step)
+        for replay in range(2 * world.max_adapters):
+            if replay == world.max_adapters:
+                world.unload("a0")
+                world.load("b0", world.adapter(choice[0], modules=list(world.modules)[::2]))
+            world.check(world.names(TOKENS), f"a mixed batch before replay {replay}")
+            name = list(world.loaded)[-1 - replay % len(world.loaded)]
+            world.plan_single([name] * (TOKENS - 3) + [None] * 3 if replay % 2 else [name] * TOKENS)
+            for module, (inputs, out) in static.items():
+                for buffer, fresh in zip((inputs, out), world.tensors(module), strict=True):
+                    buffer.copy_(fresh)
+            graph.replay()
+            for module, (inputs, out) in static.items():
+                world.compare(module, inputs, out, results[module], f"replay {replay} after capture")
+
+
 def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """The graph of a step, after two runs on a side stream that let kernels compile and buffers settle."""
     side = torch.cuda.Stream()

@@ -223,7 +223,8 @@ class LoraConfig:
         default=False, metadata=_doc("add the one adapter to the weights: no cost in a step, and no other adapter")
     )
     specialize_graphs: bool = field(
-        default=True, metadata=_doc("capture graphs without and with adapters; false captures them with adapters alone")
+        default=True,
+        metadata=_doc("capture graphs for no adapter, one and several; false captures them for several alone"),
     )
     adapters: Mapping[str, str] = field(
         factory=dict, metadata=_doc("adapters to load at the start: name to folder", path=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import frozen
+from attrs import field, frozen
 
 from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
 
@@ -28,6 +28,10 @@ class LoraCapabilities:
         merged: whether it has `MergedLora.apply_merged`.
         embeddings: whether `Lora.apply` serves the modules of `LoraContext.embeddings`.
         extended: whether it has `ExtendedLora.expand`.
+        single: whether it has `SingleLora.plan_single`.
+        staged: whether it leaves out what an adapter has for `LoraContext.elsewhere`, and gives equal slots for equal
+            histories of loading and unloading, so that there can be one of it for each pipeline stage.
+        batch_invariant: whether it can add to a token's output what is bitwise the same in any batch.
     """
 
     devices: Set[str]
@@ -42,6 +46,17 @@ class LoraCapabilities:
     merged: Flag = Flag(False)
     embeddings: Flag = Flag(False)
     extended: Flag = Flag(False)
+    single: Flag = Flag(False)
+    staged: Flag = Flag(False)
+    batch_invariant: Flag = Flag(False)
+
+
+class Extend(Protocol):
+    """What makes room for matrices A behind a weight."""
+
+    def __call__(self, names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0) -> torch.Tensor | None:
+        """See `LoraContext.extend`."""
+        ...
 
 
 @frozen(kw_only=True)
@@ -52,15 +67,18 @@ class LoraContext:
         modules: path of each module that may carry an adapter -> (in_features, out_features).
         merged: modules of equal input whose outputs lie side by side in one tensor, in that order; each is in
             `modules` too. Only for a plugin that declares `merged`, else empty.
-        embeddings: those of `modules` that look rows of a table up, (num_embeddings, embedding_dim) in `modules`. Only
-            for a plugin that declares `embeddings`, else empty.
+        embeddings: those of `modules` and `elsewhere` that look rows of a table up, (num_embeddings, embedding_dim)
+            there. Only for a plugin that declares `embeddings`, else empty.
         extend: gives room for adapters' matrices A behind the weight of a product, called as ``extend(names, rows,
             max_tokens)`` with one module's name or one tuple of `merged`: zeros [rows, in_features] on the device, or
             None where there can be none. In steps of up to `max_tokens` tokens the product of the inputs with both
-            is one, and `ExtendedLora.expand` is called in place of `apply`. Only for a plugin that declares
-            `extended`, else None.
+            is one, and `ExtendedLora.expand` is called in place of `apply`; in a step of `SingleLora.plan_single` it is
+            the product with the first `single_rows` alone. Only for a plugin that declares `extended`, else None.
         max_adapters: slots on the device; `max_cpu_adapters` how many adapters to keep in host memory, those on the
             device included, so that loading one again reads no file.
+        elsewhere: modules in other pipeline stages, which plugins of their own serve: sizes as in `modules`. What an
+            adapter has for them is as welcome as the rest, and left out. Only for a plugin that declares `staged`.
+        batch_invariant: whether what is added must be what the capability of that name says.
     """
 
     contract: int
@@ -72,8 +90,10 @@ class LoraContext:
     dtype: str
     merged: tuple[tuple[str, ...], ...] = ()
     embeddings: tuple[str, ...] = ()
-    extend: Callable[[tuple[str, ...], int, int], torch.Tensor | None] | None = None
+    extend: Extend | None = None
     max_cpu_adapters: int = 0
+    elsewhere: Mapping[str, tuple[int, int]] = field(factory=dict)
+    batch_invariant: bool = False
     options: Any = None
 
 
@@ -130,4 +150,16 @@ class ExtendedLora(Lora, Protocol):
         """As `apply` or `apply_merged` for modules whose weight was extended: `inner` [num_tokens, rows] is the product
         of the inputs with the rows that `LoraContext.extend` gave; it may be columns of a wider tensor, as `out`. Or it
         is [parts, num_tokens, rows] float32 whose sum is that product; `out` is float32 then."""
+        ...
+
+
+class SingleLora(Lora, Protocol):
+    """A plugin that serves a step of one adapter in a way of its own."""
+
+    def plan_single(self, slots: torch.Tensor, slot: int) -> None:
+        """As `plan` for a step whose tokens all have `slot` or none.
+
+        Until the next plan, `inner` in `ExtendedLora.expand` is the product with the `single_rows` of
+        `LoraContext.extend` alone. A step that was captured for one slot is planned for any other before its replay.
+        """
         ...

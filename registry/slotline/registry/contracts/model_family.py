@@ -68,7 +68,9 @@ class ModelFamilyCapabilities:
         taps: whether `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
         batch_invariant: whether `load` can give a model whose logits for a token are bitwise the same whatever else is
             in the batch and however its request is cut into steps, as long as attention's outputs are.
-        adapters: whether its models are `AdaptableModel`s.
+        adapters: whether its models are `AdaptableModel`s; `single_adapter` whether these, in a step of one adapter,
+            take products with a part of the room alone: `single_rows` in `extend` and `single` in `adapt`;
+            `staged_adapters` whether they say in `adapter_stages` where layers lie.
         fast_prefill: whether `Model.forward` can leave out, for tokens that nobody asks for, the layers behind the last
             one that owns a cache.
     """
@@ -80,6 +82,8 @@ class ModelFamilyCapabilities:
     taps: Flag = Flag(False)
     batch_invariant: Flag = Flag(False)
     adapters: Flag = Flag(False)
+    single_adapter: Flag = Flag(False)
+    staged_adapters: Flag = Flag(False)
     fast_prefill: Flag = Flag(False)
 
 
@@ -345,6 +349,9 @@ class AdaptableModel(Model, Protocol):
             of a forward pass.
         merged_linears: those that come out of one product, in the order of its columns.
         embeddings: path of the input embedding -> (num_embeddings, embedding_dim); empty where no adapter can join it.
+            A model may lack it, and `extend`: then there is none to adapt, and no room.
+        adapter_stages: path of each linear layer and embedding -> its pipeline stage. Read over several stages alone,
+            of a family that declares `staged_adapters`.
     """
 
     @property
@@ -356,7 +363,10 @@ class AdaptableModel(Model, Protocol):
     @property
     def embeddings(self) -> Mapping[str, tuple[int, int]]: ...
 
-    def adapt(self, add: AddShares | None, names: Collection[str] = ()) -> None:
+    @property
+    def adapter_stages(self) -> Mapping[str, int]: ...
+
+    def adapt(self, add: AddShares | None, names: Collection[str] = (), *, single: bool = False) -> None:
         """Call `add` behind each of the linear layers and embeddings `names` from now on; None for no more calls.
 
         Args:
@@ -365,14 +375,19 @@ class AdaptableModel(Model, Protocol):
                 An embedding's inputs are token ids [num_tokens] int64. Where the layer was extended and the step has
                 few tokens, `inner` [num_tokens, rows] is the inputs' product with the rows behind the weight. Where the
                 product is made in parts, `inner` is [parts, num_tokens, rows] float32, and out the first of the parts.
+            single: that of each room the first `single_rows` alone are multiplied. Given only to a family that
+                declares `single_adapter`.
         """
         ...
 
-    def extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor | None:
+    def extend(
+        self, names: tuple[str, ...], rows: int, max_tokens: int, *, single_rows: int = 0
+    ) -> torch.Tensor | None:
         """Make room behind the weight of one product of linear layers, or None where there can be none.
 
         In steps of up to `max_tokens` tokens in which the layers are adapted, their product is taken with the room as
-        well.
+        well. `single_rows` of the rows, the first, are for steps of one adapter, see `adapt`; given only to a family
+        that declares `single_adapter`.
 
         Returns:
             Zeros [rows, in_features] of the weight's dtype, to be written to in place.

@@ -40,7 +40,10 @@ class LoraWorld:
         embeds: whether the model's embedding is among the modules.
         extends: whether the model gives room behind its weights, and takes products with both; `in_parts` whether it
             makes them in parts.
+        staged: whether the second layer's modules lie in another pipeline stage, as `elsewhere`.
+        batch_invariant: whether a token's share must be bitwise the same in any batch.
         loaded: name -> (slot, adapter).
+        single: whether the last plan was for one adapter.
         rng: of which tokens use which adapter.
     """
 
@@ -48,16 +51,21 @@ class LoraWorld:
     dtype: str = ""
     embeds: bool = False
     extends: bool = False
+    staged: bool = False
+    batch_invariant: bool = False
     max_adapters: int = 3
     max_tokens: int = 24
     max_rank: int = field(init=False)
     modules: dict[str, tuple[int, int]] = field(init=False)
+    elsewhere: dict[str, tuple[int, int]] = field(init=False, factory=dict)
     lora: Any = field(init=False)
     loaded: dict[str, tuple[int, Adapter]] = field(init=False, factory=dict)
     planned: list[str | None] = field(init=False, factory=list)
     written: int = field(init=False, default=0)
     in_parts: bool = field(init=False, default=False)
+    single: bool = field(init=False, default=False)
     rooms: dict[str, torch.Tensor] = field(init=False, factory=dict)
+    single_rows: dict[str, int] = field(init=False, factory=dict)
     _folder: TemporaryDirectory[str] = field(init=False, factory=TemporaryDirectory)
     rng: Random = field(init=False)
     _generator: torch.Generator = field(init=False)
@@ -68,14 +76,19 @@ class LoraWorld:
         self.max_rank = min(8, subject.capabilities.max_rank.limit or 8)
         self.max_adapters = min(self.max_adapters, subject.capabilities.max_adapters.limit or self.max_adapters)
         self.modules = modules_of(subject) | ({EMBEDDING: _EMBEDDING_SIZES} if self.embeds else {})
+        if self.staged:
+            self.elsewhere = {path: sizes for path, sizes in self.modules.items() if ".layers.1." in path}
+            self.modules = {path: sizes for path, sizes in self.modules.items() if path not in self.elsewhere}
         self.rng = self.run.rng
         self._generator = torch.Generator().manual_seed(self.run.seed)
         self.lora = subject.build(
             LoraContext(
                 contract=1,
                 modules=dict(self.modules),
+                elsewhere=dict(self.elsewhere),
                 embeddings=(EMBEDDING,) if self.embeds else (),
                 extend=self._extend if self.extends else None,
+                batch_invariant=self.batch_invariant,
                 max_adapters=self.max_adapters,
                 max_rank=self.max_rank,
                 max_tokens=self.max_tokens,
@@ -103,10 +116,11 @@ class LoraWorld:
         rslora: bool = False,
         size: float = 1.0,
     ) -> Adapter:
-        """A random adapter whose share is about `size` times the inputs; on all modules if none are named."""
-        weights = {}
-        for module in self.modules if modules is None else modules:
-            inner, outer = self.modules[module]
+        """A random adapter whose share is about `size` times the inputs; on all modules if none are named, those
+        elsewhere included."""
+        weights, every = {}, {**self.modules, **self.elsewhere}
+        for module in every if modules is None else modules:
+            inner, outer = every[module]
             scale = size * rank**0.5 / (alpha * inner**0.5)
             weights[module] = (self.random(rank, inner) * scale, self.random(outer, rank))
         rounded = {name: (a.to(self.torch_dtype), b.to(self.torch_dtype)) for name, (a, b) in weights.items()}
@@ -149,9 +163,19 @@ class LoraWorld:
 
     def plan(self, names: Sequence[str | None]) -> None:
         """The adapter of each token of the next step, None for none."""
-        slots = [-1 if name is None else self.loaded[name][0] for name in names]
+        self.lora.plan(self._slots(names))
+        self.single = False
+
+    def plan_single(self, names: Sequence[str | None]) -> None:
+        """As `plan` for tokens that have one adapter or none, told as such."""
+        (only,) = {name for name in names if name is not None}
+        self.lora.plan_single(self._slots(names), self.loaded[only][0])
+        self.single = True
+
+    def _slots(self, names: Sequence[str | None]) -> torch.Tensor:
         self.planned = list(names)
-        self.lora.plan(torch.tensor(slots, dtype=torch.int64, device=self.run.subject.device.type))
+        slots = [-1 if name is None else self.loaded[name][0] for name in names]
+        return torch.tensor(slots, dtype=torch.int64, device=self.run.subject.device.type)
 
     def random(self, *shape: int) -> torch.Tensor:
         """Normal float32 on the host."""
@@ -174,19 +198,24 @@ class LoraWorld:
         """A copy of `out` after the plugin has added its share."""
         result = out.clone()
         if module in self.rooms and self.in_parts:
-            parts = zip(inputs.float().tensor_split(3, 1), self.rooms[module].float().tensor_split(3, 1), strict=True)
+            parts = zip(inputs.float().tensor_split(3, 1), self._used(module).float().tensor_split(3, 1), strict=True)
             result = result.float()
             self.lora.expand((module,), torch.stack([part @ room.T for part, room in parts]), result)
             result = result.to(out.dtype)
         elif module in self.rooms:
-            self.lora.expand((module,), inputs @ self.rooms[module].T, result)
+            self.lora.expand((module,), inputs @ self._used(module).T, result)
         else:
             self.lora.apply(module, inputs, result)
         return result
 
-    def _extend(self, names: tuple[str, ...], rows: int, max_tokens: int) -> torch.Tensor:
+    def _used(self, module: str) -> torch.Tensor:
+        """The part of a module's room that is multiplied after the last plan."""
+        return self.rooms[module][: self.single_rows[module]] if self.single else self.rooms[module]
+
+    def _extend(self, names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0) -> torch.Tensor:
         """Room behind a module's weight, of which there is no more than the room."""
         (module,) = names
+        self.single_rows[module] = single_rows
         device = self.run.subject.device.type
         self.rooms[module] = torch.zeros(rows, self.modules[module][0], dtype=self.torch_dtype, device=device)
         return self.rooms[module]
@@ -216,6 +245,14 @@ class LoraWorld:
     def check(self, names: Sequence[str | None], what: str, modules: Sequence[str] | None = None) -> None:
         """Plan, apply and compare on the given modules, or on all."""
         self.plan(names)
+        self._check_planned(what, modules)
+
+    def check_single(self, names: Sequence[str | None], what: str) -> None:
+        """As `check` for tokens that have one adapter or none, told as such."""
+        self.plan_single(names)
+        self._check_planned(what)
+
+    def _check_planned(self, what: str, modules: Sequence[str] | None = None) -> None:
         for module in self.modules if modules is None else modules:
             inputs, out = self.tensors(module)
             self.compare(module, inputs, out, self.applied(module, inputs, out), what)

@@ -57,6 +57,40 @@ class FirstColumns(PaddedSlots):
         return super().columns(inner, 0)
 
 
+class KeepsTheFirstAlone(PaddedSlots):
+    copied = False
+
+    def plan_single(self, slots: torch.Tensor, slot: int) -> None:
+        alone = self.alone
+        self.alone = {} if self.copied else alone
+        super().plan_single(slots, slot)
+        self.alone, self.copied = alone, True
+
+
+class StaysSingle(PaddedSlots):
+    def plan(self, slots: torch.Tensor) -> None:
+        single = self.single
+        super().plan(slots)
+        self.single = single
+
+
+class KnowsItsOwnAlone(PaddedSlots):
+    def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
+        context, self.context = self.context, attrs.evolve(self.context, elsewhere={})
+        try:
+            return super().weights(path, tensors, rank)
+        finally:
+            self.context = context
+
+
+class OrderByNumber(PaddedSlots):
+    def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
+        if len(inputs) == 1 or module in self.context.embeddings:
+            return super().share(module, slot, inputs)
+        inner = inputs.flip(1) @ self.a[module][slot].flip(1).T  # the same sum, begun at the other end
+        return (inner @ self.b[module][slot].T) * self.scales[slot].to(inputs.dtype)
+
+
 class Overwrites(PaddedSlots):
     def add(self, out: torch.Tensor, rows: torch.Tensor, share: torch.Tensor) -> None:
         out[rows] = share
@@ -260,6 +294,10 @@ MUTANTS: tuple[Mutant, ...] = (
     _mutant("first-slot", "uses the first token's slot for the whole batch", Level.HOSTILE, FirstSlotForAll),
     _mutant("sorts-tokens", "sorts the slots and not the tokens", Level.HOSTILE, SortsTheTokens),
     _mutant("first-columns", "expands every token of the first slot's columns", Level.HOSTILE, FirstColumns),
+    _mutant("first-alone", "keeps the first adapter that was alone in a step", Level.HOSTILE, KeepsTheFirstAlone),
+    _mutant("stays-single", "takes every step behind one of one adapter for such", Level.HOSTILE, StaysSingle),
+    _mutant("own-alone", "refuses an adapter with modules in other stages", Level.HOSTILE, KnowsItsOwnAlone),
+    _mutant("order-by-number", "sums in an order that hangs on the number of tokens", Level.HOSTILE, OrderByNumber),
     _mutant("first-plan", "keeps a plan until a longer one comes", Level.HOSTILE, KeepsTheFirstPlan),
     _mutant("empty-plan", "fails on a step without tokens", Level.HOSTILE, NoEmptyPlan),
     _mutant("copies-out", "adds to a copy where out is not contiguous", Level.HOSTILE, CopiesOut),

@@ -38,21 +38,25 @@ class PaddedSlots:
         slots, rank = context.max_adapters, context.max_rank
         self.slots: dict[str, int] = {}  # name -> slot
         self.scales = torch.zeros(slots, device=context.device)
+        self.alone: dict[str, torch.Tensor] = {}  # by module, [rank, in_features]
         self.a = {m: self.room(m, i).view(slots, rank, i) for m, (i, _) in self.modules()}
         self.b = {m: torch.zeros(slots, o, rank, dtype=dtype, device=context.device) for m, (_, o) in self.modules()}
         self.planned = torch.full((context.max_tokens,), -1, dtype=torch.int64, device=context.device)
+        self.single = False
 
     def room(self, module: str, size: int) -> torch.Tensor:
-        """Where a module's A of all slots lie, [slots * rank, in_features]: behind its weight, or by themselves."""
-        context, rows = self.context, self.context.max_adapters * self.context.max_rank
-        room = None
+        """Where a module's A of all slots lie, [slots * rank, in_features]: behind its weight, or by themselves.
+
+        Behind a weight, in front of them, is room for a copy of the one that is alone in a step.
+        """
+        context, rank = self.context, self.context.max_rank
+        rows, room = context.max_adapters * rank, None
         if context.extend is not None and module not in context.embeddings:
-            room = context.extend((module,), rows, context.max_tokens)
-        return (
-            torch.zeros(rows, size, dtype=getattr(torch, context.dtype), device=context.device)
-            if room is None
-            else room
-        )
+            room = context.extend((module,), rank + rows, context.max_tokens, rank)
+        if room is None:
+            return torch.zeros(rows, size, dtype=getattr(torch, context.dtype), device=context.device)
+        self.alone[module] = room[:rank]
+        return room[rank:]
 
     def modules(self) -> list[tuple[str, tuple[int, int]]]:
         return list(self.context.modules.items())
@@ -73,6 +77,13 @@ class PaddedSlots:
 
     def plan(self, slots: torch.Tensor) -> None:
         self.planned[: len(slots)] = slots
+        self.single = False
+
+    def plan_single(self, slots: torch.Tensor, slot: int) -> None:
+        self.plan(slots)
+        for module, alone in self.alone.items():
+            alone.copy_(self.a[module][slot])
+        self.single = True
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
         planned = self.planned[: len(inputs)]
@@ -94,12 +105,15 @@ class PaddedSlots:
     def columns(self, inner: torch.Tensor, slot: int) -> torch.Tensor:
         """The columns [n, rank] of a slot."""
         rank = self.context.max_rank
-        return inner[:, slot * rank : (slot + 1) * rank]
+        first = 0 if self.single else rank + slot * rank
+        return inner[:, first : first + rank]
 
     def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
         """What the slot's adapter gives for some tokens."""
         inputs = self.rows(module, inputs)
-        return (inputs @ self.a[module][slot].T @ self.b[module][slot].T) * self.scales[slot].to(inputs.dtype)
+        tiles = inputs.split(1) if self.context.batch_invariant else (inputs,)
+        share = torch.cat([tile @ self.a[module][slot].T @ self.b[module][slot].T for tile in tiles])
+        return share * self.scales[slot].to(inputs.dtype)
 
     def rows(self, module: str, inputs: torch.Tensor) -> torch.Tensor:
         """What is multiplied: the inputs, or for an embedding the rows of an identity that token ids stand for."""
@@ -157,19 +171,20 @@ class PaddedSlots:
     def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
         """The tensors by module."""
         found: dict[str, dict[str, torch.Tensor]] = {}
+        sizes = {**self.context.modules, **self.context.elsewhere}
         for key, tensor in tensors.items():
             module, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
             part = part.replace("_embedding", "") if module in self.context.embeddings else part
-            if part not in ("lora_A", "lora_B") or module not in self.context.modules:
+            if part not in ("lora_A", "lora_B") or module not in sizes:
                 raise RequestError(f"{path}: {key} belongs to no module that may carry an adapter")
             found.setdefault(module, {})[part] = tensor
         for module, parts in found.items():
-            inner, outer = self.context.modules[module]
+            inner, outer = sizes[module]
             shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
             wanted = {"lora_A": (rank, inner), "lora_B": (outer, rank)}
             if shapes != wanted:
                 raise RequestError(f"{path}: {module} has the shapes {shapes}, wanted {wanted}")
-        return {module: (parts["lora_A"], parts["lora_B"]) for module, parts in found.items()}
+        return {m: (parts["lora_A"], parts["lora_B"]) for m, parts in found.items() if m in self.context.modules}
 
 
 class GatheredSlots(PaddedSlots):
@@ -177,6 +192,9 @@ class GatheredSlots(PaddedSlots):
     so it can be captured."""
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
+        if self.context.batch_invariant:
+            super().apply(module, inputs, out)
+            return
         inputs = self.rows(module, inputs)
         planned = self.planned[: len(inputs)]
         index = planned.clamp(min=0)
@@ -210,6 +228,9 @@ def _capabilities(graphs: GraphSupport) -> LoraCapabilities:
         graph_key=False,
         embeddings=Flag(True),
         extended=Flag(True),
+        single=Flag(True),
+        staged=Flag(True),
+        batch_invariant=Flag(True),
     )
 
 

@@ -18,6 +18,8 @@ descriptor: Descriptor[LoraCapabilities] = Descriptor(
         rslora=Flag(True),
         graphs=Level(GraphSupport.NEVER),
         embeddings=Flag(True),
+        staged=Flag(True),
+        batch_invariant=Flag(True),
     ),
     factory="slotline.plugins.lora.grouped.plugin:GroupedLora",
     summary="two products of torch for each adapter in the batch, on any device",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from slotline.plugins.lora.peft_folder import PeftAdapter, Share
 from slotline.plugins.lora.slots import AdapterSlots
 from slotline.registry.contracts import LoraContext
+
+TILE = 16
+"""Rows of a product where numbers must not hang on the batch: a matrix library chooses its kernel by their number."""
 
 
 class GroupedLora(AdapterSlots):
@@ -37,12 +41,20 @@ class GroupedLora(AdapterSlots):
             if share is None:
                 continue
             own = inputs if tokens is None else inputs[tokens]
-            inner = share.a[own] if module in self.context.embeddings else own @ share.a.T  # [n, rank]
-            added = ((inner * share.scale) @ share.b.T).to(out.dtype)  # [n, out_features]
+            embeds = module in self.context.embeddings
+            inner = share.a[own] if embeds else self._product(own, share.a)  # [n, rank]
+            added = self._product(inner * share.scale, share.b).to(out.dtype)  # [n, out_features]
             if tokens is None:
                 out += added
             else:
                 out.index_add_(0, tokens, added)
+
+    def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """``rows @ weight.T``, [n, in_features] to [n, out_features]."""
+        if not self.context.batch_invariant:
+            return rows @ weight.T
+        padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE))
+        return torch.cat([tile @ weight.T for tile in padded.split(TILE)])[: len(rows)]
 
     def _write(self, slot: int, adapter: PeftAdapter) -> None:
         self._shares[slot] = {module: self._placed(module, share) for module, share in adapter.shares.items()}

@@ -51,13 +51,14 @@ def sort_tokens(
 
 @triton.jit
 def shrink(
-    x, a, inner, block_slots, block_tokens, num_tokens, k, stride_x, a_slot, per_split,
+    x, a, inner, block_slots, block_tokens, places, num_tokens, k, stride_x, a_slot, per_split,
     width: tl.constexpr, padded: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
     precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """inner [splits, num_tokens, width] float32 = x @ A^T, each split over its own elements of a row.
 
-    x [num_tokens, k], a [num_slots, width, k] strided by slot; width counts the ranks of all parts.
+    x [num_tokens, k], a [num_slots, width, k] strided by place, the one that `places` [num_slots] int32 has for a slot;
+    width counts the ranks of all parts.
     """
     if early:
         gdc_launch_dependents()
@@ -68,7 +69,7 @@ def shrink(
         return
     ranks, mask = tl.arange(0, padded), (tokens >= 0)[:, None]
     rows = x + tokens.to(tl.int64)[:, None] * stride_x
-    weights = a + slot.to(tl.int64) * a_slot + ranks.to(tl.int64)[None, :] * k
+    weights = a + tl.load(places + slot).to(tl.int64) * a_slot + ranks.to(tl.int64)[None, :] * k
     total, end = tl.zeros((block_m, padded), tl.float32), tl.minimum((split + 1) * per_split, k)
     for start in range(split * per_split, end, block_k):
         elements = start + tl.arange(0, block_k)
@@ -84,16 +85,17 @@ def shrink(
 
 @triton.jit
 def expand(
-    inner, b, scales, out, block_slots, block_tokens, inner_split, inner_token, stride_out, b_slot, scale_slot,
+    inner, b, scales, out, block_slots, block_tokens, places, inner_split, inner_token, stride_out, b_slot, scale_slot,
     size_0, size_1, size_2,
     splits: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-    by_slot: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    behind: tl.constexpr, single: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """out [num_tokens, size_0 + size_1 + size_2] += scale * inner @ B^T, part by part.
 
-    inner [splits, num_tokens, parts * rank] strided by split and token, or with `by_slot` [splits, num_tokens,
-    num_slots * parts * rank] from the kernel that wrote out; b [num_slots, all sizes, rank] and scales [num_slots,
-    parts] strided by slot; a part with scale 0 is left alone.
+    inner [splits, num_tokens, parts * rank] strided by split and token, or unless `single` [splits, num_tokens,
+    num_slots * parts * rank], the slots' in the order of `places`. With `behind` it comes from the kernel that wrote
+    out. b [num_slots, all sizes, rank] and scales [num_slots, parts] strided by slot; a part with scale 0 is left
+    alone.
     """
     if early:
         gdc_launch_dependents()
@@ -115,6 +117,9 @@ def expand(
         if early:
             gdc_wait()
         return
+    first = part * rank
+    if not single:
+        first += tl.load(places + slot) * (parts * rank)
     ranks, columns = tl.arange(0, rank), column * block_n + tl.arange(0, block_n)
     weights = tl.load(
         b + slot.to(tl.int64) * b_slot + (begin + columns).to(tl.int64)[None, :] * rank + ranks[:, None],
@@ -122,7 +127,7 @@ def expand(
     )  # [rank, block_n]  # fmt: skip
     there = out + tokens.to(tl.int64)[:, None] * stride_out + (begin + columns)[None, :]
     mask = (tokens >= 0)[:, None] & (columns < size)[None, :]
-    if by_slot:
+    if behind:
         if early:
             gdc_wait()
         base = tl.load(there, mask=mask, other=0.0)
@@ -130,9 +135,6 @@ def expand(
         base = tl.load(there, mask=mask, other=0.0)
         if early:
             gdc_wait()
-    first = part * rank
-    if by_slot:
-        first += slot * (parts * rank)
     total = tl.zeros((block_m, rank), tl.float32)
     for split in tl.static_range(splits):
         place = inner + split * inner_split + tokens.to(tl.int64)[:, None] * inner_token + first + ranks[None, :]

@@ -9,6 +9,7 @@ import triton
 
 from slotline.plugins.lora.peft_folder import PeftAdapter
 from slotline.plugins.lora.segmented import kernels
+from slotline.plugins.lora.segmented.tiling import FIXED, MANY, MOST_SPLITS, Tiling, fitting, tiling
 from slotline.plugins.lora.slots import AdapterSlots
 from slotline.registry.contracts import LoraContext
 from slotline.registry.errors import CapacityError
@@ -17,11 +18,8 @@ LEAST_RANK = 16
 """What a product on the matrix units takes at least."""
 FEW_TOKENS, FEW_M, MANY_M = 256, 16, 64
 """Up to so many tokens a block has `FEW_M` lines, else `MANY_M`."""
-MOST_SPLITS = 8
 MOST_EXTENDED = 0.25
 """So many rows may lie behind a weight, as a share of its own: each step fetches all slots' rows then, used or not."""
-TILE_BYTES = 48 << 10
-"""Most bytes of one tile; a multiprocessor holds several."""
 EARLIEST = (9, 0)
 """The compute capability from which a kernel can start early."""
 
@@ -30,7 +28,8 @@ class Weights(NamedTuple):
     """One product's weights in all slots.
 
     Attributes:
-        a: [num_slots, parts, rank, in_features]; of an embedding [num_slots, 1, num_embeddings, rank].
+        a: [num_slots, parts, rank, in_features], a slot's at its place; of an embedding [num_slots, 1, num_embeddings,
+            rank] by slot.
         b: [num_slots, all out_features, rank].
         scales: [num_slots, parts] float32; 0 where the slot's adapter leaves the part alone.
         sizes: out_features of each part.
@@ -42,46 +41,11 @@ class Weights(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class Tiling(NamedTuple):
-    """How two launches cut their work.
-
-    Attributes:
-        splits: parts of a row that are shrunk apart.
-        block_k: elements at a time; `block_n` columns of a program that expands.
-        shrink_warps, expand_warps: of a program.
-    """
-
-    splits: int
-    block_k: int
-    block_n: int
-    shrink_warps: int
-    expand_warps: int
-
-
-MANY = Tiling(splits=1, block_k=64, block_n=128, shrink_warps=4, expand_warps=4)
-"""For blocks of many tokens."""
-
-
-def tiling(blocks: int, k: int, columns: int) -> Tiling:
-    """The sizes for so many small blocks of tokens, a row of k elements, and all parts' columns."""
-    splits = 1
-    while 2 * splits <= MOST_SPLITS and splits * blocks < 160 and 512 * splits <= k:
-        splits *= 2
-    return Tiling(splits, 256, 256 if columns >= 16384 else 128, 4, 4)
-
-
-def fitting(cut: Tiling, block_m: int, width: int, rank: int, itemsize: int) -> Tiling:
-    """The sizes, less where a tile would not fit into a multiprocessor."""
-    block_k, block_n = cut.block_k, cut.block_n
-    while block_k > 16 and (block_m + width) * block_k * itemsize > TILE_BYTES:
-        block_k //= 2
-    while block_n > 16 and rank * block_n * itemsize > TILE_BYTES:
-        block_n //= 2
-    return cut._replace(block_k=block_k, block_n=block_n, shrink_warps=8 if width >= 256 else cut.shrink_warps)
-
-
 class SegmentedLora(AdapterSlots):
-    """Implements `slotline.registry.contracts.lora.MergedLora` and `ExtendedLora` with the kernels of `kernels`.
+    """Implements `slotline.registry.contracts.lora.MergedLora`, `ExtendedLora` and `SingleLora`.
+
+    Slots' matrices A lie at places: the adapter that was alone in a step last has the first, so that the product with
+    the first rows behind a weight is its own.
 
     Raises:
         CapacityError: if the slots do not fit into the device's memory.
@@ -100,7 +64,7 @@ class SegmentedLora(AdapterSlots):
                 f"{context.max_adapters} adapters of rank {context.max_rank} do not fit into the device's memory",
                 fix="lower lora.max_adapters or lora.max_rank, or name fewer lora.target_modules",
             ) from error
-        self._place = {name: (names, i) for names in products for i, name in enumerate(names)}
+        self._part = {name: (names, i) for names in products for i, name in enumerate(names)}
         tokens, slots, device = context.max_tokens, context.max_adapters, context.device
         self._block_slots = torch.full((triton.cdiv(tokens, FEW_M) + slots,), -1, dtype=torch.int32, device=device)
         self._block_tokens = torch.full((tokens + (slots + 1) * MANY_M,), -1, dtype=torch.int32, device=device)
@@ -110,18 +74,34 @@ class SegmentedLora(AdapterSlots):
         most = max(tokens, MOST_SPLITS * min(tokens, FEW_TOKENS))
         self._inner = torch.zeros(width * most, device=device)
         self._slots_padded = triton.next_power_of_2(slots)
+        self._places = list(range(slots))
+        self._places_there = torch.arange(slots, dtype=torch.int32, device=device)
+        self._single = False
         is_float32, on_gpu = self._dtype == torch.float32, torch.device(device).type == "cuda"
         self._precision = "ieee" if is_float32 else "tf32"  # which has no effect on 16 bits
         self._early = on_gpu and torch.cuda.get_device_capability(device) >= EARLIEST
 
     def plan(self, slots: torch.Tensor) -> None:
         """See `Lora.plan`: one launch, which reads the slots on the device."""
-        count, most = len(slots), self.context.max_adapters
+        self._single = False
+        self._sort(slots, self.context.max_adapters)
+
+    def plan_single(self, slots: torch.Tensor, slot: int) -> None:
+        """See `SingleLora.plan_single`: the adapter's matrices A go to the first place, if they are not there."""
+        self._bring_first(slot)
+        self._single = True
+        self._sort(slots, 1)
+
+    def _sort(self, slots: torch.Tensor, most: int) -> None:
+        """Have the tokens sorted by slot; there are `most` slots at most."""
+        count = len(slots)
         if self.context.embeddings:
             self._token_slots[:count].copy_(slots)
-        self._block_m = FEW_M if count <= FEW_TOKENS else MANY_M
-        self._blocks = triton.cdiv(count, self._block_m) + min(most, count)  # each slot's last one may be half full
-        kernels.sort_tokens[(most,)](
+        self._block_m = FEW_M if count <= FEW_TOKENS or self.context.batch_invariant else MANY_M
+        self._blocks = triton.cdiv(count, self._block_m) + max(
+            0, min(most, count) - 1
+        )  # each slot's last may be half full
+        kernels.sort_tokens[(self.context.max_adapters,)](
             slots,
             self._block_slots,
             self._block_tokens,
@@ -137,7 +117,7 @@ class SegmentedLora(AdapterSlots):
         if module in self.context.embeddings:
             self._look_up(self._weights[module,], inputs, out)
             return
-        names, part = self._place[module]
+        names, part = self._part[module]
         weights = self._weights[names]
         begin = sum(weights.sizes[:part])
         one = Weights(
@@ -155,7 +135,7 @@ class SegmentedLora(AdapterSlots):
             weights = self._weights[modules]
             inner = inner if inner.dim() == 3 else inner[None]
             cut = self._cut(weights, self._rank, out.itemsize)._replace(splits=len(inner))
-            self._expand(weights, inner, out, cut, by_slot=True)
+            self._expand(weights, inner, out, cut, behind=True, single=self._single)
 
     def _launch(self, weights: Weights, inputs: torch.Tensor, out: torch.Tensor) -> None:
         num_tokens, k = inputs.shape
@@ -171,6 +151,7 @@ class SegmentedLora(AdapterSlots):
             inner,
             self._block_slots,
             self._block_tokens,
+            self._places_there,
             num_tokens,
             k,
             inputs.stride(0),
@@ -196,12 +177,24 @@ class SegmentedLora(AdapterSlots):
 
     def _cut(self, weights: Weights, k: int, itemsize: int) -> Tiling:
         """The sizes for this step's blocks and rows of k elements."""
-        cut = tiling(self._blocks, k, sum(weights.sizes)) if self._block_m == FEW_M else MANY
+        if self.context.batch_invariant:
+            cut = FIXED
+        elif self._block_m == FEW_M:
+            cut = tiling(self._blocks, k)
+        else:
+            cut = MANY
         padded = triton.next_power_of_2(len(weights.sizes) * self._rank)
         return fitting(cut, self._block_m, padded, self._rank, itemsize)
 
     def _expand(
-        self, weights: Weights, inner: torch.Tensor, out: torch.Tensor, cut: Tiling, *, by_slot: bool = False
+        self,
+        weights: Weights,
+        inner: torch.Tensor,
+        out: torch.Tensor,
+        cut: Tiling,
+        *,
+        behind: bool = False,
+        single: bool = True,
     ) -> None:
         """Add what follows from inner, see `kernels.expand`."""
         columns = sum(triton.cdiv(size, cut.block_n) for size in weights.sizes)
@@ -212,6 +205,7 @@ class SegmentedLora(AdapterSlots):
             out,
             self._block_slots,
             self._block_tokens,
+            self._places_there,
             inner.stride(0),
             inner.stride(1),
             out.stride(0),
@@ -223,7 +217,8 @@ class SegmentedLora(AdapterSlots):
             parts=len(weights.sizes),
             block_m=self._block_m,
             block_n=cut.block_n,
-            by_slot=by_slot,
+            behind=behind,
+            single=single,
             precision=self._precision,
             num_warps=cut.expand_warps,
             early=self._early,
@@ -246,7 +241,7 @@ class SegmentedLora(AdapterSlots):
         rows = slots * parts * self._rank
         embeds = names[0] in self.context.embeddings
         if extend is not None and not embeds and rows <= MOST_EXTENDED * outer:
-            room = extend(names, rows, FEW_TOKENS)
+            room = extend(names, rows, FEW_TOKENS, parts * self._rank)
             if room is not None:
                 return room.view(slots, parts, self._rank, inner)
         shape = (inner, self._rank) if embeds else (self._rank, inner)
@@ -263,10 +258,27 @@ class SegmentedLora(AdapterSlots):
                     b[begin : begin + size, :rank] = share.b
                     scales[part] = share.scale
                 begin += size
-            for there, here in ((weights.a, a), (weights.b, b), (weights.scales, scales)):
-                there[slot].copy_(here)
+            place = slot if names[0] in self.context.embeddings else self._places[slot]
+            weights.a[place].copy_(a)
+            weights.b[slot].copy_(b)
+            weights.scales[slot].copy_(scales)
 
     def _clear(self, slot: int) -> None:
         """See `AdapterSlots._clear`."""
         for weights in self._weights.values():
             weights.scales[slot].zero_()
+
+    def _bring_first(self, slot: int) -> None:
+        """Exchange a slot's matrices A with those at the first place."""
+        place = self._places[slot]
+        if place == 0:
+            return
+        other = self._places.index(0)
+        for names, weights in self._weights.items():
+            if names[0] not in self.context.embeddings:
+                kept = weights.a[0].clone()  # one at a time: there may be little memory left
+                weights.a[0].copy_(weights.a[place])
+                weights.a[place].copy_(kept)
+        for moved, to in ((slot, 0), (other, place)):
+            self._places[moved] = to
+            self._places_there[moved] = to

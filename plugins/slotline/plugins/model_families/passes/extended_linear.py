@@ -29,12 +29,15 @@ class ExtendedLinear:
         names: the linear layers that it makes, for `AddShares`.
         rows: of the room.
         max_tokens: up to which the product is taken with both.
+        single_rows: of the room, the first, which alone are multiplied in steps of one adapter.
 
     Attributes:
         room: [rows, in_features], zeros at first.
     """
 
-    def __init__(self, module: nn.Linear | PlainMerged, names: tuple[str, ...], rows: int, max_tokens: int) -> None:
+    def __init__(
+        self, module: nn.Linear | PlainMerged, names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0
+    ) -> None:
         self._module: nn.Linear | PlainMerged = module
         self._names, self._max_tokens = names, max_tokens
         self._original: Callable[[torch.Tensor], torch.Tensor] = module.forward
@@ -42,12 +45,16 @@ class ExtendedLinear:
         self._size: int = self._module.weight.shape[0]
         self._weight = _with_room(self._module.weight, rows)
         self._bias = None if self._module.bias is None else _with_room(self._module.bias, rows)
+        self._rows_of_one = self._size + single_rows
+        self._used = self._weight, self._bias
         self._add: AddShares | None = None
         self.room = self._weight[self._size :]
 
-    def enter(self, add: AddShares) -> None:
-        """Take the module's place, and call `add` behind each product."""
+    def enter(self, add: AddShares, *, single: bool = False) -> None:
+        """Take the module's place, and call `add` behind each product; `single` says that the step has one adapter."""
         self._add = add
+        count = self._rows_of_one if single else len(self._weight)
+        self._used = self._weight[:count], None if self._bias is None else self._bias[:count]
         self._module.forward = self  # type: ignore[method-assign]
 
     def leave(self) -> None:
@@ -62,7 +69,7 @@ class ExtendedLinear:
             out = self._original(x)
             self._add(self._names, inputs, out.view(-1, self._size))
             return out
-        whole = self._linear(x, self._weight, self._bias)  # [..., out_features + rows]
+        whole = self._linear(x, *self._used)  # [..., out_features + rows]
         out, flat = whole[..., : self._size], whole.view(-1, whole.shape[-1])
         self._add(self._names, inputs, flat[:, : self._size], flat[:, self._size :])
         return out
@@ -71,7 +78,7 @@ class ExtendedLinear:
         """As the call, [parts, ..., out_features] whose sum it is, by a product that may not suit."""
         assert self._add is not None
         inputs = x.flatten(0, -2)
-        whole = None if len(inputs) > self._max_tokens else product(x, self._weight, self._bias, self._size)
+        whole = None if len(inputs) > self._max_tokens else product(x, *self._used, self._size)
         if whole is None:
             return self(x)[None]
         flat = whole.view(len(whole), -1, whole.shape[-1])  # [parts, num_tokens, out_features + rows]
