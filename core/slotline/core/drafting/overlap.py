@@ -19,6 +19,7 @@ from attrs import define, frozen
 from slotline.core.drafting.attention import StagedAttention
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import HiddenStates
+from slotline.core.drafting.on_device import find_stood, keep_drafts
 from slotline.core.drafting.verification import drafted
 from slotline.core.execution.staging import Download, Staging, reserved_bytes
 from slotline.core.execution.states import StateRouter
@@ -117,6 +118,7 @@ class Overlap:
             + reserved_bytes((max(max_tokens, count),), np.int64)
             + attention
         )
+        self._rehearse()
 
     def settle(self, inputs: StepInputs, generations: Int) -> Settled:
         """Make a launched step's host numbers exact, once the step before was handed out, and send what sampling reads.
@@ -176,23 +178,15 @@ class Overlap:
         None where no request gets drafts.
         """
         drafting, table = self._drafting, self._last_tokens
-        first, verified, known, stand_ins, at, scheduled = settled.on_device.unbind()
-        stood, last = torch.zeros_like(first), first
-        if settled.drafts is not None:  # as in `verification.standing`
-            fell = (sampling.sampled != settled.drafts).long()
-            before = fell.cumsum(0) - fell
-            stands = before == before[first][settled.places]
-            stood = stood.index_add(0, settled.places, stands.long()) - 1
-            last = first + stood
-        newest = sampling.sampled[last].clamp(min=0)  # negative where a request ends with an error
-        table.record(stand_ins, newest)
-        fallen = verified - stood
-        table.fallen[settled.rows_device] = fallen
+        stood = find_stood(
+            sampling.sampled, settled.drafts, settled.on_device, settled.rows_device, settled.places, table
+        )
         if self._states is not None and settled.drafts is not None:
+            at, scheduled = settled.on_device[4:].unbind()
             slots = torch.full((settled.num_requests,), -1, dtype=torch.int32, device=at.device)
-            slots[at] = torch.where(fallen > 0, settled.rows_device, -1).int()
+            slots[at] = torch.where(stood.fallen > 0, settled.rows_device, -1).int()
             accepted = torch.ones_like(slots)
-            accepted[at] = (scheduled - fallen).int()
+            accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
         drafting.forget()
         # What the drafter reads is taken here: `finish` would pick it with places that the host sends, and wait.
@@ -204,7 +198,8 @@ class Overlap:
             drafting.observe(computed, ahead)
         if len(settled.asked) == 0:
             return None
-        positions, states = known + stood, None if states is None else states.pick(last)
+        newest, positions, stand_ins = stood.newest, stood.positions, settled.on_device[3]
+        states = None if states is None else states.pick(stood.last)
         if (chosen := settled.asked_device) is not None:
             newest, positions, stand_ins = newest[chosen], positions[chosen], stand_ins[chosen]
             states = None if states is None else states.pick(chosen)
@@ -219,15 +214,10 @@ class Overlap:
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
         used = settled.room if drafting.uniform and counts.any() else counts
         self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
-        # What is no token, and what only fills a captured batch, is the newest token again: as good a guess as any.
-        filled = newest[:, None].expand(-1, drafting.num_tokens).clone()
-        valid = (found >= 0) & (found < self._vocab_size)
-        filled[:, : found.shape[1]] = torch.where(valid, found, filled[:, : found.shape[1]])
-        table.record_drafts(stand_ins, filled)
         return Proposal(
             rows=rows,
             generations=self._rows.generation[rows],
-            found=self._staging.download(torch.cat([found, filled], 1)),
+            found=self._staging.download(keep_drafts(found, newest, stand_ins, table, self._vocab_size)),
             columns=found.shape[1],
         )
 
@@ -242,6 +232,17 @@ class Overlap:
         meant = np.cumprod((guesses[live] >= 0) & ~outside[live], axis=1).sum(axis=1)
         rows.num_guesses[own] = np.minimum(rows.num_guesses[own], meant)
         rows.write_drafts(own, drafts, np.arange(drafts.shape[1]) < rows.num_drafts[own][:, None])
+
+    def _rehearse(self) -> None:
+        """Compile what a proposal runs around the drafter, on a row that has not sampled yet."""
+        table = self._last_tokens
+        zero = torch.zeros(1, dtype=torch.int64, device=table.fallen.device)
+        on_device = torch.zeros(6, 1, dtype=torch.int64, device=zero.device)
+        on_device[3] += int(table.stand_ins(np.zeros(1, np.int64))[0])
+        for drafts in (None, zero):
+            find_stood(zero, drafts, on_device, zero, zero, table)
+        drafted = zero[:, None].expand(1, table.max_drafts).contiguous()
+        keep_drafts(drafted, zero, on_device[3], table, self._vocab_size)
 
     def _batch(
         self, settled: Settled, rows: Int, newest: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None

@@ -19,9 +19,10 @@ Int = npt.NDArray[np.int64]
 
 
 class LastTokens:
-    """The table: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device.
+    """The table.
 
     Attributes:
+        tokens: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device, the token that each id means.
         max_drafts: most drafts of a row; 0 where nothing is drafted.
         fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that did not stand; 0 behind the
             last row, for rows whose tokens are known.
@@ -31,8 +32,8 @@ class LastTokens:
         self.max_drafts = max_drafts
         self.fallen = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self._table = torch.arange(vocab_size + max_requests * (1 + max_drafts), device=device)
-        self._table[vocab_size:] = 0  # rows that never sampled: a valid token all the same
+        self.tokens = torch.arange(vocab_size + max_requests * (1 + max_drafts), device=device)
+        self.tokens[vocab_size:] = 0  # rows that never sampled: a valid token all the same
 
     def stand_ins(self, rows: Int) -> Int:
         """What stands for the next tokens of `rows` [n] until they are known; that of draft j is j + 1 more."""
@@ -40,13 +41,13 @@ class LastTokens:
 
     def resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The tokens [num_tokens] int64 that ids and stand-ins [num_tokens] mean."""
-        return self._table[input_ids]
+        return self.tokens[input_ids]
 
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on whatever device."""
-        self._table[stand_ins] = tokens.to(self._table.device, non_blocking=True)
+        self.tokens[stand_ins] = tokens.to(self.tokens.device, non_blocking=True)
 
     def record_drafts(self, stand_ins: torch.Tensor, drafts: torch.Tensor) -> None:
         """Keep the drafts [n, max_drafts] int64 behind the tokens of `stand_ins` [n] int64."""
         places = torch.arange(1, 1 + self.max_drafts, device=stand_ins.device)
-        self._table[stand_ins[:, None] + places] = drafts
+        self.tokens[stand_ins[:, None] + places] = drafts
