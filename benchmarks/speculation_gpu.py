@@ -192,6 +192,17 @@ def show(
                 f"{drafting.counts.failures} failures {drafting.counts.last_failure}",
                 flush=True,
             )
+            if (control := drafting.control) is not None:
+                decided = control.to_json()
+                step, token, draft = (
+                    decided[name] * 1e3 for name in ("step_seconds", "step_seconds_per_token", "draft_seconds")
+                )
+                print(
+                    f"   decided: {done / number:.0f} of {verifying} steps verified drafts; so far "
+                    f"{control.steps_without} steps without, acceptance {decided['acceptance']:.2f}, a step "
+                    f"{step:.2f} ms + {token:.4f} ms a token, drafts {draft:.2f} ms",
+                    flush=True,
+                )
             if number in arguments.profile and right:
                 show_profile(llm, own, tokens)
 

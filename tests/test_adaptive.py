@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from time import sleep
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from test_drafting import NGRAM, drafted_by, guided
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.drafting.adaptive import PERIOD, DraftControl
+from slotline.core.drafting.timing import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,3 +148,23 @@ def test_what_a_grammar_forces_says_nothing_of_the_drafter(
         llm.engine.rows.draft(np.array([0, 1]), np.array([[5, 6]] * 2), np.array([2, 2]), forced=forced)
         drafting.count(np.repeat([0, 1], 3), np.tile(np.arange(3), 2), np.ones(6, bool), np.full(6, 2))
         assert (control.to_json()["acceptance"] == before) == forced
+
+
+def test_a_step_is_timed_without_its_proposal_and_taken_once_it_is_over() -> None:
+    times, lengths = StepTimes("cpu"), np.array([3, 3])
+    times.begin(10, drafted=True, decodes=True)
+    sleep(0.02)
+    times.computed()
+    sleep(0.005)
+    times.proposed(lengths)
+    assert list(times.take()) == []  # the drafts may still be counted
+    times.begin(2, drafted=False, decodes=True)
+    (step,) = times.take()
+    assert (step.num_tokens, step.drafted, step.lengths is lengths) == (10, True, True)
+    assert step.seconds is not None
+    assert step.draft_seconds is not None
+    assert 0.005 <= step.draft_seconds < 0.018 < step.seconds < 0.2
+    times.begin(1, drafted=False, decodes=False)  # the one before failed
+    (lost,) = times.take()
+    assert lost.seconds is None
+    assert lost.draft_seconds is None

@@ -79,6 +79,26 @@ def test_a_step_waits_for_the_one_before_and_for_nothing_else(kind: str) -> None
     assert llm.engine.drafting.counts.failures == 0, llm.engine.drafting.counts.last_failure
 
 
+def test_a_step_with_drafts_is_known_to_take_longer_though_the_host_waits_for_it_in_the_next() -> None:
+    """Verification is made slow; whether drafts pay is decided by what was measured."""
+    llm = drafted("eagle", **{"drafter.adaptive": True, "graphs.mode": "none"})
+    model: Any = llm.engine.runner.model
+    forward, wait = model.forward, 0.004  # seconds
+
+    def slow(token_ids: torch.Tensor, *others: Any, **options: Any) -> Any:
+        if 1 < len(token_ids) <= 4:  # one request and its drafts
+            torch.cuda._sleep(int(wait * 1.5e9))
+        return forward(token_ids, *others, **options)
+
+    model.forward = slow
+    long = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    for _ in range(2):
+        llm.generate(prompts()[:1], long)
+    assert llm.engine.drafting is not None
+    counts = llm.engine.drafting.counts.to_json()
+    assert counts["verify_seconds"] > counts["plain_seconds"] + wait / 2
+
+
 @pytest.mark.parametrize("family", ["bamba", "qwen3_next"])
 def test_states_go_back_to_what_stood(family: str, tmp_path: Path) -> None:
     path = tiny_models.build(family, tmp_path, 0)

@@ -18,8 +18,8 @@ class DraftCounts:
         failures: proposals that were lost because the drafter raised or left the vocabulary.
         last_failure: what the last of them was; empty for none.
         proposals, draft_seconds: calls of the drafter, and how long they took on the host.
-        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took,
-            from the schedule to the next proposal.
+        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took on
+            the device, from the launch to the next proposal, once they are over there.
     """
 
     steps: int = 0

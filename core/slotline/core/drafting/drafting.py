@@ -21,6 +21,7 @@ from slotline.core.drafting.counts import DraftCounts
 from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
 from slotline.core.drafting.shown import computed_tokens, draft_batch, following_tokens
+from slotline.core.drafting.timing import StepTimes
 from slotline.core.drafting.tree import DraftTree
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.step_inputs import StepInputs
@@ -93,7 +94,7 @@ class Drafting:
         self._observed: tuple[torch.Tensor, ...] = ()  # of the tokens of the last step
         self.served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
-        self._decoding: tuple[float, int, bool] | None = None  # since when, tokens, with drafts
+        self._times = StepTimes(device)
 
     def admit(self, request: Request) -> None:
         """A request took its row. If the drafter cannot take it, it runs without drafts."""
@@ -117,10 +118,15 @@ class Drafting:
                 self.failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
     def starting(self, schedule: Schedule) -> None:
-        """A step begins; one that only decodes is timed until the next proposal."""
+        """A step begins."""
         drafts = self._rows.num_drafts[schedule.rows]
-        decoding = bool((schedule.num_scheduled == 1 + drafts).all())
-        self._decoding = (perf_counter(), schedule.num_tokens, bool(drafts.any())) if decoding else None
+        decodes = bool((schedule.num_scheduled == 1 + drafts).all())
+        self._times.begin(schedule.num_tokens, drafted=bool(drafts.any()), decodes=decodes)
+        self._learn()
+
+    def computed(self) -> None:
+        """The step's tokens are there, and the drafter has seen what it sees; a proposal comes next, if at all."""
+        self._times.computed()
 
     @torch.inference_mode()
     def rehearse(self, states: ComputedStates | None) -> None:
@@ -179,6 +185,7 @@ class Drafting:
         Args:
             hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
         """
+        self.computed()
         self.forget()
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
@@ -224,7 +231,6 @@ class Drafting:
 
     def forget(self) -> None:
         """Forget all drafts, those of rows that were not scheduled too: a proposal is kept whole or not."""
-        self._timed()
         self._rows.num_drafts[:] = 0
         self._rows.draft_entry[:] = -1
         self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
@@ -235,13 +241,11 @@ class Drafting:
         return len(rows) > 0 and not self.paused and (self.control is None or self.control.asks(rows))
 
     def chosen(self, rows: Int, counts: Int, seconds: float) -> Int:
-        """How many of the `counts` [n] drafts of `rows`, proposed in so many seconds, are verified."""
+        """How many of the `counts` [n] drafts of `rows`, asked for in so many seconds of the host, are verified."""
+        self._times.proposed(counts)
         self.counts.proposals += 1
         self.counts.draft_seconds += seconds
-        if self.control is None:
-            return counts
-        self.control.proposed(counts, seconds)
-        return self.control.lengths(rows, counts)
+        return counts if self.control is None else self.control.lengths(rows, counts)
 
     def count(self, rows: Int, draft_positions: Int, stands: npt.NDArray[np.bool_], guesses: Int) -> None:
         """Add a step to the counts.
@@ -283,16 +287,17 @@ class Drafting:
         self._rows.write_drafts(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)
         self._rows.num_drafts[rows] = np.maximum(guesses, most)
 
-    def _timed(self) -> None:
-        """The decoding step under way, if one is, is over."""
-        if self._decoding is None:
-            return
-        start, num_tokens, drafted = self._decoding
-        self._decoding, seconds = None, perf_counter() - start
-        self.counts.decodes[drafted] += 1
-        self.counts.decode_seconds[drafted] += seconds
-        if self.control is not None:
-            self.control.stepped(num_tokens, seconds, drafted=drafted)
+    def _learn(self) -> None:
+        """What the steps that are over by now took."""
+        for step in self._times.take():
+            seconds, draft_seconds = step.seconds, step.draft_seconds
+            if step.decodes and seconds is not None:
+                self.counts.decodes[step.drafted] += 1
+                self.counts.decode_seconds[step.drafted] += seconds
+                if self.control is not None:
+                    self.control.stepped(step.num_tokens, seconds, drafted=step.drafted)
+            if self.control is not None and step.lengths is not None and draft_seconds is not None:
+                self.control.proposed(step.lengths, draft_seconds)
 
     def _computed(self, states: ComputedStates, following: torch.Tensor | None = None) -> ComputedTokens:
         if following is None:

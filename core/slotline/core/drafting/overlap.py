@@ -196,6 +196,7 @@ class Overlap:
             inputs = computed.inputs
             ahead = settled.following.index_copy(0, inputs.logits_indices, sampling.sampled.clamp(min=0))
             drafting.observe(computed, ahead)
+        drafting.computed()
         if len(settled.asked) == 0:
             return None
         newest, positions, stand_ins = stood.newest, stood.positions, settled.on_device[3]
