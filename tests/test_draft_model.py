@@ -14,7 +14,6 @@ from test_eagle import watch
 from tiny_models import oracle
 
 from slotline.core import LLM, SamplingParams
-from slotline.proposers.likeliest import likeliest
 from slotline.registry.errors import ConfigError, ModelError, NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -122,10 +121,3 @@ def test_without_a_model_the_fix_is_named(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_draft_model_with_cross_attention_is_refused(tiny: Tiny, tmp_path: Path) -> None:
     with pytest.raises(NegotiationError, match=r"'draft_model' has an attention layer .* of type cross"):
         LLM(tiny("llama"), device="cpu", max_model_len=64, **settings_of(tiny_speech.build(tmp_path / "whisper")))
-
-
-@pytest.mark.parametrize("parts", [1, 4, 16])
-def test_the_likeliest_token_is_the_first_of_the_largest(parts: int) -> None:
-    torch.manual_seed(0)
-    logits = torch.randint(0, 5, (40, 48)).float()[:, :32]  # many ties, and rows that do not touch
-    assert likeliest(logits, parts).equal(logits.argmax(-1))

@@ -20,7 +20,7 @@ from slotline.core.sampling.sampler import SamplingBatch, sample, uniforms
 from slotline.core.sampling.torch_sampling import sample_torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling import triton_sampling
+from slotline.core.sampling import triton_likeliest, triton_sampling
 from slotline.core.sampling.triton_rows import mark_unusable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -291,3 +291,25 @@ def test_a_nucleus_deeper_than_the_first_look_is_the_definitions(
     tokens, least = run(logits, rows)
     for i in range(5):
         right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+
+
+@pytest.mark.parametrize(
+    ("n", "dtype"), [(0, torch.float32), (1, torch.float16), (2, torch.float32), (3, torch.float32)]
+)
+@pytest.mark.parametrize("vocab_size", [3, 500, 1003])
+def test_the_likeliest_token_is_the_first_of_the_largest(
+    n: int, vocab_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if DEVICE == "cpu":  # the interpreter takes its time for each program
+        for name, size in (("MANY_ROWS", 2), ("PARTS", 4), ("FEW_PARTS", 2), ("BLOCK", 128)):
+            monkeypatch.setattr(triton_likeliest, name, size)
+    generator = torch.Generator().manual_seed(n + vocab_size)
+    logits = torch.randint(0, 40, (n, vocab_size + 5), generator=generator).to(DEVICE, dtype)[:, :vocab_size]  # ties
+    assert triton_likeliest.likeliest_triton(logits).equal(logits.argmax(-1))
+    if n > 1:
+        logits[1] = -torch.inf
+        logits[0, vocab_size // 2] = torch.nan
+        expected = logits.argmax(-1)
+        assert expected[:2].tolist() == [vocab_size // 2, 0]
+        assert triton_likeliest.likeliest_triton(logits).equal(expected)
+    assert triton_likeliest.likeliest_triton(logits.mT.contiguous().mT).equal(logits.argmax(-1))

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from slotline.core.sampling.batch import PackedParameters, SamplingBatch, has_triton, uniforms
+from slotline.core.sampling.likeliest import likeliest
 from slotline.core.sampling.torch_sampling import invert, sample_torch
 from slotline.registry.errors import CapacityError
 
@@ -37,7 +38,7 @@ def sample(
         given), or None if not wanted. A row with NaN or without any finite logit gets some token of the vocabulary.
     """
     if params is None:
-        return logits.argmax(dim=-1), logits if keep_final else None
+        return likeliest(logits), logits if keep_final else None
     if logits.device.type == "cuda" and has_triton():
         from slotline.core.sampling.triton_sampling import sample_triton
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slotline.proposers.likeliest import likeliest
+from slotline.core.sampling.likeliest import likeliest
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,

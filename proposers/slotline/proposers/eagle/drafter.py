@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slotline.core.sampling.likeliest import likeliest
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
@@ -20,7 +21,6 @@ from slotline.proposers.eagle.heads import (
     read_config,
     read_weights,
 )
-from slotline.proposers.likeliest import likeliest
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,

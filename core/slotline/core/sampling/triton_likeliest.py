@@ -1,0 +1,57 @@
+"""`likeliest` in Triton: the best of each part of a row, and the best of those."""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+MANY_ROWS = 32
+PARTS, FEW_PARTS = 64, 8
+"""Of a row; and where there are more than `MANY_ROWS`."""
+BLOCK, WARPS = 2048, 4
+
+
+@triton.jit(do_not_specialize=["row_stride", "size"])
+def _best_of_parts(logits, row_stride, maxima, places, size, block: tl.constexpr):
+    """Grid (rows, parts): maxima and places [rows, parts], the largest entry of the part and the first place of it."""
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    each = tl.cdiv(size, parts)
+    start = tl.minimum(part * each, size - 1)  # parts may be left without an entry: they look at the last one again
+    end = tl.minimum(start + each, size)
+    best = tl.full([block], -float("inf"), tl.float32)
+    place = start + tl.zeros([block], tl.int32)
+    for first in tl.range(start, end, block):
+        at = first + tl.arange(0, block)
+        values = tl.load(logits + row * row_stride + at, mask=at < end, other=-float("inf")).to(tl.float32)
+        values = tl.where(values != values, float("inf"), values)
+        better = values > best
+        best, place = tl.where(better, values, best), tl.where(better, at, place)
+    largest = tl.max(best)
+    tl.store(maxima + row * parts + part, largest)
+    tl.store(places + row * parts + part, tl.min(tl.where(best == largest, place, size)))
+
+
+@triton.jit
+def _best_part(maxima, places, out, parts: tl.constexpr):
+    """Grid (rows,): the place of the first of the largest maxima."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, parts)
+    best = tl.load(maxima + row * parts + part)
+    place = tl.load(places + row * parts + part)
+    tl.store(out + row, tl.min(tl.where(best == tl.max(best), place, 0x7FFFFFFF)).to(tl.int64))
+
+
+def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
+    """See `likeliest.likeliest`."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    n, size = logits.shape
+    parts = PARTS if n <= MANY_ROWS else FEW_PARTS
+    maxima = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
+    places = torch.empty(n, parts, dtype=torch.int32, device=logits.device)
+    out = torch.empty(n, dtype=torch.int64, device=logits.device)
+    if n:
+        _best_of_parts[(n, parts)](logits, logits.stride(0), maxima, places, size, block=BLOCK, num_warps=WARPS)
+        _best_part[(n,)](maxima, places, out, parts=parts, num_warps=1)
+    return out
