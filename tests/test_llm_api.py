@@ -17,7 +17,7 @@ from conftest import DEFAULTS, everything_returned
 from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.building.memory import DeviceMemory, size_pool
+from slotline.core.cache.sizing import DeviceMemory, size_pool
 from slotline.core.engine import Engine
 from slotline.core.execution.staging import CpuStaging, reserved_bytes
 from slotline.core.scheduling.integrity import check_integrity

@@ -16,10 +16,10 @@ from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, reco
 from test_llm_api import FixedBuffers
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.building.stages import balanced
 from slotline.core.cache.block_tables import DeviceTables
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.planning.plan import make_plan
+from slotline.core.planning.stages import balanced
 from slotline.core.tuning.cases import cases_for
 from slotline.core.tuning.tuner import Tuner
 from slotline.registry.capability import Flag
@@ -186,7 +186,7 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
     """The ways to a GPU, in host memory: a buffer and block tables for each stage, which hear of every change."""
     made: list[FixedBuffers] = []
     monkeypatch.setattr("slotline.core.building.build.staging_for", lambda _: made.append(FixedBuffers()) or made[-1])
-    for module in ("building.build", "execution.placement"):
+    for module in ("building.build", "building.placement"):
         monkeypatch.setattr(f"slotline.core.{module}.tables_for", DeviceTables)
     path, settings = tiny(family), over(3, memory=f"{20 * 4}KiB", **{"scheduler.async": asynchronous})
     llm = LLM(path, **{**DEFAULTS, **settings})
@@ -328,7 +328,7 @@ def test_devices_of_different_types_are_refused(tiny: Tiny, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="devices of different types, cpu and cuda"):
         planned(tiny("llama"), **{"parallel.pipeline": ("cpu", "cuda:1")})
     infos = {f"cuda:{i}": DeviceInfo(type="cuda", name=f"card {i}", compute_capability=(8 + i, 0)) for i in range(2)}
-    monkeypatch.setattr("slotline.core.building.stages.describe_device", infos.__getitem__)
+    monkeypatch.setattr("slotline.core.planning.stages.describe_device", infos.__getitem__)
     with pytest.raises(ConfigError, match=r"devices of different types \(cuda:0: card 0, cuda:1: card 1\)"):
         planned(tiny("llama"), device="cuda", **{"parallel.pipeline": ("cuda:0", "cuda:1")})
     with pytest.raises(ConfigError, match="which names one device"):

@@ -13,8 +13,8 @@ from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.adapters.use import AdapterUse
-from slotline.core.building.memory import MemoryReport
 from slotline.core.cache.cascade import Cascade
+from slotline.core.cache.sizing import MemoryReport
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap, Proposal
 from slotline.core.execution.encoding import Encoding

@@ -9,20 +9,21 @@ from attrs import define, evolve, field
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named, uses
 from slotline.core.building.drafter import build_drafting
+from slotline.core.building.fits import fits
 from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
-from slotline.core.building.memory import MemoryReport, fits, size_pool
+from slotline.core.building.placement import device_memory, later_feeds
 from slotline.core.building.serving import build_grammars, build_pipeline, limits_of, load_tokenizer
 from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import tables_for
 from slotline.core.cache.manager import CacheGroup, CacheManager
+from slotline.core.cache.sizing import MemoryReport, size_pool
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.placement import device_memory, later_feeds
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for

@@ -7,16 +7,16 @@ import logging
 import torch
 from attrs import define
 
-from slotline.core.building.memory import DeviceMemory, count_slots
+from slotline.core.building.placement import batches_of
 from slotline.core.cache.cascade import Cascade, CascadeGroup
 from slotline.core.cache.checkpoints import Checkpoints
 from slotline.core.cache.kv_scales import KVScaleTable
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.cache.memory import allocate_caches, no_cache
+from slotline.core.cache.sizing import DeviceMemory, count_slots
 from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
 from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.placement import batches_of
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.states import StateGroup, StateRouter, allocate
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder

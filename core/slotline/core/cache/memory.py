@@ -7,12 +7,13 @@ contiguous.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Callable, Sequence
 from math import lcm
 
 import torch
 
-from slotline.core.building.memory import zeroed_bytes
 from slotline.core.planning.cache_specs import aligned
 from slotline.registry.contracts import AttentionLayer, KVCache, KVSpec
 from slotline.registry.negotiation import CacheGroupPlan, Plan
@@ -79,3 +80,18 @@ def _shared(plan: Plan) -> bool:
 
 def _ratio(group: CacheGroupPlan) -> int:
     return group.block_size // group.kernel_block_size
+
+
+def zeroed_bytes(count: int, device: str) -> torch.Tensor:
+    """[count] uint8 of zeros.
+
+    On a CPU the pages come zeroed from the system when they are first used, so that a large pool costs nothing until
+    then; in huge pages where the system has them, which halves the time that first use takes.
+    """
+    if device.startswith("cuda"):
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:count]

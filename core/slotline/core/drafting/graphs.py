@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 from attrs import frozen
 
-from slotline.core.building.progress import counted
 from slotline.core.drafting.attention import CapturedAttention, DraftAttention, StagedAttention
 from slotline.core.drafting.hidden_states import ComputedStates
 from slotline.core.execution.attention import unowned
@@ -21,6 +20,7 @@ from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.padding import padded_size
+from slotline.core.frontend.progress import counted
 from slotline.registry.contracts import ComputedTokens, Draft, DraftBatch, Drafter, Observer
 from slotline.registry.errors import ContractError, IntegrityError
 

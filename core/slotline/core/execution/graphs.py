@@ -18,7 +18,6 @@ import torch
 from attrs import frozen
 
 from slotline.core.adapters.source import AdapterSource
-from slotline.core.building.progress import counted
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
@@ -27,6 +26,7 @@ from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.states import Advance, StateRouter
 from slotline.core.execution.step_inputs import StepInputs, even_split
+from slotline.core.frontend.progress import counted
 from slotline.registry.contracts import Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan

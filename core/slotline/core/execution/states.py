@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from attrs import define, evolve
 
-from slotline.core.building.memory import zeroed_bytes
 from slotline.core.cache.checkpoints import interval_of
+from slotline.core.cache.memory import zeroed_bytes
 from slotline.core.execution.attention import unowned
 from slotline.registry.contracts import StateBackend, StateBatch, StateLayer, StateTensorSpec
 from slotline.registry.contracts.state import STATE_KINDS

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define, evolve, field, frozen
 
-from slotline.core.building.progress import progress_bar
 from slotline.core.frontend.outputs import TokenLogprobs
+from slotline.core.frontend.progress import progress_bar
 from slotline.core.frontend.prompts import as_token_ids
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import StructuredOutputsParams

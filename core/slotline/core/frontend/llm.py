@@ -11,7 +11,6 @@ from attrs import evolve
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.building.build import build_engine
-from slotline.core.building.progress import progress_bar
 from slotline.core.engine import Engine
 from slotline.core.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slotline.core.frontend.best_of import best_of, check_best_of, single
@@ -24,6 +23,7 @@ from slotline.core.frontend.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
+from slotline.core.frontend.progress import progress_bar
 from slotline.core.frontend.prompts import PROMPT_KEYS, Prompt, as_params, as_prompts, as_token_ids, of_task
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer

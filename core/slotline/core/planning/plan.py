@@ -10,7 +10,6 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.core.building.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.planning.drafter import draft_layers
@@ -28,6 +27,7 @@ from slotline.core.planning.parts import (
     refuse_processors,
     refuse_variance,
 )
+from slotline.core.planning.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.scheduling.whole_prompts import (
     length_of_whole_prompts,
     refuse_cache_dtype,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slotline.core.building.memory import DeviceMemory
-from slotline.core.building.stages import Stages
 from slotline.core.cache.block_tables import tables_for
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.cache.memory import block_bytes
+from slotline.core.cache.sizing import DeviceMemory
 from slotline.core.execution.feeds import Feed
 from slotline.core.execution.staging import Staging
 from slotline.core.planning.device import describe_device
+from slotline.core.planning.stages import Stages
 from slotline.registry.contracts import KVSpec
 from slotline.registry.negotiation import Plan
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import resource
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import psutil
 import torch
@@ -120,19 +118,6 @@ def count_slots(
     return num_rows + checkpoints
 
 
-@contextlib.contextmanager
-def fits(what: str, fix: str) -> Iterator[None]:
-    """Around whatever takes memory while an engine is built.
-
-    Raises:
-        CapacityError: if there is not enough; names `what` and `fix`.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise CapacityError(f"{what} does not fit into memory", fix=fix) from error
-
-
 def size_pool(
     asked: float | str,
     *,
@@ -185,21 +170,6 @@ def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:
         return int(share * memory.total) - (memory.total - free) - memory.activations
     room = int(share * psutil.virtual_memory().available) - memory.activations
     return room if explicit else min(room, _CPU_DEFAULT_LIMIT)
-
-
-def zeroed_bytes(count: int, device: str) -> torch.Tensor:
-    """[count] uint8 of zeros.
-
-    On a CPU the pages come zeroed from the system when they are first used, so that a large pool costs nothing until
-    then; in huge pages where the system has them, which halves the time that first use takes.
-    """
-    if device.startswith("cuda"):
-        return torch.zeros(count, dtype=torch.uint8, device=device)
-    pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:count]
 
 
 def _measure(devices: Sequence[str], profile: Callable[[], float]) -> list[int]:
