@@ -38,7 +38,7 @@ def build(folder: Path, model: Path, kind: str, seed: int = 0, **changes: Any) -
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | changes))
     read = read_config(folder)
-    head: Any = EagleHead(read, bias=True) if kind == "eagle" else Eagle3Head(read)
+    head: Any = EagleHead(read, bias=True) if kind == "eagle" else Eagle3Head(read, num_states=len(read.layer_ids) or 3)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: torch.randn(x.shape, generator=generator) / 6 for name, x in head.state_dict().items()}
     if kind == "eagle3":

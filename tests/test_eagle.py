@@ -290,6 +290,37 @@ def test_a_head_drafts_the_same_from_every_published_form(
     assert len(drafts[0]) > 10
 
 
+@pytest.mark.behaviour(128)
+@pytest.mark.parametrize("named", [None, (0, 3), (3, 1, 2, 0)])
+def test_the_layers_that_a_folder_names_are_read_in_its_order_and_else_the_usual_three(
+    named: tuple[int, ...] | None, tiny: Tiny, tmp_path: Path
+) -> None:
+    path = tiny("llama", num_hidden_layers=6)
+    read = (2, 3, 3) if named is None else named  # 2, n // 2 and n - 3 of six
+    changes = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(read)}}
+    head = head_folders.build(tmp_path / "head", path, "eagle3", **changes)
+    if named is None:
+        config = json.loads((head / "config.json").read_text())
+        del config["eagle_config"]
+        (head / "config.json").write_text(json.dumps(config))
+    llm = LLM(path, device="cpu", max_model_len=64, **settings_of(head, "eagle3"))
+    drafting = llm.engine.drafting
+    assert drafting is not None
+    assert drafting.taps is not None
+    assert drafting.drafter.layer_ids == tuple(read)  # type: ignore[attr-defined]
+    taken: list[tuple[int, ...]] = []
+    original = drafting.drafter.observe  # type: ignore[attr-defined]
+
+    def observe(computed: Any) -> Any:
+        taken.append(tuple(computed.layer_hidden_states.shape))
+        return original(computed)
+
+    drafting.drafter.observe = observe  # type: ignore[attr-defined]
+    assert tokens_of(llm, [[5, 6, 7]])
+    assert {size for _, size in taken} == {64 * len(read)}
+    assert drafting.counts.failures == 0
+
+
 def test_a_head_of_speculators_normalises_first_unless_it_says_otherwise(folder: Any, tmp_path: Path) -> None:
     head = folder("llama", "eagle3")
     assert not read_config(head).norm_before_residual
