@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import attrs
@@ -19,8 +20,16 @@ from cli_cases import pretend_installed
 from conformance_cases import author_folder, fake_check, slotline_run
 
 from slotline.core.cli import conform_run, main
+from slotline.core.cli.conform_run import run_suite
 from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
-from slotline.registry.errors import ConfigError, PluginConflictError, PluginError, PluginLoadError, PluginNotFoundError
+from slotline.registry.errors import (
+    ConfigError,
+    PluginConflictError,
+    PluginError,
+    PluginLoadError,
+    PluginNotFoundError,
+    SlotlineError,
+)
 from slotline.testing import Level, Outcome, check_plugin
 from slotline.testing.badge import badge
 from slotline.testing.facts import Machine, Plugin, Suite
@@ -28,7 +37,9 @@ from slotline.testing.matrix import tables, to_html, to_markdown
 from slotline.testing.report import Report, Settings
 from slotline.testing.runner import cases_of, record_of
 from slotline.testing.selection import select
+from slotline.testing.stream import Reader
 from slotline.testing.subject import subject_of
+from slotline.testing.summary import verdict
 from slotline.testing.target import find_target
 
 FAKE = "logits_processor.fake"
@@ -95,6 +106,29 @@ def test_a_check_that_does_not_end_is_ended(tmp_path: Path, jobs: str) -> None:
     assert done.returncode == 1
     assert "it did not end within 1.5 s" in done.stdout
     assert re.search(r"L3 stateful +1 +0 ", done.stdout)
+
+
+def test_what_the_session_s_time_does_not_allow_is_missing_and_stands_against_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    author_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    jump = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jump[0], sleep=time.sleep)
+    monkeypatch.setattr(conform_run, "time", clock)
+
+    def on_news(reader: Reader) -> None:
+        if reader.running is not None and reader.running.key == f"{FAKE}.dies":
+            jump[0] = 1000
+
+    options = ["--slotline-plugin=./tiny.py:descriptor", "--slotline-options=hangs=true"]
+    report = run_suite(options, on_news, timeout=10_000, session_timeout=900)
+    assert not report.complete
+    assert report.clean
+    assert 0 < len(report.records) < report.planned
+    assert "runs are missing" in verdict(report).text
+    with pytest.raises(SlotlineError, match="over before the suite began"):
+        run_suite(options, on_news, timeout=10_000, session_timeout=0)
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

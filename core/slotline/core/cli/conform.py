@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
         help="seconds that one run of a check may take (default: 600)",
     )
     parser.add_argument(
+        "--session-timeout",
+        type=float,
+        default=math.inf,
+        metavar="S",
+        help="seconds for all of it; the report then says how many runs are missing (default: no limit)",
+    )
+    parser.add_argument(
         "--jobs", type=positive, default=1, metavar="N", help="processes that share the runs (default: 1; pytest-xdist)"
     )
     parser.add_argument("--report", metavar="r.json", help="write the report")
@@ -75,7 +83,13 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.list:
         return _list(arguments, target, level)
     with progress() as on_news:
-        report = run_suite(list(_options(arguments, target.name)), on_news, arguments.timeout, arguments.jobs)
+        report = run_suite(
+            list(_options(arguments, target.name)),
+            on_news,
+            arguments.timeout,
+            arguments.jobs,
+            arguments.session_timeout,
+        )
     if arguments.report:
         report.save(Path(arguments.report))
     if arguments.junit:

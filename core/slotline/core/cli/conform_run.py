@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -51,22 +52,31 @@ def require_packages(jobs: int = 1) -> None:
         )
 
 
-def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout: float, jobs: int = 1) -> Report:
+def run_suite(
+    options: Sequence[str],
+    on_news: Callable[[Reader], None],
+    timeout: float,
+    jobs: int = 1,
+    session_timeout: float = math.inf,
+) -> Report:
     """Run the suite and return its report.
 
     A check that takes its process down, or that does not end, is a failure of that check; another process goes on with
-    the rest.
+    the rest. What has not run when the session's time is over is missing from the report, and stands against nobody.
 
     Args:
         options: of the pytest plugin.
         on_news: called again and again while it runs.
         timeout: seconds that one run of a check may take.
         jobs: processes that share the runs, by pytest-xdist.
+        session_timeout: seconds that all of it may take.
 
     Raises:
         SlotlineError: if the suite does not begin, with what pytest says.
     """
     from slotline.testing.stream import Reader, Writer
+
+    deadline = time.monotonic() + session_timeout
 
     with tempfile.TemporaryDirectory(prefix="slotline-conform-") as folder:
         events = Path(folder) / "events.jsonl"
@@ -76,10 +86,12 @@ def run_suite(options: Sequence[str], on_news: Callable[[Reader], None], timeout
         report: Report | None = None
         for _ in range(_PROCESSES):
             before = len(reader.records)
-            end = _follow(command, Path(folder), reader, on_news, timeout)
+            end = _follow(command, Path(folder), reader, on_news, timeout, deadline)
             report = reader.report
             if report is None:
                 raise _no_start(end)
+            if end.over:
+                break
             if reader.running is not None:
                 dead = attrs.evolve(reader.running, reason=_cause_of_death(end, timeout), seconds=end.seconds)
                 Writer(events).record(attrs.evolve(dead, details={"traceback": end.output}))
@@ -104,28 +116,36 @@ def _command(folder: Path, options: Sequence[str]) -> list[str]:
 
 @frozen
 class _End:
-    """How a process ended: exit code, its last lines, how long its last check ran, whether it was too long."""
+    """How a process ended: exit code, its last lines, how long its last check ran, whether it was too long, and
+    whether the session's time was over.
+    """
 
     code: int
     output: str
     seconds: float
     late: bool
+    over: bool
 
 
 def _follow(
-    command: Sequence[str], folder: Path, reader: Reader, on_news: Callable[[Reader], None], timeout: float
+    command: Sequence[str],
+    folder: Path,
+    reader: Reader,
+    on_news: Callable[[Reader], None],
+    timeout: float,
+    deadline: float,
 ) -> _End:
     """Run a process to its end, its own files in `folder`."""
     environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(folder)}
     environment.pop("PYTEST_ADDOPTS", None)
-    key, since, late = "", time.monotonic(), False
+    key, since, late, over = "", time.monotonic(), False, False
     with _ended_as_a_whole(), tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
         # A session of its own: pytest-xdist's processes end with it.
         with subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         ) as process:
             try:
-                while process.poll() is None and not late:
+                while process.poll() is None and not (late or over):
                     time.sleep(_POLL_S)
                     reader.follow()
                     on_news(reader)
@@ -133,11 +153,12 @@ def _follow(
                     if running != key:
                         key, since = running, time.monotonic()
                     late = bool(key) and time.monotonic() - since > timeout
+                    over = time.monotonic() > deadline
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
         reader.follow()
-        return _End(process.returncode, _tail(output), time.monotonic() - since, late)
+        return _End(process.returncode, _tail(output), time.monotonic() - since, late, over)
 
 
 @contextmanager
@@ -161,6 +182,8 @@ def _tail(output: IO[str], lines: int = 40) -> str:
 
 
 def _no_start(end: _End) -> SlotlineError:
+    if end.over:
+        return SlotlineError("the session's time was over before the suite began", fix="raise --session-timeout")
     text = end.output.strip()
     if end.code == _USAGE:
         message, _, fix = text.partition("ERROR: ")[2].partition("\n  fix: ")
