@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,42 @@ def test_sampled_text_and_logprobs_do_not_depend_on_graphs(tmp_path: Path) -> No
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         for x, y in zip(one.outputs[0].logprobs, other.outputs[0].logprobs, strict=True):
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+
+
+COLD = """
+import logging, sys
+import torch
+from slotline.core import LLM, SamplingParams
+from slotline.core.execution import compiling
+
+torch.set_float32_matmul_precision("highest")
+found, compiled_in_turn = [], []
+logging.getLogger("slotline").addHandler(handler := logging.Handler())
+handler.emit = lambda record: found.append(record.getMessage())
+logging.getLogger("slotline").setLevel(logging.INFO)
+before = compiling.compile_all
+
+def watched(*arguments):
+    before(*arguments)
+    watched.behind = compiling.counting()
+    compiled_in_turn.append(watched.behind.__enter__())
+
+compiling.compile_all = watched
+options = {"dtype": "float32", "max_model_len": 96, "max_num_batched_tokens": 24, "memory": "64MiB"}
+llm = LLM(model=sys.argv[1], device="cuda", backend="triton", **options, **{"graphs.sizes": (1, 2, 4, 8, 16, 24)})
+ahead = [line for line in found if "kernels ahead" in line]
+later = compiled_in_turn[0].count
+print(ahead, later)
+assert len(ahead) == 1 and not any("not compiled ahead" in line for line in found), found
+assert later == 0, f"captures compiled {later} kernels by themselves"
+"""
+
+
+def test_what_captures_launch_is_compiled_before_them_where_no_kernel_is_cached(tmp_path: Path) -> None:
+    path = tiny_models.build("gemma3", tmp_path / "model", 0)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", COLD, str(path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = tokens(engine(path, backend="triton", **{"graphs.mode": "none"}))
+    assert tokens(engine(path, backend="triton")) == expected

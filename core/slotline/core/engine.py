@@ -87,7 +87,7 @@ class Engine:
         notes: what whoever reads the plan should know beside it.
         device: the current one while the engine works.
         check: whether the integrity checker runs after each step.
-        startup: the seconds of each phase of building: plan, weights, profile, warm_up, capture.
+        startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
         requests: the unfinished, by id.
         intake, joining, hand_out, endings: what happens to a request, in this order.
     """

@@ -22,6 +22,7 @@ from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
+from slotline.core.execution.compiling import counting
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.profiling import StepProfiler
@@ -143,12 +144,17 @@ class EngineBuilder:
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
         )
-        with self.startup.scope("warm_up"):
+        with self.startup.scope("warm_up"), counting() as compiled:
             self._warm_up(engine)
-        with self.startup.scope("capture"):
-            engine.graphs = runner.graphs = build_graphs(planned, engine)
-            if engine.graphs is not None and drafting is not None and planned.captures_drafts:
-                drafting.capture(engine.graphs, progress=config.observability.progress)
+        engine.graphs = runner.graphs = build_graphs(planned, engine)
+        if engine.graphs is not None:
+            if compiled.count:  # so it is a first start, and captures will compile more
+                with self.startup.scope("compile"):
+                    engine.graphs.compile_ahead()
+            with self.startup.scope("capture"):
+                engine.graphs.capture(progress=config.observability.progress)
+                if drafting is not None and planned.captures_drafts:
+                    drafting.capture(engine.graphs, progress=config.observability.progress)
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine

@@ -16,7 +16,7 @@ from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 
 def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
-    """The captured graphs, where the plan has any."""
+    """What captures and replays graphs, where the plan has any; nothing is captured yet."""
     plan, config = planned.plan, planned.loaded.config
     phases = dict(plan.graphs.phases)
     if set(phases.values()) <= {"none"}:
@@ -35,7 +35,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         adapters=partial(_captured_adapters, planned),
     )
     runner = engine.runner
-    graphs = GraphRunner(
+    return GraphRunner(
         runner.model,
         runner.router,
         engine.gatherer,
@@ -47,8 +47,6 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         runner.states,
         runner.adapters,
     )
-    graphs.capture(progress=config.observability.progress)
-    return graphs
 
 
 def _captured_adapters(planned: Planned, query_len: int) -> tuple[AdapterUse, ...]:

@@ -48,16 +48,18 @@ class Recorder:
         pool: the memory that captures share.
         parts: replays of graphs and eager calls between them, in order.
         graphs: how many there are so far.
+        replayed: False for graphs that are made to be dropped.
     """
 
     pool: Any
     parts: list[Callable[[], None]]
     graph: torch.cuda.CUDAGraph | None = None
     graphs: int = 0
+    replayed: bool = True
 
     def begin(self) -> None:
         """Begin a graph."""
-        self.graph = torch.cuda.CUDAGraph()
+        self.graph = torch.cuda.CUDAGraph(keep_graph=not self.replayed)
         self.graph.capture_begin(pool=self.pool)
 
     def end(self) -> None:

@@ -10,7 +10,9 @@ What changes from step to step is read from the staging buffers, whose addresses
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from attrs import frozen
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
+from slotline.core.execution import compiling
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
 from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing, Recorder
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
@@ -30,6 +33,8 @@ from slotline.core.frontend.progress import counted
 from slotline.registry.contracts import Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
+
+logger = logging.getLogger("slotline")
 
 
 @frozen(eq=False)
@@ -108,6 +113,30 @@ class GraphRunner:
                 count += graphs
         self.report = capturing.report(len(self._captured), count)
 
+    @torch.inference_mode()
+    def compile_ahead(self) -> None:
+        """Compile what captures will launch, several kernels at a time.
+
+        Their forwards are recorded once, which runs nothing, and dropped; it pays where kernels are not cached yet.
+        """
+        missing: dict[tuple[int, str], compiling.Missing] = {}
+        with Capturing("report this") as capturing:
+            dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
+            for shape in self.shapes.largest_first:
+                inputs, attend, advance = self._planned(shape)
+                dropped.append(Recorder(capturing.pool, [], replayed=False))
+                try:
+                    with compiling.leaving_out(missing):
+                        self._record(dropped[-1], shape, inputs, attend, advance)
+                except Exception as error:  # of a capture without a run before it; the real one has such runs
+                    logger.info("kernels of %d tokens and fewer are not compiled ahead: %s", shape.num_tokens, error)
+                    with suppress(RuntimeError):
+                        dropped[-1].end()
+                    break
+            dropped.clear()
+        torch.cuda.empty_cache()
+        compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))
+
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.
 
@@ -143,21 +172,12 @@ class GraphRunner:
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
         """One shape, and the number of its graphs."""
-        (inputs, attend), advance = self.made_up(shape), None
-        if self._adapters is not None:
-            self._adapters.plan(inputs.lora_slots, inputs.single_slot)
-        if self._states is not None and inputs.states is not None:
-            advance = self._states.plan(inputs.states)
+        inputs, attend, advance = self._planned(shape)
         for _ in range(WARM_UPS):
             self._forward(inputs, attend, advance)
         torch.cuda.synchronize()
-        recorder, broken = Recorder(pool, []), self._broken(shape)
-        attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
-        if self._states is not None:
-            advance = self._states.breaking(broken, recorder.cut)
-        recorder.begin()
-        hidden, logits, layers = self._forward(inputs, attend, advance)
-        recorder.end()
+        recorder = Recorder(pool, [])
+        hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = Captured(
             tuple(recorder.parts),
@@ -167,6 +187,28 @@ class GraphRunner:
             None if layers is None else unowned(layers),
         )
         return captured, recorder.graphs
+
+    def _planned(self, shape: GraphShape) -> tuple[StepInputs, Attend, Advance | None]:
+        """Made-up inputs of a shape, with the attention, adapters and states of the step planned."""
+        (inputs, attend), advance = self.made_up(shape), None
+        if self._adapters is not None:
+            self._adapters.plan(inputs.lora_slots, inputs.single_slot)
+        if self._states is not None and inputs.states is not None:
+            advance = self._states.plan(inputs.states)
+        return inputs, attend, advance
+
+    def _record(
+        self, recorder: Recorder, shape: GraphShape, inputs: StepInputs, attend: Attend, advance: Advance | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Capture a forward, broken where the shape's groups ask for it; what it returns is in the graphs' memory."""
+        broken = self._broken(shape)
+        attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
+        if self._states is not None:
+            advance = self._states.breaking(broken, recorder.cut)
+        recorder.begin()
+        results = self._forward(inputs, attend, advance)
+        recorder.end()
+        return results
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
         """Query tokens of the made-up requests.
