@@ -216,3 +216,31 @@ def test_a_run_keeps_its_worst_error() -> None:
     world = World(Case(requests=((1, 9), (4, 30))))
     world.check(*world.run(EagerAttention(world.case.context())), run)
     assert 0 < run.measured["error"] <= run.measured["allowed"]
+
+
+@pytest.mark.parametrize(
+    ("fill", "declared", "outcome"),
+    [(-5e4, None, Outcome.FAILED), (-5e4, -5e4, Outcome.PASSED), (-1e3, -5e4, Outcome.FAILED)],
+)
+def test_a_figure_for_minus_infinity_is_right_as_far_down_as_it_is_declared(
+    fill: float, declared: float | None, outcome: Outcome
+) -> None:
+    """As FlashInfer's kernels have one: it stands among products of queries and keys, before their scale."""
+
+    class Finite(EagerAttention):
+        def attend(
+            self, layer: Any, query: Any, keys: Any, values: Any, seen: Any, sinks: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            scores = self.scores(layer, query, keys).masked_fill(~seen, fill * layer.scale)
+            weights, lse = self.softmax(scores, sinks)
+            return self.combine(weights, self.expand(layer, values)), lse
+
+    offer = evolve(PLAIN, lowest_score=declared)
+    descriptor = Descriptor(kind=Kind.ATTENTION, name="finite", capabilities=offer, factory=Finite)
+    (record,) = check_plugin(descriptor, only="attention.large_scores.negative", device="cpu")
+    assert record.outcome is outcome, record.reason
+
+
+def test_a_lowest_score_without_a_sign_is_refused() -> None:
+    records = check_plugin(narrow(lowest_score=1.0), only="attention.contract.capabilities", device="cpu")
+    assert "lowest_score is 1.0" in records[0].reason

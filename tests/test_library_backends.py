@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +18,10 @@ from attrs import evolve
 from negotiation_cases import FULL, GPU, explicit, layer, request, sliding
 
 from slotline.backends import flash_attn, flashinfer, flex, triton
+from slotline.backends.flashinfer.modules import compile_kernels
 from slotline.backends.sinks import add_sinks
 from slotline.registry.descriptor import DeviceInfo
-from slotline.registry.errors import NegotiationError
+from slotline.registry.errors import NegotiationError, PluginError
 from slotline.registry.negotiation import Asked, Candidate, Plan, negotiate
 from slotline.testing import Outcome, check_plugin
 from slotline.testing.environments.attention import Case, World
@@ -96,6 +99,45 @@ def test_flashinfer_is_refused_without_a_compiler_unless_its_kernels_are_compile
     assert "flashinfer-jit-cache" in flashinfer.probe(GPU)
     without(monkeypatch, flashinfer, "ninja")  # jit-cache is there
     assert flashinfer.probe(GPU) == flashinfer.descriptor.capabilities
+
+
+class Spec:
+    """Stands in for a module of FlashInfer that is to be compiled."""
+
+    both = threading.Barrier(2, timeout=20)
+
+    def __init__(self, kernel: str, is_compiled: bool, error: str = "") -> None:
+        self.kernel, self.is_compiled, self.error = kernel, is_compiled, error
+
+    def build(self, verbose: bool) -> None:
+        assert not self.is_compiled
+        if self.error:
+            raise RuntimeError(self.error)
+        self.both.wait()  # passes only if the other one is being compiled at the same time
+        self.is_compiled = True
+
+
+def compile_with(monkeypatch: pytest.MonkeyPatch, *specs: Spec) -> None:
+    """Compile a group's modules, where FlashInfer makes these of them."""
+    made = {spec.kernel: spec for spec in specs}
+    jit = SimpleNamespace(gen_batch_prefill_module=lambda kernel, *_: made[kernel])
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(jit=jit))
+    monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    compile_kernels(Case(requests=((1, 16),), dtype=torch.bfloat16).context("cuda"), tuple(made))
+
+
+def test_flashinfer_s_modules_are_compiled_at_the_same_time_and_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = (Spec("fa2", is_compiled=False), Spec("fa3", is_compiled=False))
+    compile_with(monkeypatch, *specs)
+    assert all(spec.is_compiled for spec in specs)
+    compile_with(monkeypatch, *specs)
+
+
+def test_what_flashinfer_cannot_compile_is_an_error_with_the_compiler_s_last_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(PluginError, match=r"cannot compile its kernels: nvcc fatal.*\n.*show-config"):
+        compile_with(monkeypatch, Spec("fa2", is_compiled=False, error="ninja failed\nnvcc fatal: no such file\n"))
 
 
 def test_an_old_gpu_is_refused_by_its_compute_capability() -> None:

@@ -113,6 +113,9 @@ def capabilities_are_data(contract: KindContract, run: Run) -> None:
         _expect_frozen(offer, item.name, value)
     if isinstance(getattr(offer, "lse_base", "e"), str) and getattr(offer, "lse_base", "e") not in ("e", "2"):
         raise Failed(f"lse_base is {offer.lse_base!r}, the contract knows 'e' and '2'")
+    lowest = getattr(offer, "lowest_score", None)
+    if lowest is not None and not lowest < 0:
+        raise Failed(f"lowest_score is {lowest}, and scores of no sign are not told from masked ones then")
     if hasattr(offer, "preferred_block_sizes"):
         _expect_preferred_are_declared(offer)
 

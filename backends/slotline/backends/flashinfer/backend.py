@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
 
 from slotline.backends.flashinfer import FlashInferOptions
+from slotline.backends.flashinfer.modules import compile_kernels
 from slotline.backends.flashinfer.plans import Planner
 from slotline.backends.sinks import add_sinks
 from slotline.backends.triton.backend import Plan as StorePlan
 from slotline.backends.triton.backend import TritonBackend
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
-from slotline.registry.errors import ConfigError, PluginError
+from slotline.registry.errors import ConfigError
 
-logger = logging.getLogger("slotline")
 LONG_QUERY = 64
 """Mean query tokens from which `auto` takes fa3: its tiles hold 128 and it does not split keys."""
 
@@ -109,32 +108,3 @@ def _takes_fa3(asked: str, context: AttentionContext) -> bool:
             fix="set it to 'auto' or 'fa2'",
         )
     return runs and asked != "fa2"
-
-
-def compile_kernels(context: AttentionContext, kernels: tuple[str, ...]) -> None:
-    """Compile what this group needs, all at once; FlashInfer keeps the result on disk.
-
-    Raises:
-        PluginError: with the compiler's complaint.
-    """
-    from flashinfer.jit import build_jit_specs, gen_batch_prefill_module
-
-    layer = context.layers[0]
-    dtype, kv_dtype = getattr(torch, context.dtype), getattr(torch, context.kv_dtype)
-    size, window, cap = layer.head_size, layer.window is not None, layer.soft_cap is not None
-    specs = [
-        gen_batch_prefill_module(kernel, dtype, kv_dtype, dtype, torch.int32, size, size, 0, window, cap, False)
-        for kernel in kernels
-    ]
-    missing = [spec for spec in specs if not spec.is_compiled]
-    if not missing:
-        return
-    logger.info("compiling %d modules of FlashInfer, which takes a minute or more the first time", len(missing))
-    try:
-        build_jit_specs(missing)
-    except RuntimeError as error:
-        lines = str(error).strip().splitlines()
-        raise PluginError(
-            f"flashinfer cannot compile its kernels: {lines[-1] if lines else error}",
-            fix="run `flashinfer show-config` and see that nvcc fits the driver, or set attention.backend to another",
-        ) from error

@@ -138,10 +138,14 @@ def large_scores(run: Run) -> None:
 def large_negative_scores(run: Run) -> None:
     """Where all scores that a query sees are far below zero, keys that it must not see do not win.
 
-    Kills masks that put a figure such as -1e4 where minus infinity belongs.
+    Kills masks that put a figure such as -1e4 where minus infinity belongs. Where such a figure is declared
+    (`lowest_score`), scores stay a fifth above it.
     """
     made = world(run, chosen(run, lambda p: ((1, p + 3), (5, 2 * p + 1), (p, 2 * p))).friendly())
-    repel(made, DEEP_SCORE)
+    lowest = run.subject.capabilities.lowest_score
+    score = DEEP_SCORE if lowest is None else max(DEEP_SCORE, 0.8 * lowest * made.layer.scale)
+    repel(made, score)
+    run.measured["score"] = score
     examine(run, made)
 
 

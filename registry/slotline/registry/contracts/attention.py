@@ -110,6 +110,8 @@ class AttentionCapabilities:
         bounded_lengths: True if the host's lengths (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
             bounds, while `seq_lens` on the device is exact: the host prepares a step before it knows which drafts of
             the one before stood. Nothing may be read, written or masked by the host's numbers then.
+        lowest_score: the lowest product of a query and a key, before `scale`, that is told from a masked one; None
+            where there is no such figure, as with minus infinity for what is masked.
         batch_invariant: where the context asks for it, a token's output is bitwise the same whatever else is in the
             batch and however its request is cut into steps.
         limits: offers that shrink when another feature is needed.
@@ -142,6 +144,7 @@ class AttentionCapabilities:
     writes_cache: bool = False
     plain_writes: bool = False
     bounded_lengths: bool = False
+    lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)
     min_compute_capability: tuple[int, int] | None = None
     limits: tuple[Limit, ...] = ()
