@@ -253,6 +253,23 @@ def test_more_adapters_than_slots_swap_in_and_out_while_others_run(engine, oracl
     assert llm.list_loras() == {1, 2, 3, 4}
 
 
+def test_a_swap_reads_no_file_while_the_host_holds_the_adapter_and_the_one_used_least_recently_goes(
+    engine, oracle, monkeypatch
+):
+    from slotline.plugins.lora import slots
+
+    llm, read, original = engine(**{"lora.max_adapters": 1, "lora.max_cpu_adapters": 2}), list[str](), slots.read
+
+    def noted(path: str, *rest: Any) -> Any:
+        read.append(Path(path).name)
+        return original(path, *rest)
+
+    monkeypatch.setattr(slots, "read", noted)
+    for name in ("plain", "stabilised", "plain", "queries", "plain", "stabilised"):
+        check(llm, oracle, [name], length=2)
+    assert read == ["plain", "stabilised", "queries", "stabilised"]
+
+
 def test_an_adapter_waits_for_a_slot_without_being_passed_and_base_requests_go_on(engine, oracle):
     llm = engine(**{"lora.max_adapters": 1})
     names = ["plain", "stabilised", "plain", None]
