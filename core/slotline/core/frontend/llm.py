@@ -15,7 +15,7 @@ from slotline.core.engine import Engine
 from slotline.core.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slotline.core.frontend.best_of import best_of, check_best_of, single
 from slotline.core.frontend.lora_request import AdapterChoice, LoRARequest, as_lora_requests
-from slotline.core.frontend.multimodal import items_of, refuse_items
+from slotline.core.frontend.multimodal import items_of
 from slotline.core.frontend.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -24,7 +24,8 @@ from slotline.core.frontend.outputs import (
     RequestOutput,
 )
 from slotline.core.frontend.progress import progress_bar
-from slotline.core.frontend.prompts import PROMPT_KEYS, Prompt, as_params, as_prompts, as_token_ids, of_task
+from slotline.core.frontend.prompt_fields import prompt_fields
+from slotline.core.frontend.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.device import device_scope
@@ -393,37 +394,4 @@ class LLM:
         return self.engine.adapters
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
-        """The arguments of `Engine.add` that a prompt stands for."""
-        if isinstance(prompt, str):
-            return {"prompt": prompt, "prompt_token_ids": self._encode(prompt)}
-        if not isinstance(prompt, Mapping):
-            return {"prompt_token_ids": prompt}
-        fields = dict(prompt)
-        unknown = set(fields) - PROMPT_KEYS
-        if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
-            raise RequestError(
-                f"a prompt with the keys {list(fields)} cannot be read",
-                fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
-                "'request_id'",
-            )
-        if "prompt_token_ids" not in fields:
-            fields["prompt_token_ids"] = self._encode(fields["prompt"])
-        data = fields.pop("multi_modal_data", None)
-        return fields | self._read_items(fields["prompt_token_ids"], data) if data else fields
-
-    def _read_items(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> dict[str, Any]:
-        """The prompt with its items in the place of their placeholders."""
-        if not isinstance(data, Mapping):
-            raise RequestError(f"multi_modal_data={data!r:.60} is no mapping", fix="give {'image': ...}")
-        if self.engine.encoding is None:
-            refuse_items(data)
-            return {}
-        expanded, features = self.engine.encoding.reader.read(as_token_ids(token_ids), data)
-        return {"prompt_token_ids": expanded, "features": features}
-
-    def _encode(self, text: str) -> list[int]:
-        if not isinstance(text, str):
-            raise RequestError(f"prompt={text!r:.60} is no text", fix="give a string, or 'prompt_token_ids'")
-        if not text:
-            raise RequestError("the prompt is empty", fix="give at least one character")
-        return self.tokenizer.encode(text)
+        return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self.engine.encoding)
