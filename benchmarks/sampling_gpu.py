@@ -1,6 +1,7 @@
 """Sampling alone on a GPU: our kernels, the same arithmetic in torch, and FlashInfer's sampler where it is installed.
 
-    python benchmarks/sampling_gpu.py [--vocab-size 128256] [--rows 256 64 1] [--logits peaked flat] [--json out.json]
+    python benchmarks/sampling_gpu.py [--vocab-size 128256] [--rows 256 64 1] [--logits peaked flat]
+        [--cases "top-p 0.9" ...] [--ours] [--json out.json]
 
 Logits are float32 and given. `peaked` rows are like a language model's: weights fall with the square of the rank, ranks
 shuffled over the vocabulary; `flat` rows are normal with a standard deviation of 1, where a nucleus is half the
@@ -164,6 +165,8 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=128_256)
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 64, 1])
     parser.add_argument("--logits", nargs="+", default=["peaked", "flat"])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--ours", action="store_true", help="without FlashInfer, whose kernels take long to compile")
     parser.add_argument("--json")
     arguments = parser.parse_args()
     print(f"{torch.cuda.get_device_name()}, {arguments.vocab_size} tokens; microseconds", flush=True)
@@ -172,14 +175,14 @@ def main() -> None:
     for n, kind in shapes:
         torch.manual_seed(0)
         sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
-        for case in CASES:
+        for case in arguments.cases:
             device, host, slow = ours(case, sets)
             figures[n, kind, case] = {"ours": device, "host": host, "torch": slow}
             print(
                 f"{n:4} rows, {kind:6}  {case:30} ours {device:8.1f}, host {host:7.1f}, torch {slow or 0:8.1f}",
                 flush=True,
             )
-    for n, kind in shapes:  # behind ours: its kernels may have to be compiled first
+    for n, kind in [] if arguments.ours else shapes:  # behind ours: its kernels may have to be compiled first
         torch.manual_seed(0)
         sets = [logits_of(kind, n, arguments.vocab_size) for _ in range(2)]
         for case, call in flashinfer_calls(n).items():

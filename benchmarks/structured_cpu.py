@@ -4,8 +4,9 @@
 
 Masks: as many requests as asked for, each somewhere in a JSON document of its own; microseconds of one call that fills
 all of them, by request, median of all steps. Compiling: a schema of about 1,000 lines, until its first mask.
-The step: an engine on the small model that ships, every request with the same schema; the time in the step's part
-`grammar` by the time of its other parts. A tokenizer of another model changes the first two figures alone.
+The step: an engine on the small model that ships, runs with and without the schema in turn; the time from one step to
+the next while all requests decode, quartiles of all steps, and the parts of the steps that have the schema. A tokenizer
+of another model changes the first two figures alone.
 """
 
 from __future__ import annotations
@@ -134,23 +135,40 @@ def compiling(backend: Any, tokenizer: Any) -> None:
     print(f"  {lines} lines: checked {checked:.1f} ms, compiled {compiled:.1f} ms, first mask {filled:.2f} ms")
 
 
+def step_seconds(llm: LLM, params: list[SamplingParams], rng: Random) -> list[float]:
+    """The times from one step's end to the next one's, while all requests decode."""
+    most = min(100_000, llm.engine.limits.vocab_size - 1)
+    for index, one in enumerate(params):
+        llm.engine.add(f"r{index}", [rng.randrange(1000, most) for _ in range(32)], one)
+    ends, alive = [], []
+    while llm.engine.has_work:
+        llm.engine.step()
+        ends.append(time.perf_counter())
+        alive.append(len(llm.engine.scheduler.running))
+    busy = [i for i in range(1, len(ends)) if alive[i] == alive[i - 1] == len(params)]
+    return [ends[i] - ends[i - 1] for i in busy[4:]]  # the first ones still hold prompts
+
+
 def step(name: str, requests: int, tokens: int) -> None:
-    """The part `grammar` of an engine's steps, and the rest."""
+    """An engine's steps with and without a constraint."""
     settings = {"observability.profile": True, "observability.progress": False, "max_num_seqs": requests}
     llm = LLM(**{"structured_output.backend": name, "max_model_len": 256, **settings})
-    wanted = StructuredOutputsParams(json=ORDER)
-    params = [
-        SamplingParams(temperature=1, seed=i, max_tokens=tokens, min_tokens=tokens, structured_outputs=wanted)
-        for i in range(requests)
-    ]
-    llm.generate(["order = "] * requests, params)
-    llm.engine.profiler.reset()
-    llm.generate(["order = "] * requests, params)
-    seconds = dict(llm.engine.profiler.seconds)
-    grammar = seconds.pop("grammar")
-    rest = sum(seconds.values())
-    shares = ", ".join(f"{part} {100 * value / rest:.0f} %" for part, value in seconds.items() if value > 0.02 * rest)
-    print(f"  the step: grammar {100 * grammar / rest:.1f} % of the rest ({shares})")
+    found: dict[str, list[float]] = {"free": [], "bound": []}
+    for run in range(5):
+        for what, wanted in (("free", None), ("bound", StructuredOutputsParams(json=ORDER))):
+            params = [
+                SamplingParams(temperature=1, seed=i, max_tokens=tokens, min_tokens=tokens, structured_outputs=wanted)
+                for i in range(requests)
+            ]
+            llm.engine.profiler.reset()
+            times = step_seconds(llm, params, Random(0))
+            found[what] += times if run else []  # the first run warms up
+    for place, quartile in enumerate(("first quartile", "median", "third quartile")):
+        free, bound = (1e6 * statistics.quantiles(found[what], n=4)[place] for what in ("free", "bound"))
+        more = 100 * (bound / free - 1)
+        print(f"  a step, {quartile:14} {free:6.0f} us, with a constraint {bound:6.0f} us, {more:+.1f} %")
+    seconds, steps = llm.engine.profiler.seconds, max(llm.engine.profiler.counts.values())
+    print("  us a step:", ", ".join(f"{part} {1e6 * value / steps:.0f}" for part, value in seconds.items()))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """What structured output costs on a GPU, and with a vocabulary of the usual size.
 
-    python benchmarks/structured_gpu.py benchmarks/models/qwen3-0.6b --tokenizer FOLDER [--requests 64] [--tokens 128]
+    python benchmarks/structured_gpu.py benchmarks/models/qwen3-0.6b --tokenizer FOLDER [--requests 64] [--tokens 96]
 
 The model has the form of the folder's configuration and random weights: its texts mean nothing and follow the schema.
-Greedy requests with and without a constraint run in turn; the figure is the time from one step to the next while all of
-them decode, median of all steps of three runs each, and the host's time in the step's parts from a run more. Masks and
-compiling are those of benchmarks/structured_cpu.py with this tokenizer. `--train` first makes a tokenizer of 128,000
-tokens from the Python files that this interpreter finds, for where there is none at hand.
+Greedy requests with and without a constraint run in turn on one engine; the figure is the time from one step to the
+next while all of them decode, median of all steps of three runs each, and the host's time in the step's parts from a
+run more. Masks and compiling are those of benchmarks/structured_cpu.py with this tokenizer. `--train` first makes a
+tokenizer of 128,000 tokens from the Python files that this interpreter finds, for where there is none at hand.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from time import perf_counter
 from typing import Any
 
 from step_gpu import random_llm
-from structured_cpu import ORDER, PLUGINS, compiling, masks
+from structured_cpu import ORDER, PLUGINS, compiling, masks, step_seconds
 
-from slotline.core import LLM, SamplingParams, StructuredOutputsParams
+from slotline.core import SamplingParams, StructuredOutputsParams
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
@@ -61,47 +61,35 @@ def train(folder: Path, vocab_size: int = 128_000) -> None:
     PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|endoftext|>").save_pretrained(folder)
 
 
-def step_seconds(llm: LLM, requests: int, params: SamplingParams) -> list[float]:
-    """The times from one step's end to the next one's, while all requests decode."""
-    generator = Random(0)
-    for index in range(requests):
-        llm.engine.add(f"r{index}", [generator.randrange(1000, 100_000) for _ in range(32)], params)
-    ends, alive = [], []
-    while llm.engine.has_work:
-        llm.engine.step()
-        ends.append(perf_counter())
-        alive.append(len(llm.engine.scheduler.running))
-    busy = [i for i in range(1, len(ends)) if alive[i] == alive[i - 1] == requests]
-    return [ends[i] - ends[i - 1] for i in busy[4:]]  # the first ones still hold prompts
-
-
-def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int) -> None:
+def decode(folder: Path, tokenizer: Path, name: str, requests: int, tokens: int, overrides: list[str]) -> None:
     """Decode steps with and without a constraint."""
     settings = {"structured_output.backend": name, "tokenizer": str(tokenizer), "observability.progress": False}
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as name_of_copy:  # its end-of-sequence token must be one of the tokenizer's
         config["eos_token_id"] = Tokenizer(tokenizer).transformers.eos_token_id
         (Path(name_of_copy) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        llm = random_llm(Path(name_of_copy), max_model_len=1024, max_num_seqs=requests, **settings)
-    common: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "min_tokens": tokens, "detokenize": False}
-    free = SamplingParams(**common, ignore_eos=True)
-    bound = SamplingParams(**common, structured_outputs=StructuredOutputsParams(json=ORDER))
+        overrides = [f"graphs.sizes=[{requests}]", *overrides]  # the one that is measured
+        folder = Path(name_of_copy)
+        llm = random_llm(folder, max_model_len=1024, max_num_seqs=requests, overrides=overrides, **settings)
+    common: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "detokenize": False}
+    free = [SamplingParams(**common)] * requests
+    bound = [SamplingParams(**common, structured_outputs=StructuredOutputsParams(json=ORDER))] * requests
     found: dict[str, list[float]] = {"free": [], "bound": []}
-    for _ in range(4):
+    for run in range(4):
         for what, params in (("free", free), ("bound", bound)):
-            times = step_seconds(llm, requests, params)
-            found[what] = found[what] + times if found[what] else [times[0]]  # the first run warms up
-    plain, with_masks = (1e6 * statistics.median(found[what][1:]) for what in ("free", "bound"))
+            times = step_seconds(llm, params, Random(0))
+            found[what] += times if run else []  # the first run warms up
+    plain, with_masks = (1e6 * statistics.median(found[what]) for what in ("free", "bound"))
     print(
         f"  {requests} requests: a decode step {plain:.0f} us without, {with_masks:.0f} us with a constraint, "
-        f"{100 * (with_masks / plain - 1):+.1f} % ({len(found['bound']) - 1} steps)",
+        f"{100 * (with_masks / plain - 1):+.1f} % ({len(found['bound'])} steps)",
         flush=True,
     )
     profiler = llm.engine.profiler
     for what, params in (("without", free), ("with", bound)):
         profiler.reset()
         profiler.enabled = True
-        step_seconds(llm, requests, params)
+        step_seconds(llm, params, Random(0))
         profiler.enabled = False
         steps = max(profiler.counts.values())
         parts = ", ".join(f"{part} {1e6 * spent / steps:.0f}" for part, spent in profiler.seconds.items())
@@ -114,27 +102,32 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--train", action="store_true", help="make the tokenizer first")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--plugins", nargs="+", default=PLUGINS)
+    parser.add_argument("--decode-only", action="store_true", help="no masks and no compiling alone")
+    parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
     if arguments.train:
         train(arguments.tokenizer)
     tokenizer = Tokenizer(arguments.tokenizer).transformers
     for name in arguments.plugins:
         start = perf_counter()
-        backend = subject_of(f"structured_output:{name}").build(
-            StructuredOutputContext(
-                contract=1,
-                tokenizer=tokenizer,
-                vocab_size=len(tokenizer),
-                eos_token_ids=(tokenizer.eos_token_id,),
-                max_requests=arguments.requests,
+        print(f"{name}:", flush=True)
+        if not arguments.decode_only:
+            backend = subject_of(f"structured_output:{name}").build(
+                StructuredOutputContext(
+                    contract=1,
+                    tokenizer=tokenizer,
+                    vocab_size=len(tokenizer),
+                    eos_token_ids=(tokenizer.eos_token_id,),
+                    max_requests=arguments.requests,
+                )
             )
-        )
-        print(f"{name}: built for {len(tokenizer)} tokens in {perf_counter() - start:.2f} s", flush=True)
-        masks(backend, tokenizer, arguments.requests)
-        compiling(backend, tokenizer)
-        decode(arguments.model, arguments.tokenizer, name, arguments.requests, arguments.tokens)
+            print(f"  built for {len(tokenizer)} tokens in {perf_counter() - start:.2f} s", flush=True)
+            masks(backend, tokenizer, arguments.requests)
+            compiling(backend, tokenizer)
+        decode(arguments.model, arguments.tokenizer, name, arguments.requests, arguments.tokens, arguments.settings)
+        print(f"  {perf_counter() - start:.0f} s in all", flush=True)
 
 
 if __name__ == "__main__":

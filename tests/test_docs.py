@@ -150,8 +150,11 @@ def test_the_table_of_parameters_names_all_of_them_and_tests_that_exist() -> Non
     table = text[text.index("## Parameters") : text.index("## When something")]
     missing = [f.name for f in attrs.fields(SamplingParams) if f"`{f.name}`" not in table]
     assert missing == []
-    for name in re.findall(r"`(test_\w+\.py)`", table):
-        assert (ROOT / "tests" / name).exists(), name
+    for row in table.splitlines():
+        named = re.findall(r"`(test_\w+\.py)::(\w+)`", row)
+        assert named or not row.startswith("| `"), row
+        for file, test in named:
+            assert f"\ndef {test}(" in (ROOT / "tests" / file).read_text(), (file, test)
 
 
 def shipped_processors() -> list[Any]:

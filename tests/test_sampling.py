@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,63 @@ def test_a_seeded_text_is_the_same_when_it_is_preempted(tiny: Tiny, engines: Eng
     run_all(llm)
     assert request.metrics.num_preemptions > 0
     assert request.output_token_ids == alone
+
+
+@pytest.mark.behaviour(34, 103)
+@pytest.mark.parametrize("settings", [{"backend": "cpu"}, {"backend": "flex"}, {"scheduler.async": True}], ids=str)
+def test_a_seeded_text_is_the_same_with_any_backend_and_way_to_schedule(
+    settings: dict[str, Any], tiny: Tiny, engines: Engines
+) -> None:
+    """Graph modes: tests/test_graphs_cuda.py."""
+    (prompt,) = random_prompts([40], seed=20)
+    want = text(engines(tiny("llama"), backend="torch"), prompt, SEEDED)
+    assert text(engines(tiny("llama"), **settings), prompt, SEEDED) == want
+
+
+@pytest.mark.parametrize("settings", [{}, {"scheduler.async": True}], ids=str)
+def test_a_step_runs_no_more_python_for_more_requests(settings: dict[str, Any], tiny: Tiny, engines: Engines) -> None:
+    """From the schedule to the hand-out of a decoding step; blocks and the torch backend go by request."""
+    wanted = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.3, "repetition_penalty": 1.1}
+    wanted |= {"logit_bias": {7: 1.0}, "min_tokens": 30, "allowed_token_ids": list(range(300)), "bad_words": ["x"]}
+    llm = engines(tiny("llama"), **{"block_size": 64, "max_num_seqs": 24, **settings})
+    lines = []
+    for count in (4, 20):
+        for index, prompt in enumerate(random_prompts([6] * count, seed=60)):
+            add(llm, f"{count}-{index}", prompt, SamplingParams(seed=index, max_tokens=30, ignore_eos=True, **wanted))
+        for _ in range(5):
+            llm.engine.step()
+        lines.append(batched_lines(llm.engine.step))
+        run_all(llm)
+    assert lines[0] == lines[1]
+    assert {"core/sampling/sampler.py", "plugins/logits_processors/penalties/processor.py"} <= set(lines[0])
+
+
+BATCHED = (
+    "core/engine.py",
+    "core/execution/",
+    "core/sampling/",
+    "core/scheduling/rows.py",
+    "plugins/logits_processors/",
+)
+
+
+def batched_lines(work: Callable[[], Any]) -> Counter[str]:
+    """How often `work` runs a line of each file that handles all rows at once."""
+    seen: Counter[str] = Counter()
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        _, _, file = frame.f_code.co_filename.partition("/slotline/")
+        if not file.startswith(BATCHED):
+            return None
+        seen[file] += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(None)
+    return seen
 
 
 def test_other_seeds_give_other_texts(tiny: Tiny, engines: Engines) -> None:

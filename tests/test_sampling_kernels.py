@@ -265,25 +265,31 @@ def test_rows_that_nothing_can_be_drawn_from_are_marked_as_in_torch(vocab_size: 
     which = None if all_touched else torch.from_numpy(touched)
     want = processed.mark_in_torch(tokens, which, all_greedy=False)
     assert want.tolist() == [0, 1, NOT_FINITE, 3 if not all_touched else NOT_FINITE, NONE_LEFT, *(tokens[5:].tolist())]
-    found = mark_unusable(
-        *(tensor.to(DEVICE) for tensor in (logits, raw)),
-        None if which is None else which.to(DEVICE),
-        tokens.to(DEVICE),
-        not_finite=NOT_FINITE,
-        none_left=NONE_LEFT,
-    )
-    assert found.tolist() == want.tolist()
+
+    def mark(places: torch.Tensor, *, all_greedy: bool) -> torch.Tensor:
+        return mark_unusable(
+            *(tensor.to(DEVICE) for tensor in (logits, raw)),
+            None if which is None else which.to(DEVICE),
+            places.to(DEVICE),
+            not_finite=NOT_FINITE,
+            none_left=NONE_LEFT,
+            all_greedy=all_greedy,
+        )
+
+    assert mark(tokens, all_greedy=False).tolist() == want.tolist()
     best = logits.argmax(dim=-1)
     greedy = processed.mark_in_torch(best, which, all_greedy=True)
     assert torch.equal(greedy, processed.mark_in_torch(best, which, all_greedy=False))
+    assert greedy.tolist() == mark(best, all_greedy=True).tolist()
 
 
+@pytest.mark.parametrize("room", [64, 8192])
 @pytest.mark.parametrize("spread", [0.0, 1e-3, 1.0, 4.0])
 def test_a_nucleus_deeper_than_the_first_look_is_the_definitions(
-    spread: float, monkeypatch: pytest.MonkeyPatch
+    spread: float, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton_sampling, "TILE", 8)  # 94 groups are many, then
-    monkeypatch.setattr(triton_sampling, "WIDE", 16)
+    monkeypatch.setattr(triton_sampling, "ROOM", room)  # what overflows is searched without a list
     logits = random_logits(5, 3000, 9, spread)
     logits[3] = logits[3].round(decimals=1)  # equal ones at every place
     logits[4, ::3] = -torch.inf

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from conftest import DEFAULTS, everything_returned
 from engine_driver import random_prompts, tokens_of
@@ -128,6 +129,20 @@ def test_a_wrong_parameter_is_refused_with_name_and_fix(wrong: dict[str, Any], m
     with pytest.raises(RequestError, match=message) as caught:
         SamplingParams(**wrong)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize("name", [one.name for one in attrs.fields(SamplingParams)])
+def test_no_parameter_takes_what_is_none_of_its_values(name: str) -> None:
+    with pytest.raises(RequestError, match=rf"{name}=<object object") as caught:
+        SamplingParams(**{name: object()})
+    assert name in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"])
+@pytest.mark.parametrize("value", ["no", 1, None])
+def test_a_flag_is_true_or_false_and_nothing_that_looks_like_it(name: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=rf"{name}={value!r} is not allowed"):
+        SamplingParams(**{name: value})
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,37 @@ def test_what_the_grammar_forces_is_computed_in_one_step(plugin: str, engines: E
     assert request.text[1:] == word
     assert steps < len(request.output_token_ids)
     assert llm.engine.drafting.counts.accepted > 0
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_masks_are_made_while_the_forward_pass_runs(
+    plugin: str, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(engines, plugin)
+    llm.generate(PROMPTS, params("json"))  # the plugin is built
+    running, made, seen = threading.Event(), threading.Event(), []
+    forward, backend = llm.engine.runner.forward, llm.engine.grammars.compiler.backend
+    fill = backend.fill
+
+    def runs(*arguments: Any, **settings: Any) -> Any:
+        running.set()
+        result = forward(*arguments, **settings)
+        seen.append(made.wait(10))
+        running.clear()
+        made.clear()
+        return result
+
+    def fills(*arguments: Any) -> None:
+        assert running.wait(10)
+        fill(*arguments)
+        made.set()
+
+    monkeypatch.setattr(llm.engine.runner, "forward", runs)
+    monkeypatch.setattr(backend, "fill", fills)
+    (output,) = llm.generate(PROMPTS[:1], params("json"))
+    is_person(output.outputs[0].text)
+    assert len(seen) > 5
+    assert all(seen)
 
 
 @pytest.mark.parametrize("mode", MODES)

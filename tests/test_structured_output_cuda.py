@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -45,17 +46,20 @@ def test_masks_wait_for_nothing_and_overlapped_steps_change_no_text(plugin: str)
     settings |= {"structured_output.backend": plugin, "observability.check_integrity": True}
     one_by_one = texts(LLM(**settings, **{"scheduler.async": False}))
     llm = LLM(**settings, **{"scheduler.async": True})
-    apply, calls = llm.engine.grammars.apply, 0
+    grammars, calls = llm.engine.grammars, 0
 
-    def watched(*arguments: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return apply(*arguments)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def watched(work: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any, **settings: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return work(*arguments, **settings)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
-    llm.engine.grammars.apply = watched  # type: ignore[method-assign]
+        return called
+
+    grammars.begin, grammars.apply = watched(grammars.begin), watched(grammars.apply)  # type: ignore[method-assign]
     assert texts(llm) == one_by_one
     assert calls > 10

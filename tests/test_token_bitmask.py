@@ -44,8 +44,14 @@ def test_what_is_not_allowed_is_minus_infinity_and_nothing_else_changes(
     words, found_places = bitmask._on_device(torch.device(DEVICE))  # as it is done on a GPU
     assert found_places.tolist() == places
     assert unpacked(words, vocab_size).tolist() == (~allowed).tolist()
-    assert torch.equal(ban_by_bitmask(logits.to(DEVICE), words, found_places).cpu(), want)
-    assert torch.equal(logits, before)
+    ban_by_bitmask(there := logits.clone().to(DEVICE), words, found_places)
+    assert torch.equal(there.cpu(), want)
+    if DEVICE == "cuda":
+        kept = logits.to(DEVICE)
+        assert torch.equal(bitmask.apply(kept).cpu(), want)
+        assert torch.equal(kept.cpu(), before)
+        bitmask.apply(kept, in_place=True)
+        assert torch.equal(kept.cpu(), want)
 
 
 def test_tokens_are_banned_in_the_rows_asked_for() -> None:

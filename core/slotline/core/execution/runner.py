@@ -107,11 +107,17 @@ class Runner:
                 self.adapters.plan(inputs.lora_slots, inputs.single_slot)
             for staging in (*self.earlier, self.staging):
                 staging.mark()
+        masks = None
+        if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
+            with scope("grammar"):
+                masks = self.grammars.begin(inputs, beside=True)
         whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.needs_computed
         with scope("forward"):
             hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
-        return Launched(inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole)
+        return Launched(
+            inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
+        )
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling | Answers:
@@ -135,8 +141,10 @@ class Runner:
                 all_greedy=batch.all_greedy,
             )
         if self.grammars is not None:
-            with scope("grammar"):  # the host's work, done while the device runs the forward pass
-                processed = self.grammars.apply(processed, batch.rows, inputs.draft_positions)
+            with scope("grammar"):
+                masks = launched.masks or self.grammars.begin(inputs)
+                keep_raw = inputs.scored is not None or self.count_nans
+                processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
         with scope("sample"):
             tokens, final = sample(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)

@@ -17,6 +17,7 @@ from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.sampling.logprobs import PendingLogprobs
+from slotline.core.sampling.masks import StepMasks
 
 Int = npt.NDArray[np.int64]
 
@@ -32,6 +33,7 @@ class Launched:
         logits: of the same tokens, where a graph holds them.
         layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
         whole: whether hidden states of all tokens are wanted, as where a prompt's tokens are scored.
+        masks: of structured output, where they are being made meanwhile.
     """
 
     inputs: StepInputs
@@ -40,6 +42,7 @@ class Launched:
     logits: torch.Tensor | None
     layers: torch.Tensor | None
     whole: bool
+    masks: StepMasks | None = None
 
 
 @define(kw_only=True, eq=False)

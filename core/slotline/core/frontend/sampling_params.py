@@ -54,6 +54,9 @@ def _is_mapping(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
+_is_flag = _check(lambda v: isinstance(v, bool), "True or False")
+
+
 @frozen(kw_only=True)
 class SamplingParams:
     """How to sample one request's output.
@@ -119,8 +122,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = field(
         default=(), converter=_tuple, validator=_check(lambda v: all(map(_is_token, v)), "token ids >= 0")
     )
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
+    include_stop_str_in_output: bool = field(default=False, validator=_is_flag)
+    ignore_eos: bool = field(default=False, validator=_is_flag)
     max_tokens: int | None = field(
         default=16,
         validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1, or None for no limit"),
@@ -171,8 +174,8 @@ class SamplingParams:
         converter=_optional_tuple,
         validator=_check(lambda v: v is None or (v and all(map(_is_token, v))), "one or more token ids >= 0, or None"),
     )
-    detokenize: bool = True
-    skip_special_tokens: bool = True
+    detokenize: bool = field(default=True, validator=_is_flag)
+    skip_special_tokens: bool = field(default=True, validator=_is_flag)
     extra_args: Mapping[str, Any] | None = field(
         default=None, validator=_check(_is_mapping, "a mapping from parameter names to values, or None")
     )

@@ -40,15 +40,22 @@ class TokenBitmask:
         for token in token_ids:
             self.words.view(np.uint32)[rows, token // _BITS] &= np.uint32(~(1 << token % _BITS) & 0xFFFFFFFF)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits [n, vocab_size] with minus infinity for every token that is banned; the input is not changed."""
+    def apply(self, logits: torch.Tensor, *, in_place: bool = False) -> torch.Tensor:
+        """The logits [n, vocab_size] with minus infinity for every token that is banned.
+
+        The input is changed only if it may be, `in_place`, which saves reading and writing all of it on a GPU.
+        """
         if logits.device.type == "cpu":
             return self._apply_on_host(logits)
         words, places = self._on_device(logits.device)
         if logits.device.type == "cuda" and has_triton():
             from slotline.core.sampling.triton_rows import ban_by_bitmask
 
-            return ban_by_bitmask(logits, words, places)
+            result = (
+                logits if in_place and logits.is_contiguous() else logits.clone(memory_format=torch.contiguous_format)
+            )
+            ban_by_bitmask(result, words, places)
+            return result
         result = logits.clone()
         result[places] = logits[places].masked_fill_(unpacked(words, logits.shape[1]), -torch.inf)
         return result

@@ -1,21 +1,25 @@
 """Structured output: which tokens a request's grammar lets come next, by permanent row.
 
-The masks of a step are made while its forward pass runs: every token before them has been handed out by then, under
-asynchronous scheduling too. Drafts are walked, one mask for each, and the state goes back to where it was. A grammar
-advances by the tokens that are handed out and by nothing else, so preemption and rejected drafts need no care.
+The masks of a step are made while its forward pass runs: in a thread of their own where every token before them is
+known when it starts, else, under asynchronous scheduling, once those are handed out, while the device is busy. Drafts
+are walked, one mask for each, and the state goes back to where it was. A grammar advances by the tokens that are handed
+out and by nothing else, so preemption and rejected drafts need no care.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
+from slotline.core.execution.inputs import StepInputs
 from slotline.core.sampling.bitmask import TokenBitmask
 from slotline.core.sampling.grammars import GrammarCompiler
+from slotline.core.sampling.masks import StepMasks
 from slotline.core.sampling.processors import Processed
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
@@ -62,6 +66,7 @@ class StructuredOutputs:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._states: list[GrammarState | None] = [None] * rows.max_requests
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slotline-masks")
 
     def validate(self, request: Request) -> None:
         """Refuse what the plugin cannot do, as far as that can be seen at once.
@@ -104,27 +109,53 @@ class StructuredOutputs:
                 self._states[request.row] = None
                 self.active[request.row] = False
 
-    def apply(self, processed: Processed, rows: Int, draft_positions: Int | None) -> Processed:
-        """The logits of permanent rows [n] with every token banned that a grammar does not let come next.
+    def begin(self, inputs: StepInputs, *, beside: bool = False) -> StepMasks | None:
+        """Ask for the masks of a step's logits; None where none of its rows has a grammar.
 
-        `draft_positions` [n] says how many of its row's drafts each assumes; None for none.
+        All tokens before must be known. `beside` has a thread make the masks while the caller does other things.
         """
+        rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
         masked = self.active[rows]
         if not masked.any():
-            return processed
+            return None
         places = np.flatnonzero(masked)
-        bitmask = TokenBitmask(len(places), self._vocab_size, processed.logits.device)
+        bitmask = TokenBitmask(len(places), self._vocab_size, inputs.logits_indices.device)
         bitmask.places[:] = places
         begins = places if draft_positions is None else places[draft_positions[places] == 0]
         firsts = np.searchsorted(places, begins)
         counts = np.diff(np.append(firsts, len(places))) - 1
-        failed = self._fill(rows[begins], counts, firsts, bitmask)
-        bitmask.ban(self._rows.ignore_eos[rows[places]], self._eos_token_ids)
+        own = rows[begins].tolist()
+        masks = StepMasks(
+            bitmask=bitmask,
+            masked=masked,
+            logits_rows=rows,
+            rows=rows[begins],
+            states=[self._state(row) for row in own],
+            drafts=[self._drafts(row)[:n] if n else [] for row, n in zip(own, counts.tolist(), strict=True)],
+            firsts=firsts,
+            counts=counts,
+        )
+        if beside:
+            masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
+        return masks
+
+    def apply(self, processed: Processed, masks: StepMasks | None, *, keep_raw: bool) -> Processed:
+        """The logits with every token banned that a grammar does not let come next.
+
+        `keep_raw` says that the model's own logits are read afterwards, banned tokens' too.
+        """
+        if masks is None:
+            return processed
+        rows = masks.logits_rows
+        failed = masks.wait(self.compiler.backend, self.name)
+        if (endless := self._rows.ignore_eos[rows[masks.masked]]).any():
+            masks.bitmask.ban(endless, self._eos_token_ids)
         errors = dict(processed.errors)
         for row, error in failed.items():
             errors.update(dict.fromkeys(np.flatnonzero(rows == row).tolist(), error))
-        touched = masked if processed.touched is None else masked | processed.touched
-        return evolve(processed, logits=bitmask.apply(processed.logits), touched=touched, errors=errors)
+        touched = masks.masked if processed.touched is None else masks.masked | processed.touched
+        logits = masks.bitmask.apply(processed.logits, in_place=processed.logits is not processed.raw or not keep_raw)
+        return evolve(processed, logits=logits, touched=touched, errors=errors)
 
     def advance(self, rows: Int, token_ids: npt.NDArray[np.int32], stopped: Sequence[int]) -> dict[int, str | None]:
         """Advance the grammars of distinct rows [n] by a token each; not of those that a stop token or text `stopped`.
@@ -174,26 +205,6 @@ class StructuredOutputs:
             except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
                 logger.exception("structured-output plugin %r failed on drafts", self.name)
                 self._rows.num_drafts[row] = 0
-
-    def _fill(self, rows: Int, counts: Int, firsts: Int, bitmask: TokenBitmask) -> dict[int, str]:
-        """Write the masks of rows [m], with `counts` [m] drafts each, from places `firsts` [m] on; why some failed."""
-        pairs = zip(rows.tolist(), counts.tolist(), strict=True)
-        drafts = [self._drafts(row)[:count] if count else [] for row, count in pairs]
-        states, backend = [self._state(row) for row in rows.tolist()], self.compiler.backend
-        try:
-            backend.fill(states, drafts, firsts.tolist(), bitmask.words)
-            return {}
-        except Exception:  # a plugin's code may raise anything
-            logger.exception("structured-output plugin %r failed; filling each request's masks alone", self.name)
-        errors = {}
-        for i, (row, first, count) in enumerate(zip(rows.tolist(), firsts.tolist(), counts.tolist(), strict=True)):
-            own = bitmask.words[first : first + 1 + count]
-            own[:] = -1
-            try:
-                backend.fill(states[i : i + 1], drafts[i : i + 1], [0], own)
-            except Exception as error:  # a plugin's code may raise anything
-                errors[row] = f"{type(error).__name__}: {error}"
-        return errors
 
     def _drafts(self, row: int) -> list[int]:
         known = int(self._rows.num_tokens[row])

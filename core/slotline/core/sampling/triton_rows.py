@@ -12,19 +12,16 @@ _BLOCK_LOGITS = 8192
 _MARK_WARPS = 16
 
 
-def ban_by_bitmask(logits: torch.Tensor, words: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Logits [n, vocab_size] float32 with minus infinity where a bit is 0; the input is not changed.
+def ban_by_bitmask(logits: torch.Tensor, words: torch.Tensor, places: torch.Tensor) -> None:
+    """Write minus infinity into contiguous logits [n, vocab_size] float32 where a bit is 0.
 
     Args:
         words: [num_rows, ceil(vocab_size / 32)] int32, bit i of word j for token 32 * j + i.
         places: [num_rows] int32, distinct rows of the logits.
     """
     vocab_size, num_words = logits.shape[1], words.shape[1]
-    logits = logits.contiguous()
-    result = torch.empty_like(logits) if len(words) == len(logits) else logits.clone()
     grid = (len(words), triton.cdiv(num_words, _BLOCK_WORDS))
-    ban_tokens[grid](logits, result, words, places, vocab_size, num_words, block=_BLOCK_WORDS)
-    return result
+    ban_tokens[grid](logits, words, places, vocab_size, num_words, block=_BLOCK_WORDS)
 
 
 def mark_unusable(
@@ -35,6 +32,7 @@ def mark_unusable(
     *,
     not_finite: int,
     none_left: int,
+    all_greedy: bool = False,
 ) -> torch.Tensor:
     """Tokens [n] int64 with a number in place of those of rows that hold NaN or infinity where `raw` does not, or that
     are minus infinity throughout.
@@ -42,6 +40,7 @@ def mark_unusable(
     Args:
         logits, raw: [n, vocab_size] float32.
         touched: [n] bool, the rows to look at; None for all.
+        all_greedy: whether each token is the place of its row's largest logit, or of NaN; only that is looked at then.
     """
     marked = torch.empty_like(tokens)
     mark_rows[(len(tokens),)](
@@ -54,6 +53,7 @@ def mark_unusable(
         not_finite,
         none_left,
         every=touched is None,
+        greedy=all_greedy,
         block=min(_BLOCK_LOGITS, triton.next_power_of_2(logits.shape[1])),
         num_warps=_MARK_WARPS,
     )

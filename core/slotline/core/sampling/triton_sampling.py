@@ -26,8 +26,8 @@ MOST_GROUPS = 8192
 """Groups of a row that one program holds; above 262,144 tokens the groups grow."""
 TILE = 128
 """Groups that are read at a time."""
-WIDE = 256
-"""The same where most of a row is looked at, again and again."""
+ROOM = 8192
+"""Logits near the end of a nucleus that a row may list."""
 LEAST_WIDTH = 512
 STATS_WARPS = 4
 ROW_WARPS = 16
@@ -50,6 +50,7 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
     width = max(LEAST_WIDTH, triton.next_power_of_2(num_groups))
     maxima, sums = torch.empty(2, n, num_groups, dtype=torch.float32, device=logits.device).unbind()
     chosen = torch.empty(n, num_groups, dtype=torch.int32, device=logits.device)
+    near = torch.empty(n, ROOM, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     least = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
@@ -73,13 +74,14 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
         params,
         *stats,
         chosen,
+        near,
         tokens,
         least,
         vocab_size,
         num_groups,
         **sizes,
-        wide=WIDE,
         width=width,
+        room=ROOM,
         num_warps=max(STATS_WARPS, min(ROW_WARPS, width // 512)),
         **ROW_REGISTERS,
     )

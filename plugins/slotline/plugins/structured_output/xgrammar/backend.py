@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -21,11 +23,16 @@ from slotline.registry.errors import RequestError
 
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'llguidance'"
+_FEWEST = 4
+"""Masks that a thread is worth."""
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )?")
 
 
 class XGrammarBackend:
-    """Compiles with one `GrammarCompiler`; all states of a step are asked together where they have no drafts."""
+    """Compiles with one `GrammarCompiler`; the states of a step are asked in a few threads.
+
+    Not in XGrammar's own, which it starts and ends for each step: that takes milliseconds.
+    """
 
     def __init__(self, context: StructuredOutputContext) -> None:
         tokenizer, vocab_size = context.tokenizer, context.vocab_size
@@ -34,7 +41,9 @@ class XGrammarBackend:
         )
         self.eos_token_ids = frozenset(context.eos_token_ids)
         self._tokenizer = tokenizer
-        self._batch = xgrammar.BatchGrammarMatcher()
+        threads = context.options.mask_threads or min(8, max(1, _num_cores() // 2))
+        self._matchers = [xgrammar.BatchGrammarMatcher(max_threads=1) for _ in range(threads)]
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="slotline-xgrammar")
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=context.options.compile_threads, cache_limit_bytes=context.options.cache_bytes
         )
@@ -44,6 +53,7 @@ class XGrammarBackend:
         eos = np.isin(np.arange(len(self.ordinary)), context.eos_token_ids)
         self._eos_bits: Int32 = np.packbits(eos, bitorder="little").view(np.int32)
         self._ordinary_bits: Int32 = np.packbits(self.ordinary | eos, bitorder="little").view(np.int32)
+        self._cleared = np.flatnonzero(self._ordinary_bits != -1)  # words with tokens that are not text, mostly few
 
     def check(self, constraint: Constraint) -> None:
         """See the contract: parses the constraint, which takes a small part of compiling it."""
@@ -95,11 +105,18 @@ class XGrammarBackend:
         bitmask: Int32,
     ) -> None:
         """See the contract: the first masks in parallel, then those behind drafts."""
-        self._batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
+        size = max(_FEWEST, -(-len(states) // len(self._matchers)))
+        others = [
+            self._pool.submit(_fill, batch, states[at : at + size], places[at : at + size], bitmask)
+            for batch, at in zip(self._matchers[1:], range(size, len(states), size), strict=False)
+        ]
+        _fill(self._matchers[0], states[:size], places[:size], bitmask)
+        for other in others:
+            other.result()
         filled = list(places)
         for state, assumed, place in zip(states, drafts, places, strict=True):
             filled += range(place + 1, place + 1 + state.fill_behind(assumed, place, bitmask))
-        bitmask[filled] &= self._ordinary_bits
+        bitmask[np.array(filled)[:, None], self._cleared] &= self._ordinary_bits[self._cleared]
 
     def legal(self, matcher: xgrammar.GrammarMatcher) -> Int32:
         """The mask [words] of what may come next."""
@@ -173,6 +190,19 @@ class XGrammarState:
     def _take_back(self, count: int) -> None:
         if count:
             self.matcher.rollback(count)
+
+
+def _fill(
+    batch: xgrammar.BatchGrammarMatcher, states: Sequence[XGrammarState], places: Sequence[int], bitmask: Int32
+) -> None:
+    """The masks of some states, without the interpreter's lock."""
+    batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
+
+
+def _num_cores() -> int:
+    """The cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
