@@ -151,7 +151,12 @@ def step_seconds(llm: LLM, params: list[SamplingParams], rng: Random) -> list[fl
 
 def step(name: str, requests: int, tokens: int) -> None:
     """An engine's steps with and without a constraint."""
-    settings = {"observability.profile": True, "observability.progress": False, "max_num_seqs": requests}
+    settings = {
+        "observability.profile": True,
+        "observability.progress": False,
+        "max_num_seqs": requests,
+        "device": "cpu",
+    }
     llm = LLM(**{"structured_output.backend": name, "max_model_len": 256, **settings})
     found: dict[str, list[float]] = {"free": [], "bound": []}
     for run in range(5):

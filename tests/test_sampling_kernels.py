@@ -319,3 +319,24 @@ def test_the_likeliest_token_is_the_first_of_the_largest(
         assert expected[:2].tolist() == [vocab_size // 2, 0]
         assert triton_likeliest.likeliest_triton(logits).equal(expected)
     assert triton_likeliest.likeliest_triton(logits.mT.contiguous().mT).equal(logits.argmax(-1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="looks into the interpreter")
+@pytest.mark.parametrize("top_p", [0.3, 0.5, 0.9, 0.99])
+def test_a_flat_nucleus_is_found_in_one_pass_over_its_row(top_p: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    from slotline.core.sampling import triton_kernels
+
+    monkeypatch.setattr(triton_sampling, "TILE", 16)
+    search, searched = triton_kernels._nucleus, []
+
+    def counted(*arguments: Any, **settings: Any) -> Any:
+        searched.append(1)
+        return search(*arguments, **settings)
+
+    monkeypatch.setattr(triton_kernels, "_nucleus", counted)
+    logits = random_logits(6, 5000, 3, 1.0)
+    rows = batch(6, top_p=top_p, temperature=[0.8, 2.0, 0.5] * 2, seed=list(range(6)))
+    tokens, least = run(logits, rows)
+    for i in range(6):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+    assert not searched

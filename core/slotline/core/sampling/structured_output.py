@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from slotline.core.execution.inputs import StepInputs
+from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.bitmask import TokenBitmask
 from slotline.core.sampling.grammars import GrammarCompiler
 from slotline.core.sampling.masks import StepMasks

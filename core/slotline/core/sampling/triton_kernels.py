@@ -11,11 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+SIZES = ["vocab_size", "num_groups", "num_tiles"]
+"""Compiled once for all: nothing that is loaded is aligned by them."""
 LOWEST = tl.constexpr(-0x7F800000)
 """`_key` of minus infinity."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def group_stats(
     logits,  # [n, vocab_size] float32
     stride,
@@ -40,7 +42,7 @@ def group_stats(
     tl.store(sums + row * num_groups + groups, tl.sum(weights, 1), held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def draw_rows(
     logits,  # [n, vocab_size] float32
     stride,
@@ -111,6 +113,12 @@ def draw_rows(
                 above = tl.sum(tl.zeros([tile], tl.float64), 0)
                 count = room + 1  # logits in (low, high] that `near` holds, if they are no more than `room`
                 if looked_at > 4 * tile:
+                    rest = whole - share
+                    counted = bound
+                    if (limited == 0) & (floor == -float("inf")):
+                        # of all tokens: those of the chosen groups below the bound count, those of other groups do not
+                        rest -= tl.sum(tl.where(peaks >= bound, 0.0, masses).to(tl.float64), 0)
+                        counted = -float("inf")
                     low, high, above, count = _near_the_end(
                         logits,
                         packed,
@@ -120,7 +128,8 @@ def draw_rows(
                         vocab_size,
                         most,
                         bound,
-                        whole,
+                        counted,
+                        rest,
                         share,
                         group,
                         tile,
@@ -376,7 +385,8 @@ def _near_the_end(
     vocab_size,
     most,
     bound,
-    whole,
+    counted,
+    rest,
     share,
     group: tl.constexpr,
     tile: tl.constexpr,
@@ -384,9 +394,10 @@ def _near_the_end(
 ):
     """Where the nucleus of many groups ends: `low`, `high`, and the weight above `high`, which is less than the share.
 
-    And how many logits lie in (low, high]; these are listed in `near`, if it has room for them.
+    And how many logits lie in (low, high]; these are listed in `near`, if it has room for them. `rest` is what the
+    chosen groups' logits from `counted` on weigh outside the nucleus.
     """
-    low, high = _estimate(logits, packed, chosen, looked_at, vocab_size, most, bound, whole - share, group, tile)
+    low, high = _estimate(logits, packed, chosen, looked_at, vocab_size, most, bound, counted, rest, group, tile)
     above = tl.zeros([tile, group], tl.float32)
     between = tl.zeros([tile, group], tl.float32)
     count = 0
@@ -416,9 +427,9 @@ def _near_the_end(
 
 @triton.jit
 def _estimate(
-    logits, packed, chosen, looked_at, vocab_size, most, bound, rest, group: tl.constexpr, tile: tl.constexpr
+    logits, packed, chosen, looked_at, vocab_size, most, bound, counted, rest, group: tl.constexpr, tile: tl.constexpr
 ):
-    """Two numbers between which a logit lies with the weight `rest` from `bound` up to it, but for bad luck.
+    """Two numbers between which a logit lies with the weight `rest` from `counted` up to it, but for bad luck.
 
     From a sample, every so many of the chosen groups: what its logits below a number weigh differs from what all do by
     more than 4.5 standard deviations for one row in 100,000.
@@ -426,7 +437,7 @@ def _estimate(
     size: tl.constexpr = 2 * tile
     places = (tl.arange(0, size) * looked_at.to(tl.int64) // size).to(tl.int32)
     y = _scaled(logits, packed, tl.load(chosen + places), 2**26, vocab_size, group)
-    weight = tl.where(y >= bound, _weights(y, most), 0.0)
+    weight = tl.where(y >= counted, _weights(y, most), 0.0)
     scale = looked_at.to(tl.float32) / size  # of the weight of all to the sample's
     rest = rest.to(tl.float32) / scale
     middle, _ = _below_both(y, weight, bound, most, rest, rest)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from slotline.plugins.logits_processors.row_values import RowValues
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -47,7 +47,7 @@ class BadWords:
             begun = (tail[entries, tail.shape[1] - length + 1 :] == tokens[:, :-1]).all(axis=1)
             banned = entries[begun], tokens[begun, -1]
             if len(banned[0]):
-                logits[tuple(torch.from_numpy(np.ascontiguousarray(a)).to(logits.device) for a in banned)] = -torch.inf
+                logits[tuple(sent(a, logits.device) for a in banned)] = -torch.inf
         return logits
 
     def release(self, row: int) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from slotline.plugins.logits_processors.row_values import RowValues
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -62,12 +63,9 @@ class Dry:
         """Lower the logits of what would go on repeating."""
         lengths, tokens = self._repeats(batch)  # [n, places]
         longest = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
-        longest.scatter_reduce_(
-            1, torch.from_numpy(tokens).to(logits.device), torch.from_numpy(lengths).to(logits.device), "amax"
-        )
+        longest.scatter_reduce_(1, sent(tokens, logits.device), sent(lengths, logits.device), "amax")
         multiplier, base, allowed = (
-            torch.from_numpy(values[batch.rows]).to(logits.device)[:, None]
-            for values in (self._multiplier, self._base, self._allowed)
+            sent(values[batch.rows], logits.device)[:, None] for values in (self._multiplier, self._base, self._allowed)
         )
         penalty = multiplier * base ** (longest - allowed)
         return torch.where(longest >= allowed, logits - penalty, logits)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from slotline.plugins.logits_processors.row_values import RowValues
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 
@@ -40,7 +41,7 @@ class MinTokens:
         num_output = batch.num_tokens - batch.num_prompt_tokens + batch.draft_positions
         short = np.flatnonzero(num_output < self._minimum[batch.rows])
         entries, tokens = self._stops.take(batch.rows[short])
-        banned = tuple(torch.from_numpy(array).to(logits.device) for array in (short[entries], tokens))
+        banned = tuple(sent(array, logits.device) for array in (short[entries], tokens))
         logits[banned] = -torch.inf
         return logits
 

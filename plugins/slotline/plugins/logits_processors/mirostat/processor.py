@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import ContractError, RequestError
 
@@ -85,15 +86,15 @@ class Mirostat:
                 f"mirostat saw row {rows[place]} after {before[place]} tokens and then after {lengths[place]}",
                 fix="show a row at each place where it samples, one after another",
             )
-        slots = torch.from_numpy(self._slot[rows]).to(logits.device)
+        slots = sent(self._slot[rows], logits.device)
         tau, eta, temperature = (
-            torch.from_numpy(values[rows]).to(logits.device) for values in (self._tau, self._eta, self._temperature)
+            sent(values[rows], logits.device) for values in (self._tau, self._eta, self._temperature)
         )
-        newest = torch.from_numpy(np.where(follows, batch.tail(1)[:, 0], 0)).to(logits.device)
+        newest = sent(np.where(follows, batch.tail(1)[:, 0], 0), logits.device)
         off = -self._log2[slots, newest] - tau
         # a token that was banned here, which only NaN among the model's logits can bring about, says nothing
-        off = torch.where(torch.from_numpy(follows).to(logits.device) & off.isfinite(), off, 0)
-        is_new = torch.from_numpy(before == _NEW).to(logits.device)
+        off = torch.where(sent(follows, logits.device) & off.isfinite(), off, 0)
+        is_new = sent(before == _NEW, logits.device)
         bound = torch.where(is_new, 2 * tau, self._bound[slots] - eta * off)
         scaled = logits / temperature[:, None]
         likely = _log2_softmax(scaled) >= -bound[:, None]

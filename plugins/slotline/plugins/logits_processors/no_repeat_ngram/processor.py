@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -45,7 +46,7 @@ class NoRepeatNGram:
                 repeats &= (tokens[:, offset : offset + begins] == last) & (last >= 0)
             which, place = np.nonzero(repeats)
             banned = entries[which], tokens[which, place + size - 1]
-            logits[tuple(torch.from_numpy(array).to(logits.device) for array in banned)] = -torch.inf
+            logits[tuple(sent(array, logits.device) for array in banned)] = -torch.inf
         return logits
 
     def release(self, row: int) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 if TYPE_CHECKING:
@@ -90,9 +91,9 @@ class Penalties:
             inside, ids = np.zeros((len(ids), 1), bool), np.zeros((len(ids), 1), np.int64)
         some = np.take_along_axis(ids, inside.argmax(1)[:, None], 1)  # what lies outside is not ours to read
         ids = np.where(inside, ids, np.where(inside.any(1, keepdims=True), some, 0))
-        return torch.from_numpy(ids).to(device), torch.from_numpy(inside).to(device)
+        return sent(ids, device), sent(inside, device)
 
 
 def _column(values: npt.NDArray[np.float32], batch: LogitsBatch, like: torch.Tensor) -> torch.Tensor:
     """The batch's rows of a per-row array as [n, 1] on the logits' device."""
-    return torch.from_numpy(values[batch.rows]).to(like.device)[:, None]
+    return sent(values[batch.rows], like.device)[:, None]

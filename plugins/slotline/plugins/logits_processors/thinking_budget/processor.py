@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from slotline.plugins.logits_processors.thinking_budget.options import ThinkingBudgetOptions
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -69,7 +70,7 @@ class ThinkingBudget:
             spent = thinking & (since >= self._budget[batch.rows[entries]])
             entries, tokens = entries[spent], _next_of_mark(history[entries[spent]], since[spent], end)
             if len(entries):
-                index, forced = (torch.from_numpy(array).to(logits.device) for array in (entries, tokens))
+                index, forced = (sent(array, logits.device) for array in (entries, tokens))
                 kept = logits[index, forced]
                 logits[index] = -torch.inf
                 logits[index, forced] = kept

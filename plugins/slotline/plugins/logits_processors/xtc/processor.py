@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from slotline.core.sampling.sampler import uniforms
+from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -45,8 +46,8 @@ class Xtc:
         excludes = uniforms(self._seed[batch.rows] ^ _CHANCE, batch.lengths) < self._probability[batch.rows]
         if not excludes.any():
             return logits
-        threshold = torch.from_numpy(np.where(excludes, self._threshold[batch.rows], np.float32(2)))
-        likely = logits.softmax(dim=-1) >= threshold.to(logits.device)[:, None]
+        threshold = sent(np.where(excludes, self._threshold[batch.rows], np.float32(2)), logits.device)
+        likely = logits.softmax(dim=-1) >= threshold[:, None]
         least = logits.masked_fill(~likely, torch.inf).amin(dim=-1, keepdim=True)
         return logits.masked_fill(likely & (logits > least), -torch.inf)
 

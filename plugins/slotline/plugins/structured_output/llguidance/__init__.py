@@ -24,7 +24,8 @@ class LLGuidanceOptions:
     """Options of the plugin, in `[structured_output.llguidance]`."""
 
     threads: int = field(
-        default=0, metadata={"doc": "threads that make the masks of a step; 0 for the package's choice"}
+        default=1,
+        metadata={"doc": "threads that make the masks of a step; 1 for the one that asks, 0 for llguidance's choice"},
     )
 
 

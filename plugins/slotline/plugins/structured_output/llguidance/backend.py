@@ -24,13 +24,17 @@ _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
 
 
 class LLGuidanceBackend:
-    """A state is a copy of the compiled matcher; all masks of a step are made by a pool of threads in one call."""
+    """A state is a copy of the compiled matcher.
+
+    Masks take microseconds, less than waking a thread; llguidance's pool of threads makes them where that is asked for.
+    """
 
     def __init__(self, context: StructuredOutputContext) -> None:
         self.eos_token_ids = frozenset(context.eos_token_ids)
         width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
         self._tokenizer = from_tokenizer(context.tokenizer, n_vocab=width, eos_token=list(context.eos_token_ids))
         self._words = -(-width // 32)
+        self._one_thread = context.options.threads == 1
         self._executor = LLExecutor(context.options.threads or None)
 
     def check(self, constraint: Constraint) -> None:
@@ -77,7 +81,11 @@ class LLGuidanceBackend:
         walked = [state.before_end(assumed) if assumed else [] for state, assumed in zip(states, drafts, strict=True)]
         pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
         asked = list(zip((state.matcher for state in states), places, walked, strict=True))
-        if plain := [(matcher, place) for matcher, place, assumed in asked if not assumed]:
+        plain = [(matcher, place) for matcher, place, assumed in asked if not assumed]
+        if self._one_thread:
+            for matcher, place in plain:
+                matcher.unsafe_compute_mask_ptr(pointer + place * width, width)
+        elif plain:
             self._executor.unsafe_compute_mask_ptr(plain, pointer, width, count)
         if drafted := [entry for entry in asked if entry[2]]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, count)

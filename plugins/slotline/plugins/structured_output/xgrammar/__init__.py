@@ -25,7 +25,7 @@ class XGrammarOptions:
 
     compile_threads: int = field(default=4, metadata={"doc": "threads that one grammar is compiled with"})
     mask_threads: int = field(
-        default=0, metadata={"doc": "threads that make the masks of a step; 0 for half of the cores, 8 at most"}
+        default=0, metadata={"doc": "threads that make the masks of a step; 0 for all cores but one, 16 at most"}
     )
     cache_bytes: int = field(default=512 << 20, metadata={"doc": "memory for parts of grammars that others reuse"})
 

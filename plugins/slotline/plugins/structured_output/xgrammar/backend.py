@@ -23,8 +23,8 @@ from slotline.registry.errors import RequestError
 
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'llguidance'"
-_FEWEST = 4
-"""Masks that a thread is worth."""
+_WORTH_A_THREAD = 2**19
+"""Masks of this many tokens in all."""
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )?")
 
 
@@ -41,7 +41,8 @@ class XGrammarBackend:
         )
         self.eos_token_ids = frozenset(context.eos_token_ids)
         self._tokenizer = tokenizer
-        threads = context.options.mask_threads or min(8, max(1, _num_cores() // 2))
+        threads = context.options.mask_threads or min(16, max(1, _num_cores() - 1))
+        self._fewest = -(-_WORTH_A_THREAD // vocab_size)
         self._matchers = [xgrammar.BatchGrammarMatcher(max_threads=1) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="slotline-xgrammar")
         self._compiler = xgrammar.GrammarCompiler(
@@ -105,7 +106,7 @@ class XGrammarBackend:
         bitmask: Int32,
     ) -> None:
         """See the contract: the first masks in parallel, then those behind drafts."""
-        size = max(_FEWEST, -(-len(states) // len(self._matchers)))
+        size = max(self._fewest, -(-len(states) // len(self._matchers)))
         others = [
             self._pool.submit(_fill, batch, states[at : at + size], places[at : at + size], bitmask)
             for batch, at in zip(self._matchers[1:], range(size, len(states), size), strict=False)
