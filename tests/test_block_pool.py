@@ -42,7 +42,7 @@ def test_the_null_block_can_be_shared_and_released_without_counting() -> None:
     pool = BlockPool(3)
     pool.share([NULL_BLOCK, NULL_BLOCK])
     pool.release([NULL_BLOCK])
-    pool.remember(0, NULL_BLOCK, b"x")
+    pool.remember(0, [NULL_BLOCK], [b"x"])
     assert pool.lookup(0, b"x") is None
     pool.check()
 
@@ -50,8 +50,8 @@ def test_the_null_block_can_be_shared_and_released_without_counting() -> None:
 def test_blocks_without_cached_prefixes_are_taken_before_cached_ones() -> None:
     pool = BlockPool(4)
     first, second, third = pool.allocate(3)
-    pool.remember(0, first, b"1")
-    pool.remember(0, third, b"3")
+    pool.remember(0, [first], [b"1"])
+    pool.remember(0, [third], [b"3"])
     pool.release([first])
     pool.release([second])
     pool.release([third])
@@ -62,7 +62,7 @@ def test_the_least_recently_released_prefix_is_forgotten_first_and_its_end_befor
     pool = BlockPool(5)
     old, new = pool.allocate(2), pool.allocate(2)
     for block in old + new:
-        pool.remember(0, block, bytes([block]))
+        pool.remember(0, [block], [bytes([block])])
     pool.release(old)
     pool.release(new)
     assert pool.allocate(1) == [old[1]]
@@ -74,8 +74,8 @@ def test_the_least_recently_released_prefix_is_forgotten_first_and_its_end_befor
 def test_a_hit_makes_a_block_recent_again() -> None:
     pool = BlockPool(3)
     a, b = pool.allocate(2)
-    pool.remember(0, a, b"a")
-    pool.remember(0, b, b"b")
+    pool.remember(0, [a], [b"a"])
+    pool.remember(0, [b], [b"b"])
     pool.release([a])
     pool.release([b])
     pool.share([a])
@@ -86,7 +86,7 @@ def test_a_hit_makes_a_block_recent_again() -> None:
 def test_a_shared_block_is_free_only_when_the_last_holder_lets_go() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
-    pool.remember(0, block, b"h")
+    pool.remember(0, [block], [b"h"])
     pool.share([block])
     assert pool.ref_count[block] == 2
     pool.release([block])
@@ -109,9 +109,9 @@ def test_releasing_a_block_once_too_often_is_an_error() -> None:
 def test_the_first_block_with_a_prefix_stays_the_one_that_is_found() -> None:
     pool = BlockPool(4)
     first, second = pool.allocate(2)
-    pool.remember(0, first, b"same")
-    pool.remember(0, second, b"same")
-    pool.remember(1, second, b"same")
+    pool.remember(0, [first], [b"same"])
+    pool.remember(0, [second], [b"same"])
+    pool.remember(1, [second], [b"same"])
     assert pool.lookup(0, b"same") == first
     assert pool.lookup(1, b"same") == second
     pool.check()
@@ -120,7 +120,7 @@ def test_the_first_block_with_a_prefix_stays_the_one_that_is_found() -> None:
 def test_reset_forgets_prefixes_and_keeps_references() -> None:
     pool = BlockPool(4)
     (held,) = pool.allocate(1)
-    pool.remember(0, held, b"h")
+    pool.remember(0, [held], [b"h"])
     pool.reset()
     assert pool.lookup(0, b"h") is None
     assert pool.ref_count[held] == 1
@@ -153,7 +153,7 @@ def corrupt_hash(pool: BlockPool) -> None:
 def test_the_pool_finds_its_own_damage(damage: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(4)
     (block,) = pool.allocate(1)
-    pool.remember(0, block, b"h")
+    pool.remember(0, [block], [b"h"])
     pool.release([block])
     pool.check()
     damage(pool)
@@ -179,7 +179,7 @@ def test_the_pool_agrees_with_plain_counting(actions: list[tuple[str, int]]) -> 
             if not held[number + 1]:
                 del held[number + 1]
         elif action == "name" and number + 1 in held and number + 1 not in pool._hash_of:
-            pool.remember(0, number + 1, bytes([number % 3]))
+            pool.remember(0, [number + 1], [bytes([number % 3])])
         pool.check()
         assert {b: int(pool.ref_count[b]) for b in range(7) if pool.ref_count[b]} == held
         assert pool.num_free == 6 - len(held)

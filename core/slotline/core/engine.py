@@ -27,7 +27,7 @@ from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.frontend.multimodal import Feature
 from slotline.core.frontend.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from slotline.core.frontend.prompts import as_token_ids
+from slotline.core.frontend.prompts import as_token_array
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer, with_bad_words
 from slotline.core.planning.device import on_device
@@ -202,9 +202,11 @@ class Engine:
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
         if sampling.bad_words:
             sampling = with_bad_words(sampling, self.tokenizer)
+        tokens = as_token_array(prompt_token_ids)
         request = Request(
             request_id=request_id,
-            prompt_token_ids=as_token_ids(prompt_token_ids),
+            prompt_token_ids=tokens.tolist(),
+            token_array=tokens,
             params=sampling,
             pooling_params=pooling,
             pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,

@@ -52,9 +52,10 @@ class BlockPool:
         if count > len(self._free):
             raise CapacityError(f"{count} blocks needed, {len(self._free)} free", fix="give the cache more memory")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            self._forget(block)
-            self.ref_count[block] = 1
+        if self._hash_of:
+            for block in blocks:
+                self._forget(block)
+        self.ref_count[blocks] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -68,23 +69,29 @@ class BlockPool:
 
     def release(self, blocks: Sequence[int]) -> None:
         """Drop a reference of each block; the last block of a sequence becomes the first to be taken again."""
-        for block in reversed(blocks):
-            if block == NULL_BLOCK:
-                continue
-            if self.ref_count[block] <= 0:
-                raise IntegrityError(f"block {block} is released more often than it was taken")
-            self.ref_count[block] -= 1
-            if self.ref_count[block] == 0:
-                self._free[block] = None
-                if block not in self._hash_of:  # nothing to find there: take it before any cached block
-                    self._free.move_to_end(block, last=False)
+        held = [block for block in reversed(blocks) if block != NULL_BLOCK]
+        if not held:
+            return
+        np.subtract.at(self.ref_count, held, 1)
+        left = self.ref_count[held]
+        if left.min() < 0:
+            block = held[int(np.flatnonzero(left < 0)[0])]
+            raise IntegrityError(f"block {block} is released more often than it was taken")
+        free, cached = self._free, self._hash_of
+        for block, count in zip(held, left.tolist(), strict=True):
+            if count == 0:
+                free[block] = None
+                if block not in cached:  # nothing to find there: take it before any cached block
+                    free.move_to_end(block, last=False)
 
-    def remember(self, group: int, block: int, block_hash: BlockHash) -> None:
-        """Make a full block findable. If the prefix is cached already, the first block stays the findable one."""
-        key = (group, block_hash)
-        if key not in self._block_of and block != NULL_BLOCK:
-            self._block_of[key] = block
-            self._hash_of[block] = key
+    def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
+        """Make full blocks findable. If a prefix is cached already, the first block stays the findable one."""
+        block_of, hash_of = self._block_of, self._hash_of
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            key = (group, block_hash)
+            if key not in block_of and block != NULL_BLOCK:
+                block_of[key] = block
+                hash_of[block] = key
 
     def reset(self) -> None:
         """Forget all cached prefixes; blocks in use stay in use."""

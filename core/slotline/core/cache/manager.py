@@ -272,10 +272,13 @@ class CacheManager:
     def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
         chain, size = request.block_hashes, self.hash_block_size
-        parent = chain[-1] if chain else _root(request)
-        for start in range(len(chain) * size, count * size, size):
-            extra = hash_extra(request.features, start, start + size) if request.features else b""
-            parent = hashlib.sha256(parent + token_ids[start : start + size].tobytes() + extra).digest()
+        parent, first, features = chain[-1] if chain else _root(request), len(chain) * size, request.features
+        data = token_ids[first : max(first, count * size)].tobytes()
+        for start in range(first, count * size, size):
+            at = (start - first) * token_ids.itemsize
+            content = data[at : at + size * token_ids.itemsize]
+            extra = hash_extra(features, start, start + size) if features else b""
+            parent = hashlib.sha256(parent + content + extra).digest()
             chain.append(parent)
         return chain
 
@@ -284,8 +287,8 @@ class CacheManager:
         hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
         for group in self.groups:
             step = group.block_size // self.hash_block_size
-            for index in range(first // step, last // step):
-                self.pool.remember(group.index, group.blocks[row][index], hashes[(index + 1) * step - 1])
+            full = slice(first // step, last // step)
+            self.pool.remember(group.index, group.blocks[row][full], hashes[step - 1 :: step][full])
 
 
 def _root(request: Request) -> bytes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import operator
+from array import array
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from attrs import evolve
 
 from slotline.core.frontend.sampling_params import SamplingParams
@@ -58,11 +60,18 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
     return listed
 
 
-def as_token_ids(values: Sequence[int]) -> list[int]:
-    """The values as plain integers, numpy's included."""
+def as_token_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The values [n] int64, which may be plain integers or numpy's."""
     try:
-        return list(map(operator.index, values))
-    except TypeError as error:
+        listed = values if isinstance(values, list) else iter(values)
+        return np.frombuffer(array("q", listed), np.int64)  # of a list of integers twice as fast as numpy itself
+    except (TypeError, OverflowError) as error:
         raise RequestError(
             f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
         ) from error
+
+
+def as_token_ids(values: Sequence[int]) -> list[int]:
+    """The values as plain integers."""
+    tokens: list[int] = as_token_array(values).tolist()
+    return tokens

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from attrs import define, field, frozen
 
+from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.sampling.batch import has_triton
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
@@ -106,6 +107,7 @@ class ProcessorPipeline:
         self._rows = rows
         self._known = known_parameters
         self._handled = frozenset(p for s in slots for p in s.capabilities.parameters)
+        self._defaults = SamplingParams().as_mapping()
 
     def validate(self, request: Request) -> None:
         """Let every processor check the request, and refuse parameters that nobody here handles.
@@ -121,9 +123,8 @@ class ProcessorPipeline:
                     f"extra_args names {name!r}, which no logits processor of this run takes",
                     fix=f"name it under [logits_processors]; this run takes: {', '.join(sorted(self._handled))}",
                 )
-        defaults = type(request.params)().as_mapping()
         for name in self._known - self._handled:
-            if params.get(name) != defaults.get(name):
+            if params.get(name) != self._defaults.get(name):
                 raise RequestError(
                     f"{name}={params[name]!r} needs a logits processor that this run does not have",
                     fix="name one that takes it under [logits_processors], see `slotline plugins`",

@@ -47,7 +47,8 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
             f"the prompt has {length} tokens; at most {longest} fit{beside} into max_model_len={limits.max_model_len}",
             fix="shorten the prompt or raise scheduler.max_model_len",
         )
-    if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= limits.vocab_size:
+    tokens = request.token_array
+    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
         wrong = next(token for token in request.prompt_token_ids if not 0 <= token < limits.vocab_size)
         raise RequestError(
             f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",

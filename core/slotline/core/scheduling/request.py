@@ -6,11 +6,12 @@ from enum import Enum
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from attrs import define, field
+from attrs import Factory, define, field
 
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.frontend.multimodal import Feature
 from slotline.core.frontend.outputs import RequestMetrics, TokenLogprobs
+from slotline.core.frontend.prompts import as_token_array
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import BlockHash, PoolingParams
 
@@ -36,7 +37,7 @@ class Request:
 
     Attributes:
         request_id: unique among the unfinished.
-        prompt_token_ids: at least one token.
+        prompt_token_ids: at least one token; `token_array` [n] int64 holds the same.
         params: sampling parameters.
         pooling_params: for a pooling request, which samples nothing: its parameters, as the model adjusted them.
         pools_whole_prompt: whether its answer needs the hidden states of every position.
@@ -56,6 +57,9 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
+    token_array: npt.NDArray[np.int64] = field(
+        default=Factory(lambda self: as_token_array(self.prompt_token_ids), takes_self=True), repr=False
+    )
     params: SamplingParams
     pooling_params: PoolingParams | None = None
     pools_whole_prompt: bool = False

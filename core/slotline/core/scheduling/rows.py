@@ -203,7 +203,7 @@ class Rows:
 
     def _write_lengths(self, row: int, request: Request) -> None:
         num_prompt, params = len(request.prompt_token_ids), request.params
-        self.token_ids[row, :num_prompt] = np.fromiter(request.prompt_token_ids, np.int32, num_prompt)
+        self.token_ids[row, :num_prompt] = request.token_array
         self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
         self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.lora_slot[row] = -1  # until its adapter is in one

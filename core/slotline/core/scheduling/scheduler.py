@@ -306,8 +306,7 @@ class Scheduler:
 
     def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
         if request.row < 0:
-            prompt = request.prompt_token_ids
-            return np.fromiter(prompt, np.int32, len(prompt))  # a quarter of the time of asarray
+            return request.token_array.astype(np.int32)
         return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
 
     def _seed(self, request: Request) -> int:
