@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
+from slotline.core.launching import Boxes, Launcher, next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class PromptAttention:
         self._serves = fits and plain and context.dtype in ("bfloat16", "float16")
         if context.device.startswith("cuda"):
             self._serves &= torch.cuda.get_device_capability(context.device) >= COPY_ENGINE
+        self._launch, self._boxes = Launcher(attend_prompts), Boxes((SHAPE.tile, layer.head_size))
         self._group, self._kv_heads = group, layer.num_kv_heads
         self._block_q = 1 << ((SHAPE.rows // group).bit_length() - 1) if self._serves else 1
 
@@ -91,12 +92,13 @@ class PromptAttention:
     ) -> None:
         """Attention of the launch's requests into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]."""
         blocks = launch.tokens // self._block_q + launch.end - launch.first
-        attend_prompts[(blocks * self._kv_heads,)](
+        self._launch(
+            (blocks * self._kv_heads,),
             query,
             key,
             value,
-            _boxes(key),
-            _boxes(value),
+            self._boxed(key),
+            self._boxed(value),
             out,
             lse,
             batch.query_start_loc,
@@ -114,15 +116,20 @@ class PromptAttention:
             out.stride(1),
             lse.stride(0),
             self._kv_heads,
-            group=self._group,
-            size=layer.head_size,
-            tile=SHAPE.tile,
-            block_q=self._block_q,
-            block_m=max(16, triton.next_power_of_2(self._block_q * self._group)),
-            has_sinks=sinks is not None,
+            self._group,
+            layer.head_size,
+            SHAPE.tile,
+            self._block_q,
+            max(16, next_power_of_2(self._block_q * self._group)),
+            sinks is not None,
             num_warps=SHAPE.warps,
             num_stages=SHAPE.stages,
         )
+
+    def _boxed(self, states: torch.Tensor) -> TensorDescriptor:
+        """Boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
+        tokens, heads, size = states.shape
+        return self._boxes(states, (tokens, heads * size), (states.stride(0), 1))
 
 
 def _is_boxed(states: torch.Tensor) -> bool:
@@ -130,9 +137,3 @@ def _is_boxed(states: torch.Tensor) -> bool:
     _, heads, size = states.shape
     aligned = states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
     return aligned and states.stride(2) == 1 and (heads == 1 or states.stride(1) == size)
-
-
-def _boxes(states: torch.Tensor) -> TensorDescriptor:
-    """Boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
-    tokens, heads, size = states.shape
-    return TensorDescriptor(states, [tokens, heads * size], [states.stride(0), 1], [SHAPE.tile, size])

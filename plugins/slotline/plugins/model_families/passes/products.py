@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slotline.core.launching import Boxes, Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import gated_kernels, product_kernels
 from slotline.plugins.model_families.passes.kernels import NormWeight
 
@@ -88,6 +87,10 @@ class Products:
     def __init__(self, early: dict[str, bool], multiprocessors: int = 0) -> None:
         self._early = early
         self._multiprocessors = multiprocessors
+        self._gated_linear = Launcher(gated_kernels.gated_linear)
+        self._input_boxes = Boxes((GATED.rows, GATED.elements))
+        self._weight_boxes = Boxes((2, GATED.outputs, GATED.elements))
+        self._output_boxes = Boxes((GATED.rows, GATED.outputs))
 
     def linear(
         self,
@@ -108,7 +111,7 @@ class Products:
         rows, gated = x.numel() // k, activation != "none"
         n = n // 2 if gated else n
         out = x.new_empty((*x.shape[:-1], n), dtype=dtype)
-        programs = rows * (n if gated else triton.cdiv(n, 2))
+        programs = rows * (n if gated else cdiv(n, 2))
         block_k, warps = _sizes(k)
         options: dict[str, Any] = self._early if programs < MANY_PROGRAMS else {"early": False}
         product_kernels.linear[(programs,)](
@@ -177,7 +180,7 @@ class Products:
         # One size fewer to compile where it gains nothing.
         block_m = 16 if rows <= FEW_ROWS else 32 if gated and rows <= 32 else 64
         out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else None)
-        product_kernels.dot_linear[(triton.cdiv(n, shape.outputs), triton.cdiv(rows, block_m), shape.parts)](
+        product_kernels.dot_linear[(cdiv(n, shape.outputs), cdiv(rows, block_m), shape.parts)](
             x,
             weight,
             x if bias is None else bias,
@@ -206,7 +209,7 @@ class Products:
         if not self._multiprocessors or bias is not None or x.dtype == torch.float32 or x.dtype != weight.dtype:
             return False
         (n, k), rows = weight.shape, x.numel() // x.shape[-1]
-        tiles = triton.cdiv(rows, GATED.rows) * triton.cdiv(n, 2 * GATED.outputs)
+        tiles = cdiv(rows, GATED.rows) * cdiv(n, 2 * GATED.outputs)
         many = rows >= GATED_ROWS and tiles >= TILES * self._multiprocessors
         return many and k % 8 == 0 and n % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
@@ -215,20 +218,21 @@ class Products:
         x, k, n = x.contiguous(), weight.shape[1], weight.shape[0] // 2
         rows, shape = x.numel() // k, GATED
         out = x.new_empty((*x.shape[:-1], n))
-        tiles = triton.cdiv(rows, shape.rows) * triton.cdiv(n, shape.outputs)
-        gated_kernels.gated_linear[(min(self._multiprocessors, tiles),)](
-            TensorDescriptor(x, [rows, k], [k, 1], [shape.rows, shape.elements]),
-            TensorDescriptor(weight, [2, n, k], [n * k, k, 1], [2, shape.outputs, shape.elements]),
-            TensorDescriptor(out, [rows, n], [n, 1], [shape.rows, shape.outputs]),
+        tiles = cdiv(rows, shape.rows) * cdiv(n, shape.outputs)
+        self._gated_linear(
+            (min(self._multiprocessors, tiles),),
+            self._input_boxes(x, (rows, k), (k, 1)),
+            self._weight_boxes(weight, (2, n, k), (n * k, k, 1)),
+            self._output_boxes(out, (rows, n), (n, 1)),
             rows,
             n,
             k,
-            block_m=shape.rows,
-            block_n=shape.outputs,
-            block_k=shape.elements,
-            group=shape.group,
-            programs=self._multiprocessors,
-            activation=activation,
+            shape.rows,
+            shape.outputs,
+            shape.elements,
+            shape.group,
+            self._multiprocessors,
+            activation,
             num_warps=shape.warps,
             num_stages=shape.stages,
         )
@@ -245,7 +249,7 @@ def _dot_shape(n: int, rows: int, *, in_parts: bool) -> DotShape:
 def _sizes(k: int) -> tuple[int, int]:
     """Elements that a program reads at a time and its warps, for rows of k: the fastest of eleven on an H200."""
     if k <= 1024:
-        return triton.next_power_of_2(k), 1
+        return next_power_of_2(k), 1
     if k <= 4096:
         return 1 << (k.bit_length() - 1), 4
     return 1024, 2

@@ -1,0 +1,103 @@
+"""Launches of Triton kernels with little work on the host, for kernels of ours and of plugins.
+
+Triton looks at each argument of each launch to find the compiled kernel, 30 to 100 us for kernels of many arguments; a
+layer of a prompt has five such launches. Here the compiled kernel is remembered by what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MOST = 512
+"""Launches, or shapes, that are remembered; then all are forgotten, as under shapes that never come again."""
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n; `triton.next_power_of_2` takes 10 us on the host."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up; see `next_power_of_2`."""
+    return -(-n // size)
+
+
+class Launcher:
+    """Launches one kernel.
+
+    The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
+    dtypes and alignment and on the numbers, all of which a later launch must share to take the same one. Descriptors
+    (`Boxes`) are taken for alike: a launcher belongs to an object that has one device and one dtype.
+
+    Args:
+        kernel: a function under `triton.jit` or `gluon.jit`.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._tensors: tuple[int, ...] | None = None  # places of tensors among the arguments
+        self._numbers: Callable[[tuple[Any, ...]], Any] = tuple
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launch it over a grid.
+
+        Args:
+            arguments: of every parameter of the kernel, in order, compile-time constants included; tensors, or
+                descriptors of tensors, always at the same places.
+            options: Triton's, such as `num_warps`.
+        """
+        if self._tensors is None:
+            self._look(arguments)
+        found = [grid, *options.values()]
+        for place in self._tensors or ():
+            tensor = arguments[place]
+            found += (tensor.device, tensor.dtype, tensor.data_ptr() & 15)
+        key = (*found, self._numbers(arguments))
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(*arguments)
+            return
+        if len(self._launches) >= MOST:
+            self._launches.clear()
+        compiled = self._kernel[grid](*arguments, **options)
+        if compiled is not None:  # as it is under Triton's interpreter
+            self._launches[key] = compiled[(*grid, 1, 1)]
+
+    def _look(self, arguments: tuple[Any, ...]) -> None:
+        """Learn which of the arguments are tensors."""
+        places = range(len(arguments))
+        self._tensors = tuple(i for i in places if isinstance(arguments[i], torch.Tensor))
+        boxes = [i for i in places if hasattr(arguments[i], "block_shape")]
+        rest = [i for i in places if i not in self._tensors and i not in boxes]
+        self._numbers = itemgetter(*rest) if rest else lambda _: ()
+
+
+class Boxes:
+    """Descriptors of tensors for the copy engine. What Triton checks of a shape it checks once: it takes 10 us.
+
+    Args:
+        box: the shape of a box.
+    """
+
+    def __init__(self, box: Sequence[int]) -> None:
+        self._box = list(box)
+        self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
+
+    def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorDescriptor:
+        """The tensor's memory seen under a shape and strides; its address must be a multiple of 16 bytes."""
+        fields = self._checked.get((shape, strides))
+        if fields is None:
+            if len(self._checked) >= MOST:
+                self._checked.clear()
+            made = TensorDescriptor(base, list(shape), list(strides), self._box)
+            self._checked[shape, strides] = {name: value for name, value in vars(made).items() if name != "base"}
+            return made
+        made = object.__new__(TensorDescriptor)
+        vars(made).update(fields, base=base)
+        return made
