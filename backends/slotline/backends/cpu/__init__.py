@@ -27,6 +27,7 @@ CAPABILITIES = AttentionCapabilities(
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
     bounded_lengths=True,
+    several_plans=True,
     priority=100,
     priority_reason="4 to 10 times as fast as `torch` in decode, 2 to 3 in prefill: reads the cache in place",
 )

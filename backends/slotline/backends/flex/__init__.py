@@ -37,6 +37,7 @@ descriptor = Descriptor(
         soft_cap=Flag(True),
         sinks=Flag(True, "applied to the output by the log-sum-exp"),
         lse=Flag(True, "natural log; a sink counts as one more key"),
+        several_plans=True,
         priority=5,
         priority_reason="gathers the cache before it computes, and compiles for each shape of layer",
     ),

@@ -43,6 +43,7 @@ descriptor = Descriptor(
             ),
         ),
         bounded_lengths=True,
+        several_plans=True,
         priority=10,
         priority_reason="runs everywhere, gathers the cache before it computes",
     ),

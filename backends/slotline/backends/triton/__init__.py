@@ -75,6 +75,7 @@ descriptor = Descriptor(
         graphs=Level(GraphSupport.ALWAYS),
         plan_once=Flag(True),
         plain_writes=True,
+        several_plans=True,
         bounded_lengths=True,
         lse=Flag(True, "natural log; a sink counts as one more key"),
         batch_invariant=Flag(True, "one kernel for all lengths, keys unsplit"),

@@ -213,7 +213,7 @@ class EngineBuilder:
             lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_encoder_len=self.planned.facts.max_encoder_len,
-            fast_prefill=any(group.fast_prefill for group in plan.groups),
+            cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
         )
         runner = Runner(
             model,

@@ -150,6 +150,7 @@ class GroupBuilder:
             cascade_captured=group.cascade == "captured",
             plain_writes=descriptor.capabilities.plain_writes,
             fast_prefill=group.fast_prefill,
+            last_queries=group.last_queries,
         )
 
     def router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:

@@ -48,7 +48,7 @@ class StepAssembler:
         max_tokens, max_drafts: of a step, and of each request in it.
         has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
         lora_slots: of adapters; 0 for an engine without.
-        fast_prefill: whether the model's last layers may run for the wanted tokens alone.
+        cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class StepAssembler:
         has_states: bool,
         has_uncached: bool,
         lora_slots: int,
-        fast_prefill: bool,
+        cuts_wanted: bool,
     ) -> None:
         self.feeds = tuple(feeds)
         self._rows = rows
@@ -74,9 +74,9 @@ class StepAssembler:
         self._last_tokens = last_tokens
         self._has_states = has_states
         self._has_uncached = has_uncached
-        self._reserve(max_tokens, max_drafts, adapters=lora_slots > 0, fast_prefill=fast_prefill)
+        self._reserve(max_tokens, max_drafts, adapters=lora_slots > 0, cuts_wanted=cuts_wanted)
 
-    def _reserve(self, max_tokens: int, max_drafts: int, *, adapters: bool, fast_prefill: bool) -> None:
+    def _reserve(self, max_tokens: int, max_drafts: int, *, adapters: bool, cuts_wanted: bool) -> None:
         """Make room for the largest step."""
         requests = self._rows.max_requests
         logits = requests * (1 + max_drafts)
@@ -97,7 +97,7 @@ class StepAssembler:
             feed.staging.reserve(
                 by_feed
                 + adapters * by_token
-                + (2 + 3 * self._has_states + bool(self._encoder_groups) + fast_prefill) * by_request
+                + (2 + 3 * self._has_states + bool(self._encoder_groups) + cuts_wanted) * by_request
                 + by_encoder
                 + 3 * by_logits
                 + bounds * (by_request + by_token)
@@ -135,7 +135,7 @@ class StepAssembler:
         judged, sampling, params = self._sampling(host)
         scored = ScoredPlaces.of(self._rows.num_logprobs[host.logits_rows], last.upload)
         wanted = None
-        if host.fast_prefill and shape is None and len(host.logits_indices) < host.num_tokens:
+        if host.cuts_wanted and shape is None and len(host.logits_indices) < host.num_tokens:
             wanted = WantedTokens.of(host.starts, host.logits_indices, logits_indices, last.upload)
         for feed in self.feeds:
             feed.staging.flush()
@@ -144,7 +144,6 @@ class StepAssembler:
             fallen = self._last_tokens.fallen[bounds.which]
             take_off(fallen, bounds, sent[0], tables[0], states, self._groups, self._kernel_block_sizes)
         batches = self._batches(host, sent, tables, encoder_lens, judged.mask)
-        wanted_batches = () if wanted is None else tuple(map(wanted.batch, batches))
         if self._has_uncached:
             batches += (_uncached(host, sent[0]),)
         return StepInputs(
@@ -173,7 +172,7 @@ class StepAssembler:
             scored=scored,
             lora_slots=lora_slots,
             single_slot=host.single_slot,
-            wanted_batches=wanted_batches,
+            wanted=wanted,
             pending=host.pending,
         )
 

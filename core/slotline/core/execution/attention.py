@@ -9,6 +9,7 @@ import torch
 from attrs import define, evolve
 
 from slotline.core.cache.kv_scales import KVScaleTable
+from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.planning.device import device_scope
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError
@@ -43,6 +44,7 @@ class AttentionGroup:
         cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
         plain_writes: whether the model may store new keys and values in the backend's place.
         fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
+        last_queries: whether a layer may get the queries of these alone, beside all keys and values.
     """
 
     name: str
@@ -55,13 +57,15 @@ class AttentionGroup:
     cascade_captured: bool = False
     plain_writes: bool = False
     fast_prefill: bool = False
+    last_queries: bool = False
 
 
 class StepPlans(NamedTuple):
-    """What the groups planned for a batch, and where its tokens belong, by group."""
+    """What the groups planned for a step's batches, and for which of its tokens alone a layer may attend."""
 
     plans: list[Any]
-    slot_mappings: list[torch.Tensor]
+    batches: Sequence[AttentionBatch]
+    wanted: WantedTokens | None = None
 
 
 @define(eq=False)
@@ -81,9 +85,16 @@ class RoutedAttend:
         sinks: torch.Tensor | None = None,
         *,
         written: bool = False,
+        wanted: bool = False,
     ) -> torch.Tensor:
         """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        if wanted:
+            return self._router.attend_wanted(layer, query, key, value, sinks, written)
         return self._serve(layer, query, key, value, sinks, written)
+
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
+        return self._router.takes_wanted(layer)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
@@ -98,13 +109,14 @@ class AttentionRouter:
 
     Attributes:
         calculating: the scales that the next step's keys and values give; None once they are there.
+        fast_prefill: whether any group's layers get a step's wanted tokens alone.
     """
 
     def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
         self.groups = tuple(groups)
         self.calculating: KVScaleTable | None = None
-        self._plans: list[Any] = []
-        self._slot_mappings: list[torch.Tensor] = []
+        self.fast_prefill = any(group.fast_prefill for group in groups)
+        self._step = StepPlans([], ())
         self._one_device = len({group.device for group in groups}) < 2
         self._routes = {
             layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
@@ -127,37 +139,36 @@ class AttentionRouter:
         """The caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self._routes.items())]
 
-    def plan(self, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch] = ()) -> Attend:
+    def plan(self, batches: Sequence[AttentionBatch], wanted: WantedTokens | None = None) -> Attend:
         """Host work of every group for this step; returns the callable that the model's layers call.
 
         Args:
             batches: of the step, as the groups count them.
-            wanted: the same of the tokens alone whose logits are wanted, where the model leaves out the others behind
-                the last layer that owns a cache; empty where it does not.
+            wanted: the tokens whose logits are wanted, where the model may leave out the others at its end.
 
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
         """
         return self.under(self.plans(batches, wanted))
 
-    def plans(self, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch] = ()) -> StepPlans:
+    def plans(self, batches: Sequence[AttentionBatch], wanted: WantedTokens | None = None) -> StepPlans:
         """As `plan`, for `under` to use later."""
         if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             raise ModelError(
                 "a step was called while a CUDA graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
-        if wanted:
+        if wanted is not None and self.fast_prefill:
             plans = [self._plan_some(group, batches, wanted) for group in self.groups]
         elif self._one_device:  # the step's own
             plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
         else:
             plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
-        return StepPlans(plans, [batches[group.batch].slot_mapping for group in self.groups])
+        return StepPlans(plans, batches, wanted)
 
     def under(self, plans: StepPlans) -> Attend:
         """Attention under plans that were made before; those of the last call count."""
-        self._plans, self._slot_mappings = plans
+        self._step = plans
         return RoutedAttend(self, self.attend)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
@@ -165,7 +176,11 @@ class AttentionRouter:
         write, _, cache, position = self._routes[layer.index]
         if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
             return None
-        return CacheSlots(cache, self._slot_mappings[position])
+        return CacheSlots(cache, self._step.batches[self.groups[position].batch].slot_mapping)
+
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
+        return self._step.wanted is not None and self.groups[self._routes[layer.index][3]].last_queries
 
     def attend(
         self,
@@ -182,6 +197,34 @@ class AttentionRouter:
         """
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
         self._serve(layer, query, key, value, sinks, out, written)
+        return out
+
+    def attend_wanted(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of the wanted tokens [n, num_heads, head_size_v], where the layer `takes_wanted`.
+
+        All keys and values are stored first. To the backend it then is a step of the wanted tokens alone, behind a
+        cache that holds the others.
+        """
+        write, forward, cache, position = self._routes[layer.index]
+        group, step = self.groups[position], self._step
+        assert step.wanted is not None
+        if self.calculating is not None:
+            self.calculating.calculate(layer, key, value)
+        if write is not None and not written:
+            write(layer, key, value, cache, step.plans[position])
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        if step.wanted.num_tokens:
+            plan = self._plan(group, step.wanted.batch(step.batches[group.batch]))
+            key, value = key[step.wanted.index], value[step.wanted.index]
+            forward(layer, query, key, value, cache, plan, out, sinks)
         return out
 
     def breaking(
@@ -225,21 +268,18 @@ class AttentionRouter:
         written: bool = False,
     ) -> None:
         write, forward, cache, position = self._routes[layer.index]
-        plan = self._plans[position]
+        plan = self._step.plans[position]
         if self.calculating is not None:
             self.calculating.calculate(layer, key, value)
         if write is not None and not written:
             write(layer, key, value, cache, plan)
         forward(layer, query, key, value, cache, plan, out, sinks)
 
-    def _plan_some(
-        self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: Sequence[AttentionBatch]
-    ) -> Any:
+    def _plan_some(self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: WantedTokens) -> Any:
         """The plan of a group in a step with fast prefill; None where none of its tokens is wanted."""
         if not group.fast_prefill:
             return self._plan(group, _seen_by(group, batches[group.batch]))
-        batch = wanted[group.batch]
-        return self._plan(group, batch) if batch.num_tokens else None
+        return self._plan(group, wanted.batch(batches[group.batch])) if wanted.num_tokens else None
 
     @staticmethod
     def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:

@@ -32,7 +32,7 @@ class HostInputs:
         num_nodes: [num_requests] int64, nodes of a tree of drafts that each computes; None for no tree.
         num_decodes: leading requests with one token.
         prefixes: tokens of the common prefixes to serve apart, by cache group; empty for none.
-        fast_prefill: whether the model's last layers may run for the wanted tokens alone.
+        cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
         pending: as in `StepInputs`.
         num_tokens: without padding; `batch_tokens` those that attention sees, padded requests' included.
         max_query_len, max_seq_len: of a request.
@@ -57,7 +57,7 @@ class HostInputs:
     prefixes: Sequence[int]
     lora_slots: Int | None
     single_slot: int | None
-    fast_prefill: bool = False
+    cuts_wanted: bool = False
     pending: npt.NDArray[np.bool_] | None = None
     num_tokens: int = field(init=False)
     batch_tokens: int = field(init=False)

@@ -43,7 +43,7 @@ class InputGatherer:
         lora_slots: int = 0,
         has_uncached: bool = False,
         max_encoder_len: int = 0,
-        fast_prefill: bool = False,
+        cuts_wanted: bool = False,
     ) -> None:
         self.rows = rows
         self.groups = tuple(groups)
@@ -51,7 +51,7 @@ class InputGatherer:
         self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
         self.lora_slots = lora_slots
         self.max_encoder_len = max_encoder_len
-        self.fast_prefill = fast_prefill
+        self.cuts_wanted = cuts_wanted
         # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
         most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_encoder_len)
         self._arange = np.arange(most, dtype=np.int64)
@@ -66,7 +66,7 @@ class InputGatherer:
             has_states=has_states,
             has_uncached=has_uncached,
             lora_slots=lora_slots,
-            fast_prefill=fast_prefill,
+            cuts_wanted=cuts_wanted,
         )
 
     def gather(
@@ -126,7 +126,7 @@ class InputGatherer:
             prefixes=prefixes,
             lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
             single_slot=int(self.rows.lora_slot[rows].max()) if adapters == AdapterUse.ONE else None,
-            fast_prefill=self.fast_prefill and not adapters and not self.rows.score_prompts(rows),
+            cuts_wanted=self.cuts_wanted and not adapters and not self.rows.score_prompts(rows),
             pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
         )
         return self.assembler.assemble(host, shape)

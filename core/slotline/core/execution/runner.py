@@ -100,7 +100,7 @@ class Runner:
         """Plan attention and start the forward pass."""
         scope = self.profiler.scope
         with scope("plan"):
-            attend = self.router.plan(inputs.batches, inputs.wanted_batches)
+            attend = self.router.plan(inputs.batches, inputs.wanted)
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
@@ -229,7 +229,7 @@ class Runner:
             states["tap"] = self.taps
         if inputs.encoder_states is not None:
             states["encoder_states"] = inputs.encoder_states
-        if inputs.wanted_batches:
+        if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)

@@ -11,6 +11,7 @@ from slotline.core.drafting.tree import DraftTree
 from slotline.core.drafting.verification import Rejections
 from slotline.core.execution.encoding import Embeds
 from slotline.core.execution.graph_shapes import GraphShape
+from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.sampling.batch import SamplingBatch
 from slotline.core.sampling.logprobs import ScoredPlaces
 from slotline.registry.contracts import AttentionBatch, StateBatch
@@ -44,8 +45,7 @@ class StepInputs:
             `query_start_loc_cpu` and `seq_lens_cpu` [num_requests] int32 on the host.
         batches: what attention sees, by cache group; then for each later stage those of the cache groups it reads; then
             what layers without a cache see, where the model has such.
-        wanted_batches: of the same cache groups, what attention sees of the `logits_indices` alone, where the model
-            runs its last layers for these alone; else empty.
+        wanted: the `logits_indices` by request, where the model may leave out other tokens at its end; else None.
         states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
@@ -91,7 +91,7 @@ class StepInputs:
     encoder_states: torch.Tensor | None = None
     lora_slots: torch.Tensor | None = None
     single_slot: int | None = None
-    wanted_batches: tuple[AttentionBatch, ...] = ()
+    wanted: WantedTokens | None = None
     pending: npt.NDArray[np.bool_] | None = None
 
 

@@ -1,4 +1,4 @@
-"""A step's batch cut down to the tokens whose logits are wanted, for layers that store nothing.
+"""A step's batch cut down to the tokens whose logits are wanted, for layers that store nothing and the last queries.
 
 Example: requests with 1, 5 and 3 scheduled tokens, of which the second is in the middle of its prompt, want the tokens
 at 0 and 8: query_start_loc becomes [0, 1, 1, 2]. Keys stay those of the whole step.
@@ -55,7 +55,7 @@ class WantedTokens:
         )
 
     def batch(self, batch: AttentionBatch) -> AttentionBatch:
-        """The step's batch with these as its query tokens."""
+        """A batch of the step with these as its query tokens; on the device of `index`."""
         return evolve(
             batch,
             num_tokens=self.num_tokens,

@@ -1,7 +1,8 @@
-"""Whether prompts leave out the layers behind the last one that owns a cache, and which layers these are.
+"""What prompts may leave out at the model's end: the layers behind the last one that owns a cache; that one's queries.
 
 What such a layer computes for a token is read by nobody but the next one, so a token whose logits are not wanted need
-not pass it (YOCO, arXiv 2405.05254, section 3.2).
+not pass it (YOCO, arXiv 2405.05254, section 3.2). Of the last layer that owns a cache nobody but itself reads the
+queries; where none stands behind it, the model leaves them out by itself.
 """
 
 from __future__ import annotations
@@ -41,6 +42,29 @@ def trailing_readers(layers: Sequence[AttentionLayer]) -> frozenset[int]:
     )
 
 
+def last_queries(facts: ModelFacts, *, task: str, drafter: Descriptor[Any] | None, stages: int) -> int | None:
+    """The index of the model's last layer if queries of tokens that nobody asks for may be left out there; else None.
+
+    Its keys and values are needed of all tokens, since later ones read them.
+    """
+    last = facts.layers[-1] if facts.layers and not facts.state_layers else None
+    if last is None or last.shares_kv_with is not None or last.attention_type != "decoder":
+        return None
+    return None if _against(task, drafter, stages) else last.index
+
+
+def _against(task: str, drafter: Descriptor[Any] | None, stages: int) -> list[str]:
+    """Who needs the end of the model for all tokens."""
+    texts = []
+    if task != "generate":
+        texts.append(f"task {task!r} reads hidden states of whole prompts")
+    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
+        texts.append(f"drafter {drafter.name!r} reads hidden states of whole prompts")
+    if stages > 1:
+        texts.append(f"the model runs over {stages} pipeline stages")
+    return texts
+
+
 def choose_fast_prefill(
     loaded: LoadedConfig,
     facts: ModelFacts,
@@ -66,12 +90,7 @@ def choose_fast_prefill(
         texts.append(f"no layer of {facts.architecture} stands behind the last one that stores keys or states")
     if refusal := family.capabilities.fast_prefill.refusal(True):
         texts.append(f"model family {family.name!r}: {refusal}")
-    if task != "generate":
-        texts.append(f"task {task!r} reads hidden states of whole prompts")
-    if drafter is not None and (drafter.capabilities.needs_computed or drafter.capabilities.needs_layers):
-        texts.append(f"drafter {drafter.name!r} reads hidden states of whole prompts")
-    if stages > 1:
-        texts.append(f"the model runs over {stages} pipeline stages")
+    texts += _against(task, drafter, stages)
     if texts:
         raise NegotiationError(
             f"{KEY} = true ({origin.where}) cannot hold: {'; '.join(texts)}",

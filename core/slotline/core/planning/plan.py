@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.planning.drafter import draft_layers
-from slotline.core.planning.fast_prefill import choose_fast_prefill
+from slotline.core.planning.fast_prefill import choose_fast_prefill, last_queries
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
 from slotline.core.planning.overlap import choose_async, overlap_drafts
@@ -171,6 +171,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         dtype_fallbacks=_dtype_fallbacks(facts, info),
         draft_tokens=config.drafter.tokens if drafter else 0,
         fast_prefill=fast_prefill.layers,
+        last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings),
     )

@@ -93,6 +93,26 @@ class AttentionSlot:
         slots = getattr(self.holder.attend, "slots", None)  # of a `StoringAttend`
         return None if slots is None else slots(self.layer, key)
 
+    def takes_wanted(self) -> bool:
+        """Whether `attend` takes the layer's queries of the wanted tokens alone in this step."""
+        takes = getattr(self.holder.attend, "takes_wanted", None)  # of a `StoringAttend`
+        return takes is not None and self.is_plain() and takes(self.layer)
+
+    def is_plain(self) -> bool:
+        """Whether `attend` takes the module's states as they are in this step."""
+        return not self.layer.mla and (self.holder.kept is None or self.layer.shares_kv_with is None)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        **said: bool,
+    ) -> torch.Tensor:
+        """The holder's `attend` for the layer; what is said are the options of a `StoringAttend`."""
+        return self.holder.attend(self.called(), query, key, value, sinks, **said)
+
     def called(self) -> AttentionLayer:
         """The layer that the module is called for."""
         return self.layer
@@ -119,6 +139,10 @@ class SharedSlot(AttentionSlot):
         """None: nothing is stored early."""
         return None
 
+    def takes_wanted(self) -> bool:
+        """False: which layer it is called for is not known before."""
+        return False
+
 
 def name_of(module: str, call: int) -> str:
     """The name of the layer that a module is in its `call`-th call (from 0) in a forward."""
@@ -132,7 +156,6 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None = None,
     s_aux: torch.Tensor | None = None,
-    written: bool = False,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls. Scale, window and soft cap are known from the layer's facts.
@@ -141,7 +164,6 @@ def slot_attention(
         query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads. Where keys are latents, the
             query is the one for expanded keys, and the output that of expanded values.
         s_aux: the sink logits [num_heads] of models that learn them.
-        written: whether the model has stored keys and values in the cache, where `AttentionSlot.slots` says.
 
     Returns:
         [1, num_tokens, num_heads, head_size_v], and no weights.
@@ -151,12 +173,11 @@ def slot_attention(
         key, value = (states.index_select(2, slot.holder.kept) for states in (key, value))
     # Views only: transformers made these by transposing [1, num_tokens, heads, size].
     states = query.transpose(1, 2)[0], key.transpose(1, 2)[0], value.transpose(1, 2)[0]
-    options = {"written": True} if written else {}
     if slot.layer.mla:
         moved = latents.absorbed(module, states[0])
-        out = latents.expanded(module, slot.holder.attend(slot.called(), moved, *states[1:], s_aux, **options))
+        out = latents.expanded(module, slot.attend(moved, *states[1:], s_aux))
     else:
-        out = slot.holder.attend(slot.called(), *states, s_aux, **options)
+        out = slot.attend(*states, s_aux)
     return out.unsqueeze(0), None  # [1, num_tokens, num_heads, head_size_v]
 
 

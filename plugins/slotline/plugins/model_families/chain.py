@@ -30,8 +30,8 @@ def run_layers(
         embeddings: the position embeddings of each.
         hidden_states: [1, num_tokens, hidden_size].
         norm: the model's last norm, None if other layers follow.
-        wanted: [n] int64, the tokens to return; None for all. Only they go past the last layer's attention where its
-            forward can do that.
+        wanted: [n] int64, the tokens to return; None for all. Only they attend in the last layer, and go past its
+            attention, where its forward can do that.
         tap: called as ``tap(index, hidden_states)`` in front of each layer; the first one's index is `first`.
 
     Returns:

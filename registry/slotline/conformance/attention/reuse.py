@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from slotline.registry.descriptor import Kind
-from slotline.testing.check import Failed, Level, Run, check
-from slotline.testing.environments.attention import BACKEND_THREADS, bits
+from slotline.testing.check import Failed, Level, NotApplicable, Run, check
+from slotline.testing.environments.attention import BACKEND_THREADS, bits, threads
 from slotline.testing.environments.attention_choice import build, chosen, examine, world, writes_cache
 from slotline.testing.environments.attention_shapes import SHAPES, decode, mixed, with_empty_rows
-from slotline.testing.environments.attention_variants import in_place, leave_stale_needles, only, tail
+from slotline.testing.environments.attention_variants import in_place, leave_stale_needles, of_last_tokens, only, tail
 
 
 @check(Kind.ATTENTION, "attention.reuse.batches", Level.HOSTILE)
@@ -52,6 +52,27 @@ def same_tensors(run: Run) -> None:
     examine(run, made, backend)
     other = in_place(made)
     examine(run, other, backend)
+
+
+@check(Kind.ATTENTION, "attention.reuse.several_plans", Level.HOSTILE)
+def several_plans(run: Run) -> None:
+    """With several_plans, a step is planned again for the last query tokens of some requests, once all its keys are
+    stored, as for the layer behind which nobody asks for the others; and the first plan stays good."""
+    if not run.subject.capabilities.several_plans:
+        raise NotApplicable("a plan may end with the next one: several_plans is not declared")
+    if writes_cache(run):
+        raise NotApplicable("forward stores the new tokens itself: writes_cache is declared")
+    made = world(run, chosen(run, mixed))
+    backend = build(run, made.case)
+    _, key, value = made.new_tokens()
+    with threads(1):
+        plan = backend.plan(made.batch)
+        backend.write(made.layer, key, value, made.cache, plan)
+    some = of_last_tokens(made, [index % 3 != 2 for index in range(len(made.case.requests))])
+    out, lse = some.run(backend, writes_cache=True)
+    some.check(out, lse, run=run, base=run.subject.capabilities.lse_base)
+    out, lse = made.step(backend, plan, writes_cache=True)
+    made.check(out, lse, run=run, base=run.subject.capabilities.lse_base)
 
 
 @check(Kind.ATTENTION, "attention.reuse.stale", Level.HOSTILE)

@@ -107,6 +107,8 @@ class AttentionCapabilities:
         writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
         plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
             else; then whoever makes them may store them, and `write` is not called.
+        several_plans: True if a plan stays good after `plan` was called for another batch, so that a step can have one
+            for all its query tokens and one for some of them.
         bounded_lengths: True if the host's lengths (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
             bounds, while `seq_lens` on the device is exact: the host prepares a step before it knows which drafts of
             the one before stood. Nothing may be read, written or masked by the host's numbers then.
@@ -143,6 +145,7 @@ class AttentionCapabilities:
     lse_base: str = "e"
     writes_cache: bool = False
     plain_writes: bool = False
+    several_plans: bool = False
     bounded_lengths: bool = False
     lowest_score: float | None = None
     batch_invariant: Flag = Flag(False)

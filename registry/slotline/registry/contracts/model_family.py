@@ -42,6 +42,14 @@ class StoringAttend(Protocol):
         """
         ...
 
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """Whether the layer may come with the queries of the step's `wanted` tokens alone.
+
+        A model whose last layer makes no others says so: ``attend(layer, query, key, value, sinks, wanted=True)`` with
+        query [n, num_heads, head_size], and with keys and values of all tokens. It gets [n, num_heads, head_size_v].
+        """
+        ...
+
     def __call__(
         self,
         layer: AttentionLayer,
@@ -51,6 +59,7 @@ class StoringAttend(Protocol):
         sinks: torch.Tensor | None = None,
         *,
         written: bool = False,
+        wanted: bool = False,
     ) -> torch.Tensor:
         """As `attend` in `Model.forward`."""
         ...
@@ -255,8 +264,9 @@ class Model(Protocol):
             attend: called once per attention layer as ``attend(layer, query, key, value, sinks)`` with query
                 [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads]
                 or None; returns [num_tokens, num_heads, head_size_v]. It may be a `StoringAttend`.
-            wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer attends over all
-                tokens, but what follows the last layer's attention is needed for these alone.
+            wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer stores the
+                keys and values of all tokens, but the last one's attention, and what follows it, is needed for these
+                alone (see `StoringAttend.takes_wanted`).
             advance: called once per state layer as ``advance(layer, inputs)`` with the inputs of the layer's kind (see
                 the state contract); returns its output, one row per token. Given only where `facts` has state layers.
             tap: called in front of each decoder layer as ``tap(index, hidden_states)``, index from 0, hidden_states

@@ -131,6 +131,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
     request = search.problem.request
     group, offer, part = request.groups[index], solution.offer(index), solution.part(index)
     candidate = offer.candidate
+    offered = candidate.capabilities
     rejected, reason = _rejections(search, solution, index)
     return GroupPlan(
         name=group.name,
@@ -153,6 +154,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         cascade=_cascade(search, solution, index),
         kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
         fast_prefill=group.fast_prefill,
+        last_queries=group.last_queries and offered.several_plans and not offered.writes_cache,
         reason=reason,
         rejected=rejected,
     )

@@ -148,6 +148,9 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     if group.fast_prefill:
         text = "runs only for the tokens whose logits are wanted, in steps without a graph"
         lines += row("prefill", text, width, indent=2)
+    if group.last_queries:
+        text = "the last layer may leave out unwanted queries, in steps without a graph"
+        lines += row("prefill", text, width, indent=2)
     if group.kv_scales:
         lines += row("scales", _SCALES[group.kv_scales], width, indent=2)
     return lines + _rejected(group.rejected, width, "rejected")

@@ -110,6 +110,8 @@ class GroupPlan:
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``; empty for other caches.
         fast_prefill: whether the layers, which all read other layers' caches, are run for the tokens alone whose logits
             are wanted, in steps that run without a graph.
+        last_queries: whether the model may leave out queries of the other tokens in the last of the layers, in such
+            steps: all keys and values are stored, and the backend gets a second plan.
         reason: why this backend.
         rejected: the others, in the candidates' order.
     """
@@ -134,6 +136,7 @@ class GroupPlan:
     cascade: str = NONE
     kv_scales: str = ""
     fast_prefill: bool = False
+    last_queries: bool = False
     reason: str = ""
     rejected: tuple[Rejection, ...] = ()
 
@@ -163,6 +166,7 @@ class GroupPlan:
             "cascade": self.cascade,
             "kv_scales": self.kv_scales,
             **({"fast_prefill": True} if self.fast_prefill else {}),
+            **({"last_queries": True} if self.last_queries else {}),
         }
 
     def to_json(self) -> dict[str, Any]:

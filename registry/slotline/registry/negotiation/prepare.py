@@ -44,6 +44,7 @@ def prepare_request(
     draft_tokens: int = 0,
     tree: bool = False,
     fast_prefill: Container[int] = (),
+    last_queries: int | None = None,
     needs: Sequence[Need] = (),
     parts: Sequence[Part] = (),
     settings: Sequence[Setting] = (),
@@ -58,6 +59,7 @@ def prepare_request(
         dtype_fallbacks: where `dtype` is 'auto', the dtypes to try in order; empty for the checkpoint's alone.
         draft_tokens: what the drafter proposes in a step; `tree` if it proposes a tree.
         fast_prefill: indices of the attention layers that are run for the tokens alone whose logits are wanted.
+        last_queries: index of the layer that may leave out queries of the other tokens; None where all are needed.
         needs: what further plugins need of attention backends.
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
@@ -71,7 +73,7 @@ def prepare_request(
     drafter = f"drafter {config.drafter.name}: 1+{draft_tokens} tokens"
     return PlanRequest(
         device=device,
-        groups=group_layers(facts.layers, fast_prefill),
+        groups=group_layers(facts.layers, fast_prefill, last_queries),
         dtype=_dtype(source.asked("dtype", config.dtype), dtypes[0], facts, device),
         dtype_fallbacks=dtypes[1:],
         kv_dtype=source.asked("cache.dtype", config.cache.dtype),

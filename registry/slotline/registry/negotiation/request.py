@@ -69,11 +69,13 @@ class GroupRequest:
         name: the cache kind, with ``_1``, ``_2`` where several groups have one kind.
         layers: in model order, at least one.
         fast_prefill: whether their batches have the tokens alone whose logits are wanted.
+        last_queries: whether the model may leave out queries of the other tokens in the last of them.
     """
 
     name: str
     layers: tuple[AttentionLayer, ...]
     fast_prefill: bool = False
+    last_queries: bool = False
 
     @property
     def layer(self) -> AttentionLayer:
@@ -263,11 +265,14 @@ def _names_for(asked: Asked[Any], kind: str) -> Asked[tuple[str, ...]]:
     return Asked(names, asked.origin + key, asked.explicit)
 
 
-def group_layers(layers: Sequence[AttentionLayer], fast_prefill: Container[int] = ()) -> tuple[GroupRequest, ...]:
+def group_layers(
+    layers: Sequence[AttentionLayer], fast_prefill: Container[int] = (), last_queries: int | None = None
+) -> tuple[GroupRequest, ...]:
     """Group layers with equal needs, named after their cache kind, in the order of their first layer.
 
     The scale counts as a need too: a backend may bake it into its host-side plan of a step. Layers whose index is in
-    `fast_prefill` see batches of their own, so they are apart.
+    `fast_prefill` see batches of their own, so they are apart; `last_queries` is the index of the layer that may leave
+    out queries, which its group notes.
     """
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
     for layer in layers:
@@ -279,7 +284,8 @@ def group_layers(layers: Sequence[AttentionLayer], fast_prefill: Container[int] 
         number = seen.get(kind, 0)
         seen[kind] = number + 1
         name = kind if number == 0 else f"{kind}_{number}"
-        groups.append(GroupRequest(name=name, layers=tuple(own), fast_prefill=bool(apart)))
+        last = any(layer.index == last_queries for layer in own)
+        groups.append(GroupRequest(name=name, layers=tuple(own), fast_prefill=bool(apart), last_queries=last))
     return tuple(groups)
 
 

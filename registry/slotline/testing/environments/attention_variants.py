@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 
 import torch
@@ -122,6 +123,15 @@ def only(world: World, request: int) -> World:
     other.block_table = other.host_table.to(world.device)
     other.batch = other.make_batch()
     return other
+
+
+def of_last_tokens(world: World, kept: Sequence[bool]) -> World:
+    """The same cache and requests, with the last query token of each that is kept, and none of the others."""
+    requests = tuple((int(keep), length) for keep, (_, length) in zip(kept, world.case.requests, strict=True))
+    some = _copy(world, evolve(world.case, requests=requests))
+    some.queries = [query[len(query) - count :] for query, (count, _) in zip(world.queries, requests, strict=True)]
+    some.batch = some.make_batch()
+    return some
 
 
 def tail(world: World, request: int, count: int) -> World:

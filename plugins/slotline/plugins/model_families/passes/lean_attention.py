@@ -14,15 +14,19 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import nn
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from slotline.plugins.model_families.binding import slot_attention
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
-from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, merged_of
+from slotline.plugins.model_families.passes.merged_projections import QUERY_KEY_VALUE, PlainMerged, merged_of
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 from slotline.registry.contracts.attention import CacheSlots
+
+SPLIT_ROWS = 1024
+"""Up to so many rows two products take longer than one whose queries mostly nobody reads."""
 
 
 @frozen
@@ -72,10 +76,12 @@ class LeanForward:
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         others: dict[str, Any],
         norm: KernelRMSNorm | None = None,
+        wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
         """What goes into the output projection, [batch, num_tokens, heads * size], and the attention's second result.
 
-        A norm is taken of the hidden states first. None if this is a case for the original.
+        A norm is taken of the hidden states first. With `wanted` [n] int64, where `takes_wanted` says that it may be
+        given, these tokens alone attend: [batch, n, heads * size]. None if this is a case for the original.
         """
         module, (cos, sin) = self._module, position_embeddings
         merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
@@ -84,14 +90,50 @@ class LeanForward:
         fits &= self._fused is not None or cos.dtype == hidden_states.dtype
         if not fits or merged is None or attend is None:
             return None
-        qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
+        if (
+            wanted is not None
+            and norm is None
+            and isinstance(merged, PlainMerged)
+            and self._splits(merged, hidden_states)
+        ):
+            qkv = self._split_product(merged, hidden_states, wanted)
+        else:
+            qkv = merged(hidden_states) if norm is None else self._of_norm(merged, hidden_states, norm)
         slots = self._slots(attend, qkv)
         query, key, value = self._turned(qkv, cos.contiguous(), sin.contiguous(), slots)
+        if wanted is not None:
+            query = query[:, wanted]
         options = self._options | others if others else self._options
-        if slots is not None:
-            options = options | {"written": True}
-        out, weights = attend(module, query, key, value, None, **options)
-        return out.reshape(*hidden_states.shape[:-1], -1), weights
+        if attend is slot_attention and (slot := module.slotline_slot).is_plain():
+            said = {name: True for name, is_so in (("written", slots), ("wanted", wanted)) if is_so is not None}
+            return slot.attend(query[0], key[0], value[0], options.get("s_aux"), **said).flatten(1)[None], None
+        out, weights = attend(module, *(states.transpose(1, 2) for states in (query, key, value)), None, **options)
+        return out.flatten(2), weights
+
+    def takes_wanted(self) -> bool:
+        """Whether the wanted tokens alone may attend in this step."""
+        attend = ALL_ATTENTION_FUNCTIONS.get(self._module.config._attn_implementation)
+        return attend is slot_attention and self._module.slotline_slot.takes_wanted()
+
+    def _splits(self, merged: PlainMerged, hidden_states: torch.Tensor) -> bool:
+        """Whether queries are worth a product of their own, and nobody listens to the projection."""
+        many = hidden_states.shape[:-1].numel() > SPLIT_ROWS
+        return many and self._fused is not None and not has_hooks(merged)
+
+    def _split_product(self, merged: PlainMerged, hidden_states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        """The merged projection, whose queries are those of the `wanted` tokens; what stands for others means nothing.
+
+        All lie where they ever do, so that the same kernel turns and stores them.
+        """
+        weight, bias, end = merged.weight, merged.bias, self._heads.query * self._heads.size
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        qkv = rows.new_empty((len(rows), len(weight)))
+        if bias is None:
+            torch.mm(rows, weight[end:].t(), out=qkv[:, end:])
+        else:
+            torch.addmm(bias[end:], rows, weight[end:].t(), out=qkv[:, end:])
+        qkv[wanted, :end] = functional.linear(rows[wanted], weight[:end], None if bias is None else bias[:end])
+        return qkv.view(*hidden_states.shape[:-1], -1)
 
     def _of_norm(self, merged: Any, hidden_states: torch.Tensor, norm: KernelRMSNorm) -> torch.Tensor:
         """The merged projection of normed hidden states, in one kernel where nobody listens to the projection."""
@@ -102,6 +144,8 @@ class LeanForward:
     def _slots(self, attend: Any, qkv: torch.Tensor) -> CacheSlots | None:
         """Where the kernel that turns keys may store them and the values, if this step has a cache for that."""
         if self._fused is None or attend is not slot_attention or not self._one_kernel():
+            return None
+        if not self._module.slotline_slot.is_plain():
             return None
         slots: CacheSlots | None = self._module.slotline_slot.slots(qkv)
         return slots if slots is not None and slots.slot_mapping.numel() == qkv.shape[:-1].numel() else None
@@ -118,7 +162,7 @@ class LeanForward:
     def _turned(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: CacheSlots | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key, value [batch, heads, num_tokens, size] of qkv [batch, num_tokens, all heads * size]."""
+        """Query, key, value [batch, num_tokens, heads, size] of qkv [batch, num_tokens, all heads * size]."""
         heads, (query_norm, key_norm) = self._heads, self._norms()
         if self._one_kernel():
             states = qkv.view(*qkv.shape[:-1], -1, heads.size)  # [batch, num_tokens, all heads, size]
@@ -131,10 +175,8 @@ class LeanForward:
                 self._fused.rotate_and_store(
                     states, first, second, heads.query, heads.key, cos, sin, heads.rotary_size, slots
                 )
-            query, key, value = states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
-        else:
-            query, key, value = self._turned_apart(qkv, query_norm, key_norm, cos, sin)
-        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+            return states[:, :, : heads.query], states[:, :, heads.query : cut], states[:, :, cut:]
+        return self._turned_apart(qkv, query_norm, key_norm, cos, sin)
 
     def _fuses(self, query_norm: Any, key_norm: Any) -> bool:
         """Whether one kernel can norm each head and turn it."""

@@ -89,7 +89,7 @@ class LeanLayer:
             embeddings: cosines and sines.
             normed: the hidden states under `entrance`, if they are there already.
             behind: the norm that follows the layer, if it is known.
-            wanted: [n] int64: all tokens attend, these alone go on; None for all.
+            wanted: [n] int64: these alone go on, and attend where attention takes that; None for all.
 
         Returns:
             None if this is a case for the original, or somebody listens to the layer.
@@ -117,17 +117,19 @@ class LeanLayer:
         children, residuals = self._layer._modules, self._residuals
         attention, mlp = children["self_attn"], children["mlp"]
         before, after, before_mlp, after_mlp = [None if name is None else children[name] for name in self._norms]
+        attending = wanted if wanted is not None and attention.forward.takes_wanted() else None
         if normed is None and residuals.keeps(hidden_states):
-            attended = attention.forward.attended(hidden_states, embeddings, options, before)
+            attended = attention.forward.attended(hidden_states, embeddings, options, before, attending)
         else:
             if normed is None:
                 normed = hidden_states if before is None else before.forward(hidden_states)
-            attended = attention.forward.attended(normed, embeddings, options)
+            attended = attention.forward.attended(normed, embeddings, options, None, attending)
         if attended is None:
             return None
         mixed = attended[0]
         if wanted is not None:
-            mixed, hidden_states = mixed[:, wanted], hidden_states[:, wanted]
+            mixed = mixed if attending is not None else mixed[:, wanted]
+            hidden_states = hidden_states[:, wanted]
         o_proj = attention._modules["o_proj"]
         gated_mlp = gated_of(mlp)
         normed = None

@@ -201,6 +201,28 @@ class HostLengths(EagerAttention):
         return evolve(super().plan(batch), lengths=batch.seq_lens_cpu.tolist())
 
 
+class PlanMadeLast(_Remembers):
+    """forward takes the plan made last, in spite of several_plans."""
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        self.kept["plan"] = super().plan(batch)
+        plan: Plan = self.kept["plan"]
+        return plan
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Plan,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
+        return super().forward(layer, query, key, value, cache, self.kept["plan"], out, sinks)
+
+
 class SeesWhatWriteStored(_Remembers):
     """New tokens are seen once `write` was called, in spite of plain_writes."""
 
@@ -238,6 +260,7 @@ MUTANTS = (
     mutant("window-shared-by-groups", L3, "two built groups share one window", WindowSharedByInstances),
     mutant("cache-of-first-layer", L2, "all layers of a group read the first one's cache", CacheOfFirstLayer),
     mutant("seen-once-written", L2, "declares plain_writes, but write counts", SeesWhatWriteStored, plain_writes=True),
+    mutant("plan-made-last", L2, "declares several_plans, but the last one counts", PlanMadeLast, several_plans=True),
     mutant("bounds-for-lengths", L2, "the host's lengths are taken for exact", HostLengths),
     mutant("written-once-per-step", L2, "the first layer's tokens alone are stored", WritesOncePerStep),
 )
