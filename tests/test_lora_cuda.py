@@ -200,3 +200,24 @@ def test_one_merged_adapter_and_one_in_a_slot_score_tokens_alike(dtype: str, tmp
     exact = scores.gather(1, torch.tensor(PROMPTS[1][1:])[:, None])[:, 0]
     for values in found:
         assert float((values - exact).abs().mean()) < 0.1
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.mark.parametrize(
+    "pipeline", [("cuda:0", "cuda:0"), pytest.param(("cuda:0", "cuda:1"), marks=two_gpus)], ids=["same", "both"]
+)
+def test_adapters_over_stages_give_peft_s_text(pipeline: tuple[str, ...], tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path / "model", 0)
+    targets = ["embed_tokens", "lm_head", "q_proj", "v_proj", "down_proj"]
+    adapters = {name: {"target_modules": targets} for name in ("first", "second", "third")}
+    oracle = PeftOracle(path, tmp_path / "adapters", adapters)
+    expected = [oracle.greedy(name, prompt, 10) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    alone = [oracle.greedy("second", prompt, 10) for prompt in PROMPTS]
+    for plugin in ("triton", "torch"):
+        settings = {"lora.name": plugin, "lora.target_modules": tuple(targets), "parallel.pipeline": pipeline}
+        llm = engine(path, **settings)
+        assert [part.device for part in llm.engine.adapters._lora._parts] == list(pipeline)
+        assert tokens(llm, oracle, NAMES) == expected, plugin
+        assert tokens(llm, oracle, ["second"] * len(PROMPTS)) == alone, plugin
