@@ -12,6 +12,7 @@ from slotline.backends.triton_state.convolution import Convolution
 from slotline.backends.triton_state.gated_delta import GatedDelta
 from slotline.backends.triton_state.mamba1 import Mamba1
 from slotline.backends.triton_state.mamba2 import Mamba2
+from slotline.backends.triton_state.order import Order
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
 from slotline.backends.triton_state.trails import Trails
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
@@ -35,10 +36,12 @@ class TritonState:
         on_gpu = torch.device(context.device).type == "cuda"
         self._cores = torch.cuda.get_device_properties(context.device).multi_processor_count if on_gpu else 1
         self._trails = Trails(context, self._cores) if context.max_draft_tokens else None
+        self._order = Order()
         self._early = on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
 
     def plan(self, batch: StateBatch) -> StateBatch:
         """The batch itself: its tensors stay where they are from one replay to the next."""
+        self._order.begin()
         if self._trails is not None:
             self._trails.begin(batch)
         return batch
@@ -55,16 +58,18 @@ class TritonState:
             self._trails.keep(layer, inputs, state, plan, captured=captured)
         decodes = min(plan.slots.shape[0], tokens) if single else 0 if captured else plan.num_decodes
         if decodes:
-            operator.decode(layer.facts, inputs, state, out, self._rows(plan, 0, decodes, tokens))
+            ahead = self._order.launch(next(iter(state.values())))
+            operator.decode(layer.facts, inputs, state, out, self._rows(plan, 0, decodes, tokens, ahead=ahead))
         if single:
             out[decodes:].zero_()
             return out
         rows = self._rows(plan, decodes, plan.slots.shape[0], tokens)
         clear_padding(out, rows)
         operator.prefill(layer.facts, inputs, state, out, rows)
+        self._order.begin()
         return out
 
-    def _rows(self, batch: StateBatch, first: int, end: int, tokens: int) -> Rows:
+    def _rows(self, batch: StateBatch, first: int, end: int, tokens: int, *, ahead: bool = False) -> Rows:
         return Rows(
             starts=batch.query_start_loc,
             slots=batch.slots,
@@ -74,15 +79,18 @@ class TritonState:
             num_tokens=tokens,
             cores=self._cores,
             early=self._early,
+            ahead=ahead,
         )
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
         """See the contract: the states before the step again, and from them the accepted tokens once more."""
+        self._order.begin()
         if self._trails is not None:
             self._trails.go_back(layer, OPERATORS[layer.state_kind], state, slots, accepted)
 
     def copy(self, layer: StateLayer, state: Tensors, source: int, target: int) -> None:
         """See the contract."""
+        self._order.begin()
         for tensor in state.values():
             tensor[target].copy_(tensor[source])
 

@@ -38,7 +38,7 @@ class Convolution:
                 block=block,
                 num_warps=max(1, block // LANES),
                 **_options(facts, inputs),
-                **rows.start,
+                **rows.start(),
             )
             return
         block = min(BLOCK, padded(channels))
@@ -51,7 +51,7 @@ class Convolution:
             channels,
             block=block,
             **_options(facts, inputs),
-            **rows.start,
+            **rows.start(),
         )
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:

@@ -63,6 +63,7 @@ class GatedDelta:
             normed=facts["qk_l2norm"],
             num_warps=WARPS,
             **_sizes(facts),
+            **rows.start(),
         )
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:

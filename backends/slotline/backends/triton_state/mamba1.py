@@ -12,8 +12,10 @@ from torch import Tensor
 from slotline.backends.triton_state.kernels import mamba1 as kernels
 from slotline.backends.triton_state.rows import Rows, Tensors, given, limits, padded
 
-TILE, WARPS = 1024, 2
-"""Numbers of state that a program of `decode` holds, and its warps."""
+TILE, WARPS, FEW_WARPS = 1024, 2, 4
+"""Numbers of state that a program of `decode` holds, its warps, and those where programs are few."""
+FEW = 16
+"""Programs of `decode` for each multiprocessor that run at a time; more of them do better without reading ahead."""
 SCAN_TILE, GROUP, SEGMENT_GROUP = 512, 3, 2
 """Numbers of state that a program of `prefill`, one warp, holds, and tokens whose inputs it fetches together: of whole
 requests, and of segments."""
@@ -32,6 +34,7 @@ class Mamba1:
         channels = int(facts["channels"])
         block = _block(facts, TILE)
         tensors, strides = _tensors(inputs)
+        programs = triton.cdiv(channels, block) * rows.count
         kernels.update[(triton.cdiv(channels, block), rows.count)](
             *tensors,
             state["ssm"],
@@ -43,9 +46,9 @@ class Mamba1:
             state["ssm"].stride(0),
             channels,
             block=block,
-            num_warps=WARPS,
+            num_warps=FEW_WARPS if programs <= FEW * rows.cores else WARPS,
             **_options(facts, inputs),
-            **rows.start,
+            **rows.start(programs, FEW),
         )
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:

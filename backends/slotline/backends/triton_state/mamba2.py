@@ -64,7 +64,7 @@ class Mamba2:
             num_warps=WARPS,
             **_sizes(facts, inputs),
             **_time(facts),
-            **rows.start,
+            **rows.start(),
         )
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:

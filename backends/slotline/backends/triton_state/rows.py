@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor
 
 from slotline.backends.triton_state.kernels import common
+from slotline.backends.triton_state.order import Start
 
 Tensors = Mapping[str, Tensor]
 CLEAR = 1024
@@ -26,6 +27,7 @@ class Rows:
         num_tokens: rows of the inputs, padding included.
         cores: multiprocessors of the device.
         early: whether a kernel may start while the one in front of it ends (programmatic dependent launch).
+        ahead: whether it may then read slots and states at once; see `order.Order`. If not, others count on its wait.
     """
 
     starts: Tensor
@@ -36,11 +38,16 @@ class Rows:
     num_tokens: int
     cores: int
     early: bool = False
+    ahead: bool = False
 
-    @property
-    def start(self) -> dict[str, bool]:
-        """Options of a launch; what the device has not is not named."""
-        return {"early": True, "launch_pdl": True} if self.early else {"early": False}
+    def start(self, programs: int = 0, most: float = float("inf")) -> dict[str, int | bool]:
+        """Options of a launch of so many programs, which reads ahead if they are at most `most` a multiprocessor; what
+        the device has not is not named.
+        """
+        pays = programs <= most * self.cores
+        start = Start.LAST if not self.ahead else Start.AHEAD if pays else Start.EARLY
+        options: dict[str, int | bool] = {"start": int(start), "early": self.early}
+        return {**options, "launch_pdl": True} if self.early else options
 
     @property
     def count(self) -> int:

@@ -80,7 +80,18 @@ def time_step(dt, low, high, has_softplus: tl.constexpr, has_limit: tl.constexpr
 
 
 @triton.jit
-def start_early():
-    """Let the kernel behind start, and wait for what the one in front has written (programmatic dependent launch)."""
+def before_states(start):
+    """In a kernel that may start while the one in front ends: let the one behind start, and wait, as `start` says (see
+    `order.Start`).
+    """
+    if start == 0:
+        gdc_wait()
     gdc_launch_dependents()
+    if start == 1:
+        gdc_wait()
+
+
+@triton.jit
+def before_inputs():
+    """Wait for what is in front: nothing of the step's own may be read before, and nothing written."""
     gdc_wait()

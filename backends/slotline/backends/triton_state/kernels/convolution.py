@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu, start_early
+from slotline.backends.triton_state.kernels.common import before_inputs, before_states, find_chunk, limit, silu
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update(
     x,
     weight,
@@ -25,6 +25,7 @@ def update(
     s_channel,
     s_tap,
     channels,
+    start,
     width: tl.constexpr,
     block: tl.constexpr,
     has_bias: tl.constexpr,
@@ -35,31 +36,31 @@ def update(
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels
-    target = out + row * channels + channel
     if early:
-        start_early()
+        before_states(start)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
-        return
-    known = channel < limit(has_state + row, channels)
+    kept = channel < tl.where(slot >= 0, channels, 0)
+    known = kept & (channel < limit(has_state + row, channels))
     state += slot * s_slot + channel * s_channel
-    weight += channel * width
-    acc = tl.zeros([block], tl.float32)
-    if has_bias:
-        acc = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     window = ()
     for tap in tl.static_range(width - 1):
         window = window + (tl.load(state + tap * s_tap, mask=known, other=0.0),)
+    if early:
+        before_inputs()
     window = window + (tl.load(x + row * x_token + channel, mask=inside, other=0.0),)
+    acc = tl.zeros([block], tl.float32)
+    if has_bias:
+        acc = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(width):
-        acc += window[tap].to(tl.float32) * tl.load(weight + tap, mask=inside, other=0.0).to(tl.float32)
+        factor = tl.load(weight + channel * width + tap, mask=inside, other=0.0).to(tl.float32)
+        acc += window[tap].to(tl.float32) * factor
     if has_silu:
         acc = silu(acc)
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    acc = tl.where(slot >= 0, acc, 0.0)
+    tl.store(out + row * channels + channel, acc.to(out.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # whichever thread loaded a number, it has it by now
     for tap in tl.static_range(width - 1):
-        tl.store(state + tap * s_tap, window[tap + 1], mask=inside)
+        tl.store(state + tap * s_tap, window[tap + 1], mask=kept)
 
 
 @triton.jit
@@ -74,7 +75,7 @@ def _bits(words, index: tl.constexpr, place: tl.constexpr):
     return ((words[index // 4] >> (index % 4 * 16)) & 0xFFFF) << (place * 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update_words(
     x,
     weight,
@@ -86,6 +87,7 @@ def update_words(
     x_token,
     s_slot,
     words,
+    start,
     width: tl.constexpr,
     block: tl.constexpr,
     has_bias: tl.constexpr,
@@ -102,20 +104,19 @@ def update_words(
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * block + tl.arange(0, block)
     inside = word < words
-    target = out.to(whole, bitcast=True) + row * words + word
     if early:
-        start_early()
+        before_states(start)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        tl.store(target, tl.zeros([block], tl.int64), mask=inside)
-        return
-    known = word < limit(has_state + row, words)
+    kept = word < tl.where(slot >= 0, words, 0)
+    known = kept & (word < limit(has_state + row, words))
     taps = state.to(whole, bitcast=True) + slot * s_slot + word * (width - 1)
-    factors_at = weight.to(whole, bitcast=True) + word * width
     window, factors = (), ()
     for tap in tl.static_range(width - 1):
         window = window + (tl.load(taps + tap, mask=known, other=0),)
+    if early:
+        before_inputs()
     new = (tl.load(x.to(whole, bitcast=True) + row * x_token + word, mask=inside, other=0),)
+    factors_at = weight.to(whole, bitcast=True) + word * width
     for tap in tl.static_range(width):
         factors = factors + (tl.load(factors_at + tap, mask=inside, other=0),)
     if has_bias:
@@ -131,7 +132,8 @@ def update_words(
             acc = silu(acc)
         bits = acc.to(dtype).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
         result = result | (bits << (channel * 16))
-    tl.store(target, result, mask=inside)
+    result = tl.where(slot >= 0, result, 0)
+    tl.store(out.to(whole, bitcast=True) + row * words + word, result, mask=inside)
     if block < 32:
         tl.debug_barrier()  # several threads load a word: all have it before one of them stores
     for at in tl.static_range(width - 1):
@@ -141,7 +143,7 @@ def update_words(
                 moved = moved | _bits(new, (at * 4 + place) // (width - 1), place)
             else:
                 moved = moved | _bits(window, at * 4 + place + 1, place)
-        tl.store(taps + at, moved, mask=inside)
+        tl.store(taps + at, moved, mask=kept)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import find_chunk, limit
+from slotline.backends.triton_state.kernels.common import before_inputs, before_states, find_chunk, limit
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _inverse_length(vectors, normed: tl.constexpr):
     return squares * 0.0 + 1.0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update(
     q,
     k,
@@ -47,40 +47,43 @@ def update(
     s_slot,
     num_heads,
     group,
+    start,
     size_k: tl.constexpr,
     size_v: tl.constexpr,
     padded_k: tl.constexpr,
     block: tl.constexpr,
     normed: tl.constexpr,
+    early: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of a value head, value heads, requests)."""
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     dim, dim_k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded_k)
     inside, real = dim < size_v, dim_k < size_k
-    target = out + (row * num_heads + head) * size_v + dim
+    if early:
+        before_states(start)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
-        return
-    here = real[:, None] & inside[None, :]
+    here = (dim_k < tl.where(slot >= 0, size_k, 0))[:, None] & inside[None, :]
     place = state + slot * s_slot + head * size_k * size_v + dim_k[:, None] * size_v + dim[None, :]
     known = here & (dim_k < limit(has_state + row, size_k))[:, None]
     s = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    if early:
+        before_inputs()
     own = head // group
     query = tl.load(q + row * q_token + own * q_head + dim_k, mask=real, other=0.0).to(tl.float32)
     key = tl.load(k + row * k_token + own * k_head + dim_k, mask=real, other=0.0).to(tl.float32)
     value = tl.load(v + row * v_token + head * v_head + dim, mask=inside, other=0.0).to(tl.float32)
+    strength = tl.load(beta + row * beta_token + head).to(tl.float32)
+    decay = tl.exp(tl.load(g + row * g_token + head))
     if normed:
         query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6)
         key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-    s *= tl.exp(tl.load(g + row * g_token + head))
-    strength = tl.load(beta + row * beta_token + head).to(tl.float32)
+    s *= decay
     change = strength * (value - tl.sum(s * key[:, None], 0))
     s += key[:, None] * change[None, :]
     tl.store(place, s.to(state.dtype.element_ty), mask=here)
-    y = tl.sum(s * query[:, None], 0) * scale
-    tl.store(target, y.to(out.dtype.element_ty), mask=inside)
+    y = tl.where(slot >= 0, tl.sum(s * query[:, None], 0) * scale, 0.0)
+    tl.store(out + (row * num_heads + head) * size_v + dim, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -9,15 +9,16 @@ import triton
 import triton.language as tl
 
 from slotline.backends.triton_state.kernels.common import (
+    before_inputs,
+    before_states,
     find_chunk,
     limit,
     silu,
-    start_early,
     time_step,
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update(
     x,
     dt,
@@ -40,6 +41,7 @@ def update(
     z_token,
     s_slot,
     channels,
+    start,
     size: tl.constexpr,
     padded: tl.constexpr,
     block: tl.constexpr,
@@ -55,19 +57,19 @@ def update(
     channel = tl.program_id(0) * block + tl.arange(0, block)
     column = tl.arange(0, padded)
     inside, real = channel < channels, column < size
-    target = out + row * channels + channel
-    if early:
-        start_early()
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
-        return
     here = inside[:, None] & real[None, :]
     place = channel[:, None] * size + column[None, :]
-    state += slot * s_slot
-    known = here & (column < limit(has_state + row, size))[None, :]
-    # All is asked for before anything is stored, behind which no load could be moved.
-    h = tl.load(state + place, mask=known, other=0.0).to(tl.float32)
+    if early:
+        before_states(start)
+    # All is asked for before anything is stored, behind which no load could be moved, and no branch makes what needs no
+    # slot wait for it.
+    slot = tl.load(slots + row).to(tl.int64)
+    held = state + slot * s_slot + place
+    kept = tl.where(slot >= 0, size, 0)
+    known = here & (column < tl.minimum(kept, limit(has_state + row, size)))[None, :]
+    h = tl.load(held, mask=known, other=0.0).to(tl.float32)
+    if early:
+        before_inputs()
     rates = tl.load(rate + place, mask=here, other=0.0) * 1.4426950408889634
     d = tl.load(dt + row * dt_token + channel, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)
@@ -86,8 +88,9 @@ def update(
         y += through * value
     if has_gate:
         y *= silu(gate)
-    tl.store(state + place, h.to(state.dtype.element_ty), mask=here)
-    tl.store(target, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(held, h.to(state.dtype.element_ty), mask=here & (column < kept)[None, :])
+    y = tl.where(slot >= 0, y, 0.0)
+    tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

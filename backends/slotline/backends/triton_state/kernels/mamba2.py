@@ -13,10 +13,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slotline.backends.triton_state.kernels.common import find_chunk, limit, silu, start_early, time_step
+from slotline.backends.triton_state.kernels.common import (
+    before_inputs,
+    before_states,
+    find_chunk,
+    limit,
+    silu,
+    time_step,
+)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start"])
 def update(
     x,
     dt,
@@ -44,6 +51,7 @@ def update(
     s_slot,
     num_heads,
     group,
+    start,
     head_size: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
@@ -61,17 +69,15 @@ def update(
     dim = tl.program_id(0) * block + tl.arange(0, block)
     column = tl.arange(0, padded)
     inside, real = dim < head_size, column < size
-    target = out + (row * num_heads + head) * head_size + dim
     if early:
-        start_early()
+        before_states(start)
     slot = tl.load(slots + row).to(tl.int64)
-    if slot < 0:
-        tl.store(target, tl.zeros([block], out.dtype.element_ty), mask=inside)
-        return
-    here = inside[:, None] & real[None, :]
+    here = inside[:, None] & (column < tl.where(slot >= 0, size, 0))[None, :]
     place = state + slot * s_slot + head * head_size * size + dim[:, None] * size + column[None, :]
     known = here & (column < limit(has_state + row, size))[None, :]
     h = tl.load(place, mask=known, other=0.0).to(tl.float32)
+    if early:
+        before_inputs()
     d = tl.load(dt + row * dt_token + head).to(tl.float32)
     if has_bias:
         d += tl.load(dt_bias + head)
@@ -88,7 +94,8 @@ def update(
     if has_gate:
         y *= silu(tl.load(z + row * z_token + head * z_head + dim, mask=inside, other=0.0).to(tl.float32))
     tl.store(place, h.to(state.dtype.element_ty), mask=here)  # behind which no load could be moved
-    tl.store(target, y.to(out.dtype.element_ty), mask=inside)
+    y = tl.where(slot >= 0, y, 0.0)
+    tl.store(out + (row * num_heads + head) * head_size + dim, y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
