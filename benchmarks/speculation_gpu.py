@@ -2,7 +2,7 @@
 
     python benchmarks/speculation_gpu.py benchmarks/models/llama-3.1-8b benchmarks/models/llama-draft-0.3b
         [more draft models] [--batches 1 4 16 32 64] [--drafts 4] [--right 3 0] [--tokens 257] [--profile 1 32]
-        [--variants drafter.graphs=auto drafter.adaptive=true] [--set KEY=VALUE]
+        [--adaptive] [--variants drafter.graphs=auto drafter.graphs=false] [--set KEY=VALUE]
 
 All models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
 known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it. So the acceptance
@@ -28,6 +28,7 @@ import step_gpu
 import torch
 
 from slotline.core import LLM, SamplingParams
+from slotline.core.drafting.adaptive import DraftControl
 from slotline.plugins.model_families import loading
 
 PROMPT = 128
@@ -133,6 +134,7 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="settings of engines that draft, one engine for each",
     )
+    parser.add_argument("--adaptive", action="store_true", help="each run again with draft lengths chosen as they pay")
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
@@ -180,31 +182,37 @@ def show(
     for right in arguments.right:
         counting_models.mislead(embedding.copy_(original), right)
         for number, own in prompts.items():
-            seconds, steps = results[number]
             timed(llm, own, 17)
-            before = (drafting.counts.steps, drafting.counts.accepted)
-            with_drafts, verifying = timed(llm, own, tokens)
-            done, stood = drafting.counts.steps - before[0], drafting.counts.accepted - before[1]
-            print(
-                f"batch {number:3}, {right} of {drafts} right: a step {with_drafts / verifying * 1e3:6.2f} ms against "
-                f"{seconds / steps * 1e3:6.2f} ({with_drafts / verifying * steps / seconds:.2f}), "
-                f"{1 + stood / max(done, 1):.2f} tokens a step, speedup {seconds / with_drafts:.2f}x, "
-                f"{drafting.counts.failures} failures {drafting.counts.last_failure}",
-                flush=True,
-            )
-            if (control := drafting.control) is not None:
-                decided = control.to_json()
-                step, token, draft = (
-                    decided[name] * 1e3 for name in ("step_seconds", "step_seconds_per_token", "draft_seconds")
-                )
-                print(
-                    f"   decided: {done / number:.0f} of {verifying} steps verified drafts; so far "
-                    f"{control.steps_without} steps without, acceptance {decided['acceptance']:.2f}, a step "
-                    f"{step:.2f} ms + {token:.4f} ms a token, drafts {draft:.2f} ms",
-                    flush=True,
-                )
+            line = compare(llm, own, results[number], tokens)
+            print(f"batch {number:3}, {right} of {drafts} right: {line}", flush=True)
             if number in arguments.profile and right:
                 show_profile(llm, own, tokens)
+            if arguments.adaptive:  # nothing is known at the beginning, so the run pays for finding out
+                drafting.control = DraftControl(llm.engine.rows.max_requests, drafts, uniform=drafting.uniform)
+                print(f"   adaptive: {compare(llm, own, results[number], tokens)}", flush=True)
+                drafting.control = None
+
+
+def compare(llm: LLM, prompts: list[list[int]], plain: tuple[float, int], tokens: int) -> str:
+    """A run beside that without drafts, of so many seconds and steps."""
+    drafting, (seconds, steps) = llm.engine.drafting, plain
+    assert drafting is not None
+    before = (drafting.counts.steps, drafting.counts.accepted)
+    with_drafts, verifying = timed(llm, prompts, tokens)
+    done, stood = drafting.counts.steps - before[0], drafting.counts.accepted - before[1]
+    line = (
+        f"a step {with_drafts / verifying * 1e3:6.2f} ms against {seconds / steps * 1e3:6.2f} "
+        f"({with_drafts / verifying * steps / seconds:.2f}), {1 + stood / max(done, 1):.2f} tokens a verifying step, "
+        f"speedup {seconds / with_drafts:.2f}x, {drafting.counts.failures} failures {drafting.counts.last_failure}"
+    )
+    if drafting.control is None:
+        return line
+    decided = drafting.control.to_json()
+    step, token, draft = (decided[name] * 1e3 for name in ("step_seconds", "step_seconds_per_token", "draft_seconds"))
+    return (
+        f"{line}; {done / len(prompts):.0f} of {verifying} steps verified drafts, acceptance "
+        f"{decided['acceptance']:.2f}, a step {step:.2f} ms + {token:.4f} ms a token, drafts {draft:.2f} ms"
+    )
 
 
 if __name__ == "__main__":

@@ -230,6 +230,30 @@ def test_large_weights_and_many_rows_are_the_librarys_unless_activated() -> None
 
 @pytest.mark.skipif(not GATES, reason="made for Hopper")
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("rows", "n", "k", "parts"), [(2, 70, 640, 2), (17, 128, 2056, 3), (32, 300, 640, 1)])
+def test_products_of_few_rows_under_large_weights(
+    rows: int, n: int, k: int, parts: int, bias: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products, "LARGE_WEIGHT", 1 << 10)
+    monkeypatch.setattr(products, "FEWEST_ELEMENTS", 256)
+    x, weight = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype) / k
+    shift = random(n, dtype=dtype) if bias else None
+    expected = functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    found = GATED.linear_parts(x, weight, shift)
+    assert len(found) == parts
+    assert relative_difference(found.sum(0), expected) <= ROUNDINGS[dtype]
+    if not bias:
+        logits = GATED.project(x, weight)
+        assert logits.dtype == torch.float32
+        assert relative_difference(logits, expected) <= 1e-5
+    assert not GATED._products.suits_large(x.float(), weight)
+    assert not GATED._products.suits_large(random(1, LARGE_DOT_ROWS + 1, k, dtype=dtype), weight)
+    assert not KERNELS._products.suits_large(x, weight)  # another device
+
+
+@pytest.mark.skipif(not GATES, reason="made for Hopper")
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("rows", "n", "k"), [(1, 8, 8), (129, 136, 72), (300, 264, 200), (1500, 128, 64)])
 def test_gated_products_of_many_rows(rows: int, n: int, k: int, activation: str, dtype: torch.dtype) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
-from slotline.plugins.model_families.passes.products import EXTENDED, PRODUCT_ROWS, Products
+from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, Products
 from slotline.registry.contracts.attention import CacheSlots
 
 ACTIVATION_BLOCK = 1024
@@ -202,8 +202,12 @@ class TritonKernels:
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `kernels.FusedKernels.linear_parts`."""
+        if self.norms_inside(x):
+            return self.linear(x, weight, bias)[None]
         if self._products.suits(x, weight):
             return self._products.dot(x, weight, bias, in_parts=True)
+        if self._products.suits_large(x, weight) and (parts := self._products.large_parts(weight)) > 1:
+            return self._products.dot(x, weight, bias, shape=LARGE._replace(parts=parts))
         return self.linear(x, weight, bias)[None]
 
     def extended_parts(
@@ -218,6 +222,8 @@ class TritonKernels:
         """See `kernels.FusedKernels.project`."""
         if self.norms_inside(x):
             return self._products.linear(x, weight, None, dtype=torch.float32)
+        if self._products.suits_large(x, weight):
+            return self._products.dot(x, weight, None, shape=LARGE, dtype=torch.float32)[0]
         if not x.is_cuda or x.dtype == torch.float32:  # torch has no such product there
             return functional.linear(x, weight).float()
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)

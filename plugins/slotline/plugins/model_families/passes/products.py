@@ -17,10 +17,13 @@ MANY_PROGRAMS = 16384
 
 
 LARGE_WEIGHT = 1 << 23
-"""Elements of a weight from which on torch's library fetches it as fast as we do, unless we also activate."""
+"""Elements of a weight from which on torch's library fetches it as fast as we do, unless we also activate, or a norm
+behind sums our parts."""
 DOT_ROWS, LARGE_DOT_ROWS = 128, 32
-"""Up to so many rows our product on the matrix units is faster than torch's library; and with an activation and a large
-weight."""
+"""Up to so many rows our product on the matrix units is faster than torch's library; and under a large weight with an
+activation, or in parts."""
+RESIDENT, FEWEST_ELEMENTS = 2, 1024
+"""Programs of `LARGE` that a multiprocessor holds, and the fewest elements of a part."""
 
 
 FEW_ROWS = 16
@@ -45,6 +48,8 @@ class DotShape(NamedTuple):
     fetched: int = 0
 
 
+LARGE = DotShape(64, 128, 4, 4, fetched=512)
+"""The fastest of some twenty under each large weight of a model with hidden states of 4,096."""
 EXTENDED = DotShape(64, 64, 4, 6, 3)
 """The fastest of 23 for 64 rows, 4,352 outputs, and 4,096 or 14,336 elements."""
 EXTENDED_ROWS = (33, 64)
@@ -146,6 +151,20 @@ class Products:
         most = DOT_ROWS if weight.numel() <= LARGE_WEIGHT else LARGE_DOT_ROWS if gated else 0
         return x.numel() <= most * x.shape[-1]
 
+    def suits_large(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether `dot` by `LARGE`, where it makes all programs run at once, is faster under a large weight.
+
+        On Hopper alone: no other card was measured.
+        """
+        few = x.dtype != torch.float32 and x.numel() <= LARGE_DOT_ROWS * x.shape[-1]
+        return few and self._multiprocessors > 0 and weight.numel() > LARGE_WEIGHT
+
+    def large_parts(self, weight: torch.Tensor) -> int:
+        """Into how many parts the elements of a large weight [n, k] are cut so that all programs run at once."""
+        n, k = weight.shape
+        parts = RESIDENT * self._multiprocessors // cdiv(n, LARGE.outputs)
+        return max(1, min(parts, k // FEWEST_ELEMENTS))
+
     def suits_extended(self, x: torch.Tensor, weight: torch.Tensor, out_features: int) -> bool:
         """Whether `dot` by `EXTENDED` is faster than torch's library under a weight that had `out_features` rows.
 
@@ -168,18 +187,20 @@ class Products:
         *,
         in_parts: bool = False,
         shape: DotShape | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """``x @ weight.T + bias`` or ``activation(gate) * up`` of it on the matrix units, [parts, ..., outputs].
 
-        Several parts are float32; there is one, of x's dtype, unless they are allowed or a shape asks for them.
+        Several parts are float32; there is one, of `dtype` or x's, unless they are allowed or a shape asks for them.
         """
         x, (n, k) = x.contiguous(), weight.shape
         rows, gated = x.numel() // k, activation != "none"
         n = n // 2 if gated else n
         shape = shape or _dot_shape(n, rows, in_parts=in_parts)
         # One size fewer to compile where it gains nothing.
-        block_m = 16 if rows <= FEW_ROWS else 32 if gated and rows <= 32 else 64
-        out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else None)
+        large = gated or weight.numel() > LARGE_WEIGHT
+        block_m = 16 if rows <= FEW_ROWS else 32 if large and rows <= 32 else 64
+        out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else dtype)
         product_kernels.dot_linear[(cdiv(n, shape.outputs), cdiv(rows, block_m), shape.parts)](
             x,
             weight,
