@@ -3,7 +3,7 @@
     python benchmarks/lora_gpu.py benchmarks/models/llama-3.1-8b [--adapters 16] [--rank 16] [--requests 64]
         [--prompt 128] [--output 256] [--rounds 3] [--kernels] [--set lora.name=torch]
 
-All cases run in turn, round after round, in one engine whose graphs are captured without and with adapters; a request's
+All cases run in turn, round after round, in one engine with graphs for no adapter, for one and for several; a request's
 adapter is its number modulo the number of adapters. Figures are the medians of the rounds: output tokens per second of
 whole runs, prompts included, and microseconds of a decode step's graph by events.
 """

@@ -253,8 +253,8 @@ _ALL = (
         "N175",
         _R,
         "batch invariance",
-        "Bitwise equal results in any batch were asked for; the backend does not promise them.",
-        "Choose a backend that does, or give up the demand.",
+        "Bitwise equal results in any batch were asked for; the backend or plugin does not promise them.",
+        "Choose one that does, or give up the demand.",
     ),
     _code(
         "N176",
