@@ -124,15 +124,15 @@ def test_scales_are_calculated_from_the_first_step_and_stay(tmp_path: Path) -> N
     assert "calculated from the first step" in llm.plan.explain()
     largest: dict[int, tuple[float, float]] = {}
     backend = llm.engine.runner.router.groups[0].backend
-    original = backend.forward
+    original = backend.write
 
-    def forward(layer: AttentionLayer, query: Any, key: Any, value: Any, *rest: Any) -> Any:
+    def write(layer: AttentionLayer, key: Any, value: Any, *rest: Any) -> Any:
         largest.setdefault(layer.index, (float(key.abs().max()), float(value.abs().max())))
-        return original(layer, query, key, value, *rest)
+        return original(layer, key, value, *rest)
 
-    llm.engine.runner.router._routes = {  # type: ignore[assignment]
+    llm.engine.runner.router._routes = {
         index: (write, forward, cache, place)
-        for index, (write, _, cache, place) in llm.engine.runner.router._routes.items()
+        for index, (_, forward, cache, place) in llm.engine.runner.router._routes.items()
     }
     tokens_of(llm, PROMPTS)
     most = torch.finfo(E4M3).max / HEADROOM
