@@ -93,5 +93,5 @@ def test_captured_drafts_are_the_eager_ones(kind: str, requests: int) -> None:
         assert replays == (drafting.counts.proposals if captured else 0)
         shares.append(drafting.counts.accepted / drafting.counts.proposed)
     assert texts[0] == texts[1]
-    assert shares[0] > 0.3
+    assert shares[0] > (0.1 if kind == "medusa" else 0.3)  # Medusa's heads cannot copy, as attention can
     assert abs(shares[0] - shares[1]) < 0.02  # keys are split otherwise, which may decide a near tie

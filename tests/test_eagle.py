@@ -194,7 +194,7 @@ def test_sampled_texts_are_the_same(tiny: Tiny, engines: Engines, folder: Any, k
 # ---- the heads that ship
 
 
-@pytest.mark.parametrize(("kind", "least"), [("eagle", 2.2), ("eagle3", 2.6), ("medusa", 1.2)])
+@pytest.mark.parametrize(("kind", "least"), [("eagle", 2.2), ("eagle3", 2.6), ("medusa", 1.8)])
 def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) -> None:
     """On code that no training saw; the figures of training/README.md are those of 256 held-out places."""
     settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "memory": "16MiB", "max_model_len": 512}

@@ -79,10 +79,49 @@ def test_medusa_heads_may_have_projections_of_their_own(
     small = ["--steps", "3", "--batch", "2", "--context", "96", "--tokens", "400", "--prompts", "2", "--held-out", "2"]
     model = ROOT / "core" / "slotline" / "core" / "small_model"
     more = ["--device", "cpu", "--model", str(model), "--text", str(corpus), "--out", str(tmp_path / "medusa")]
-    heads.main(["medusa", *more, *small, "--draft-vocab-size", "300", "--layers", "3"])
+    heads.main(["medusa", *more, *small, "--draft-vocab-size", "300", "--layers", "3", "--optimizer", "muon"])
     settings: dict[str, Any] = {"drafter.name": "medusa", "drafter.path": str(tmp_path / "medusa")}
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **settings)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
     assert llm.engine.drafting is not None
     assert llm.engine.drafting.counts.failures == 0
     assert llm.engine.drafting.counts.proposed > 0
+
+
+def test_texts_come_from_processes_until_they_are_ended_and_prompts_may_have_other_names(
+    heads: Any, corpus: Path
+) -> None:
+    """Greedy texts are the model's own; a token is exchanged at all its places, and only for another name."""
+    model = str(ROOT / "core" / "slotline" / "core" / "small_model")
+    given = ["--device", "cpu", "--model", model, "--prompts", "4", "--context", "64", "--writers", "1"]
+    options = heads.parse_options(["medusa", *given, "--renamed", "0.5"])
+    tokenizer = heads.AutoTokenizer.from_pretrained(model)
+    text = heads.Text([file.read_text() for file in corpus.iterdir()], tokenizer, options)
+    try:
+        windows = text.sample(8, torch.Generator())
+    finally:
+        text.close()
+    assert (windows.shape, windows.dtype) == ((8, 64), torch.int64)
+    (first,) = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=64).generate(
+        [text.windows[0, :39].tolist()], SamplingParams(temperature=0, max_tokens=25, ignore_eos=True)
+    )
+    assert first.outputs[0].token_ids == text.windows[0, 39:].tolist()  # prompts have 39 tokens at most
+
+    renaming = importlib.import_module("text").Renaming(tokenizer)
+    prompts = torch.tensor([tokenizer.encode("value = first(value, second) + value * first\n" * 4)])
+    other = renaming(prompts, torch.Generator().manual_seed(0))
+    changed = prompts != other
+    assert 0 < changed.sum() < changed.numel()
+    pairs = {(a, b) for a, b in zip(prompts[0].tolist(), other[0].tolist(), strict=True)}
+    assert len(pairs) == len({a for a, _ in pairs})
+    words = [tokenizer.decode([b]).strip() for a, b in pairs if a != b]
+    assert all(word.isalpha() for word in words), words
+
+
+def test_muon_s_steps_have_equal_singular_values() -> None:
+    muon = importlib.import_module("muon")
+    weight = torch.nn.Parameter(torch.zeros(3, 2, 16, 16))
+    weight.grad = torch.randn(3, 2, 16, 16, generator=torch.Generator().manual_seed(0))
+    muon.Muon([weight], lr=1.0).step()
+    values = torch.linalg.svdvals(weight.detach()) / (0.2 * 16**0.5)
+    assert 0.4 < values.min() < values.max() < 1.3

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from eagle_trainer import EagleTrainer
 from medusa_trainer import MedusaTrainer
+from muon import Muon
 from small_model import collect, encode_documents, schedule
 from target import Target
-from text import Writer, prompts_of, write_text
+from text import Text, Writer, prompts_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -38,25 +39,31 @@ def most_frequent(windows: Tensor, vocab_size: int, count: int) -> Tensor:
     return frequencies.topk(min(count, vocab_size)).indices.sort().values
 
 
-def fit(trainer: Any, target: Target, windows: Tensor, options: argparse.Namespace) -> int:
+def fit(trainer: Any, target: Target, text: Text, options: argparse.Namespace) -> int:
     """Train until the time or the steps are used up; returns the steps."""
     matrices = [p for name, p in trainer.named_parameters() if p.ndim >= 2 and "bias" not in name]
     others = [p for name, p in trainer.named_parameters() if p.ndim < 2 or "bias" in name]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95))
+    groups = [{"params": others, "weight_decay": 0.0}]
+    optimizers: list[torch.optim.Optimizer] = []
+    if options.optimizer == "muon":
+        optimizers.append(Muon(matrices, lr=options.lr, weight_decay=options.weight_decay))
+    else:
+        groups.append({"params": matrices, "weight_decay": options.weight_decay})
+    optimizers.append(torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95)))
     generator, cuda = torch.Generator().manual_seed(options.seed), options.device == "cuda"
     loss_of = torch.compile(trainer.loss, dynamic=False) if options.compile else trainer.loss
     started, step, progress = time.monotonic(), 0, 0.0
     while progress < 1:
-        chosen = windows[torch.randint(len(windows), (options.batch,), generator=generator).to(windows.device)]
+        chosen = text.sample(options.batch, generator)
         with torch.autocast(options.device, torch.bfloat16, enabled=cuda):
             loss = loss_of(target, chosen, *target.states(chosen))
-        for group in optimizer.param_groups:
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = options.lr * schedule(progress)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         step += 1
         if step == 1:
             loss.item()
@@ -128,12 +135,14 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--text-seconds", type=float, default=25.0, help="time for the model to write text in")
     add("--tokens", type=int, default=12_000_000, help="or how much it writes at most")
     add("--prompts", type=int, default=2048 if cuda else 64, help="texts that a writer writes at a time")
-    add("--writers", type=int, default=1, help="processes that write; each has an engine")
+    add("--writers", type=int, default=0, help="processes that write while heads train; 0: this one, before")
+    add("--renamed", type=float, default=0.0, help="share of prompts whose names are exchanged for others")
     add("--memory", default="8GiB" if cuda else "256MiB", help="keys and values of a writer's engine")
     add("--context", type=int, default=512, help="tokens of a window")
     add("--batch", type=int, default=32, help="windows in a step")
     add("--drafts", type=int, default=4, help="tokens drafted in a row")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
+    add("--optimizer", choices=["adamw", "muon"], default="adamw", help="of matrices; muon suits Medusa's blocks")
     add("--weight-decay", type=float, default=0.05)
     add("--intermediate-size", type=int, default=0, help="of an EAGLE head's MLP; the model's by default")
     add("--layer-ids", type=int, nargs="+", help="the model's layers, from 0, whose inputs EAGLE-3 reads")
@@ -160,15 +169,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     count = int(json.loads((options.model / "config.json").read_text())["num_hidden_layers"])
     target = Target(options.model, options.device, tuple(options.layer_ids or (2, count // 2, count - 3)))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    windows = write_text([*corpus.train["library"], *corpus.train["test"]], tokenizer, options)
-    print(f"{windows.numel():,} tokens to learn from after {time.monotonic() - started:.0f} s", flush=True)
-    kept = most_frequent(windows, target.config.vocab_size, options.draft_vocab_size)
+    text = Text([*corpus.train["library"], *corpus.train["test"]], tokenizer, options)
+    print(f"{text.windows.numel():,} tokens to learn from after {time.monotonic() - started:.0f} s", flush=True)
+    kept = most_frequent(text.windows, target.config.vocab_size, options.draft_vocab_size)
     trainer = TRAINERS[options.kind](options.kind, target, options, kept).to(options.device)
-    steps = fit(trainer, target, windows, options)
+    steps = fit(trainer, target, text, options)
+    text.close()
     trainer.save(options.out)
-    held_out = [text for texts in corpus.held_out.values() for text in texts]
+    held_out = [one for texts in corpus.held_out.values() for one in texts]
     results = measure(trainer, target, held_out, tokenizer, options)
-    results |= {"steps": steps, "training_tokens": windows.numel(), "seconds": round(time.monotonic() - started)}
+    results |= {"steps": steps, "training_tokens": text.windows.numel(), "seconds": round(time.monotonic() - started)}
     (options.out / "metrics.json").write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
     print(json.dumps(results))
     return results
