@@ -2,22 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
-
 from torch import Tensor
-
-
-class Start(IntEnum):
-    """What a kernel does first.
-
-    LAST: wait, then let the kernel behind start. So when any kernel behind starts, all in front of this one has ended.
-    EARLY: let the kernel behind start, then wait.
-    AHEAD: let the kernel behind start, and read slots and states before it waits.
-    """
-
-    LAST = 0
-    EARLY = 1
-    AHEAD = 2
 
 
 class Order:
@@ -25,9 +10,9 @@ class Order:
 
     A kernel starts once every program of the one in front has said that it may, which most kernels do first thing; so
     any number of kernels in front may still run, and what they write may not be there before the wait. A launch that
-    may not read ahead says so only behind its wait (`Start.LAST`), and then everything in front of it has ended when
-    any kernel behind it starts; it itself may not have. States may hence be read ahead if they were written before the
-    last such launch.
+    may not read ahead says so only behind its wait, and then everything in front of it has ended when any kernel
+    behind it starts; it itself may not have. States may hence be read ahead if they were written before the last such
+    launch.
 
     That one is the first launch behind the begin of a step (the batch's slots are new, and anybody may have written
     states between two steps), behind a prompt, a copy or a return from drafts; and every launch for states that were

@@ -11,7 +11,6 @@ from attrs import frozen
 from torch import Tensor
 
 from slotline.backends.triton_state.kernels import common
-from slotline.backends.triton_state.order import Start
 
 Tensors = Mapping[str, Tensor]
 CLEAR = 1024
@@ -44,9 +43,8 @@ class Rows:
         """Options of a launch of so many programs, which reads ahead if they are at most `most` a multiprocessor; what
         the device has not is not named.
         """
-        pays = programs <= most * self.cores
-        start = Start.LAST if not self.ahead else Start.AHEAD if pays else Start.EARLY
-        options: dict[str, int | bool] = {"start": int(start), "early": self.early}
+        ahead = programs <= most * self.cores
+        options: dict[str, int | bool] = {"waits": int(not self.ahead), "early": self.early, "ahead": ahead}
         return {**options, "launch_pdl": True} if self.early else options
 
     @property

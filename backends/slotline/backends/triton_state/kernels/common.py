@@ -80,18 +80,21 @@ def time_step(dt, low, high, has_softplus: tl.constexpr, has_limit: tl.constexpr
 
 
 @triton.jit
-def before_states(start):
-    """In a kernel that may start while the one in front ends: let the one behind start, and wait, as `start` says (see
-    `order.Start`).
+def before_states(waits, ahead: tl.constexpr):
+    """In a kernel that may start while the one in front ends: let the one behind start; if it `waits`, not before all
+    in front has ended. Slots and states are read before the kernel's own wait if `ahead`. `order.Order` says when.
     """
-    if start == 0:
+    if waits != 0:
         gdc_wait()
     gdc_launch_dependents()
-    if start == 1:
+    if not ahead:
         gdc_wait()
 
 
 @triton.jit
-def before_inputs():
-    """Wait for what is in front: nothing of the step's own may be read before, and nothing written."""
-    gdc_wait()
+def before_inputs(ahead: tl.constexpr):
+    """Wait for what is in front: nothing of the step's own may be read before, and nothing written. A second wait would
+    hold up what follows until the states have come.
+    """
+    if ahead:
+        gdc_wait()

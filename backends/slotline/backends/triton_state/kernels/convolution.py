@@ -11,7 +11,7 @@ import triton.language as tl
 from slotline.backends.triton_state.kernels.common import before_inputs, before_states, find_chunk, limit, silu
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["waits"])
 def update(
     x,
     weight,
@@ -25,19 +25,20 @@ def update(
     s_channel,
     s_tap,
     channels,
-    start,
+    waits,
     width: tl.constexpr,
     block: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
     early: tl.constexpr,
+    ahead: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (requests, blocks of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels
     if early:
-        before_states(start)
+        before_states(waits, ahead)
     slot = tl.load(slots + row).to(tl.int64)
     kept = channel < tl.where(slot >= 0, channels, 0)
     known = kept & (channel < limit(has_state + row, channels))
@@ -46,7 +47,7 @@ def update(
     for tap in tl.static_range(width - 1):
         window = window + (tl.load(state + tap * s_tap, mask=known, other=0.0),)
     if early:
-        before_inputs()
+        before_inputs(ahead)
     window = window + (tl.load(x + row * x_token + channel, mask=inside, other=0.0),)
     acc = tl.zeros([block], tl.float32)
     if has_bias:
@@ -75,7 +76,7 @@ def _bits(words, index: tl.constexpr, place: tl.constexpr):
     return ((words[index // 4] >> (index % 4 * 16)) & 0xFFFF) << (place * 16)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["waits"])
 def update_words(
     x,
     weight,
@@ -87,12 +88,13 @@ def update_words(
     x_token,
     s_slot,
     words,
-    start,
+    waits,
     width: tl.constexpr,
     block: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
     early: tl.constexpr,
+    ahead: tl.constexpr,
 ):
     """As `update` with numbers of 16 bits, of which four channels' are read at a time: their taps are whole words.
 
@@ -105,7 +107,7 @@ def update_words(
     word = tl.program_id(1) * block + tl.arange(0, block)
     inside = word < words
     if early:
-        before_states(start)
+        before_states(waits, ahead)
     slot = tl.load(slots + row).to(tl.int64)
     kept = word < tl.where(slot >= 0, words, 0)
     known = kept & (word < limit(has_state + row, words))
@@ -114,7 +116,7 @@ def update_words(
     for tap in tl.static_range(width - 1):
         window = window + (tl.load(taps + tap, mask=known, other=0),)
     if early:
-        before_inputs()
+        before_inputs(ahead)
     new = (tl.load(x.to(whole, bitcast=True) + row * x_token + word, mask=inside, other=0),)
     factors_at = weight.to(whole, bitcast=True) + word * width
     for tap in tl.static_range(width):

@@ -24,7 +24,7 @@ def _inverse_length(vectors, normed: tl.constexpr):
     return squares * 0.0 + 1.0
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["waits"])
 def update(
     q,
     k,
@@ -47,13 +47,14 @@ def update(
     s_slot,
     num_heads,
     group,
-    start,
+    waits,
     size_k: tl.constexpr,
     size_v: tl.constexpr,
     padded_k: tl.constexpr,
     block: tl.constexpr,
     normed: tl.constexpr,
     early: tl.constexpr,
+    ahead: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of a value head, value heads, requests)."""
     head = tl.program_id(1)
@@ -61,14 +62,14 @@ def update(
     dim, dim_k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded_k)
     inside, real = dim < size_v, dim_k < size_k
     if early:
-        before_states(start)
+        before_states(waits, ahead)
     slot = tl.load(slots + row).to(tl.int64)
     here = (dim_k < tl.where(slot >= 0, size_k, 0))[:, None] & inside[None, :]
     place = state + slot * s_slot + head * size_k * size_v + dim_k[:, None] * size_v + dim[None, :]
     known = here & (dim_k < limit(has_state + row, size_k))[:, None]
     s = tl.load(place, mask=known, other=0.0).to(tl.float32)
     if early:
-        before_inputs()
+        before_inputs(ahead)
     own = head // group
     query = tl.load(q + row * q_token + own * q_head + dim_k, mask=real, other=0.0).to(tl.float32)
     key = tl.load(k + row * k_token + own * k_head + dim_k, mask=real, other=0.0).to(tl.float32)

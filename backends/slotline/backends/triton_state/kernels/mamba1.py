@@ -18,7 +18,7 @@ from slotline.backends.triton_state.kernels.common import (
 )
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["waits"])
 def update(
     x,
     dt,
@@ -41,7 +41,7 @@ def update(
     z_token,
     s_slot,
     channels,
-    start,
+    waits,
     size: tl.constexpr,
     padded: tl.constexpr,
     block: tl.constexpr,
@@ -51,6 +51,7 @@ def update(
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
     early: tl.constexpr,
+    ahead: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of channels, requests)."""
     row = tl.program_id(1).to(tl.int64)
@@ -60,7 +61,7 @@ def update(
     here = inside[:, None] & real[None, :]
     place = channel[:, None] * size + column[None, :]
     if early:
-        before_states(start)
+        before_states(waits, ahead)
     # All is asked for before anything is stored, behind which no load could be moved, and no branch makes what needs no
     # slot wait for it.
     slot = tl.load(slots + row).to(tl.int64)
@@ -69,7 +70,7 @@ def update(
     known = here & (column < tl.minimum(kept, limit(has_state + row, size)))[None, :]
     h = tl.load(held, mask=known, other=0.0).to(tl.float32)
     if early:
-        before_inputs()
+        before_inputs(ahead)
     rates = tl.load(rate + place, mask=here, other=0.0) * 1.4426950408889634
     d = tl.load(dt + row * dt_token + channel, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)

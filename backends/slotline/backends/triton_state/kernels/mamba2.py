@@ -23,7 +23,7 @@ from slotline.backends.triton_state.kernels.common import (
 )
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["waits"])
 def update(
     x,
     dt,
@@ -51,7 +51,7 @@ def update(
     s_slot,
     num_heads,
     group,
-    start,
+    waits,
     head_size: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
@@ -62,6 +62,7 @@ def update(
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
     early: tl.constexpr,
+    ahead: tl.constexpr,
 ):
     """One token of each request: token r is request r's. Grid: (blocks of a head's rows, heads, requests)."""
     head = tl.program_id(1)
@@ -70,14 +71,14 @@ def update(
     column = tl.arange(0, padded)
     inside, real = dim < head_size, column < size
     if early:
-        before_states(start)
+        before_states(waits, ahead)
     slot = tl.load(slots + row).to(tl.int64)
     here = inside[:, None] & (column < tl.where(slot >= 0, size, 0))[None, :]
     place = state + slot * s_slot + head * head_size * size + dim[:, None] * size + column[None, :]
     known = here & (column < limit(has_state + row, size))[None, :]
     h = tl.load(place, mask=known, other=0.0).to(tl.float32)
     if early:
-        before_inputs()
+        before_inputs(ahead)
     d = tl.load(dt + row * dt_token + head).to(tl.float32)
     if has_bias:
         d += tl.load(dt_bias + head)
