@@ -64,6 +64,35 @@ def test_multi_token_prediction_layers_draft_what_their_formula_says(
     assert agree(seen[::6], mtp_checkpoints.Expected(path, family), 128) > 0.95  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("family", mtp_checkpoints.FAMILIES)
+def test_captured_multi_token_prediction_layers_draft_as_eager_ones(
+    tiny: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """In bfloat16, in which experts do not wait for the host; random layers guess little, but always the same."""
+    path = mtp_checkpoints.build(tmp_path / family, tiny(family), family)
+    settings = {**SETTINGS, "dtype": "bfloat16", "max_model_len": 256, "max_num_batched_tokens": 64}
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    given = []
+    for captured in (False, True):
+        llm = LLM(path, **settings, **{"drafter.name": "mtp", "drafter.tokens": 3, "drafter.graphs": captured})
+        drafting = llm.engine.drafting
+        assert drafting is not None
+        assert (drafting.graphs is not None) == captured
+        proposals, ask = list[torch.Tensor](), drafting.ask
+
+        def keep(*args: Any, proposals: Any = proposals, ask: Any = ask) -> Any:
+            draft = ask(*args)
+            proposals.append(draft.token_ids.clone())
+            return draft
+
+        drafting.ask = keep  # type: ignore[method-assign]
+        tokens_of(llm, random_prompts((7,), seed=4), params)  # alone: equal steps until a near tie
+        assert drafting.counts.failures == 0, drafting.counts.last_failure
+        given.append(torch.cat(proposals[1:9]).cpu())
+        del llm, drafting
+    assert (given[0] == given[1]).float().mean() > 0.8
+
+
 @pytest.mark.parametrize("kind", ["eagle", "eagle3", "draft_model", "medusa"])
 @pytest.mark.parametrize("requests", [1, 5, 13])
 def test_captured_drafts_are_the_eager_ones(kind: str, requests: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.capability import Max, Set
+from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts import DrafterCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -17,6 +17,7 @@ descriptor = Descriptor(
         needs_computed=True,
         needs_kv_group=True,
         on_device=True,
+        graphs=Flag(True),  # the layer is of the model's own kind: what forbids its capture forbids the model's
     ),
     factory="slotline.proposers.mtp.drafter:MtpDrafter",
 )
