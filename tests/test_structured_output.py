@@ -207,6 +207,7 @@ def test_masks_are_made_while_the_forward_pass_runs(
         fill(*arguments)
         made.set()
 
+    monkeypatch.setattr("slotline.core.sampling.structured_output.WORTH_A_THREAD", 1)
     monkeypatch.setattr(llm.engine.runner, "forward", runs)
     monkeypatch.setattr(backend, "fill", fills)
     (output,) = llm.generate(PROMPTS[:1], params("json"))

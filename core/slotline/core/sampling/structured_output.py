@@ -1,9 +1,9 @@
 """Structured output: which tokens a request's grammar lets come next, by permanent row.
 
-The masks of a step are made while its forward pass runs: in a thread of their own where every token before them is
-known when it starts, else, under asynchronous scheduling, once those are handed out, while the device is busy. Drafts
-are walked, one mask for each, and the state goes back to where it was. A grammar advances by the tokens that are handed
-out and by nothing else, so preemption and rejected drafts need no care.
+The masks of a step are made while its forward pass runs: where every token before them is known when it starts, in a
+thread of their own if they are many; else, under asynchronous scheduling, once those are handed out, while the device
+is busy. Drafts are walked, one mask for each, and the state goes back to where it was. A grammar advances by the tokens
+that are handed out and by nothing else, so preemption and rejected drafts need no care.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from slotline.registry.loading import label_of, resolve_factory, typed_failures
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
+WORTH_A_THREAD = 2**21
+"""Bits of masks: fewer are made in less time than two threads lose to each other."""
 
 
 class StructuredOutputs:
@@ -112,7 +114,8 @@ class StructuredOutputs:
     def begin(self, inputs: StepInputs, *, beside: bool = False) -> StepMasks | None:
         """Ask for the masks of a step's logits; None where none of its rows has a grammar.
 
-        All tokens before must be known. `beside` has a thread make the masks while the caller does other things.
+        All tokens before must be known. `beside` has a thread make the masks while the caller does other things, if
+        they are worth it.
         """
         rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
         masked = self.active[rows]
@@ -135,7 +138,7 @@ class StructuredOutputs:
             firsts=firsts,
             counts=counts,
         )
-        if beside:
+        if beside and len(places) * self._vocab_size >= WORTH_A_THREAD:
             masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 

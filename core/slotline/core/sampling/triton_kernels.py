@@ -307,16 +307,16 @@ def _choose(peaks, pivot, groups, chosen):
 @triton.jit
 def _look(logits, packed, chosen, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr):
     """The weight of the chosen groups' logits above the bound, how many they are, and the smallest of them."""
-    mass = tl.zeros([tile, group], tl.float32)
-    count = tl.zeros([tile, group], tl.int32)
-    least = tl.full([tile, group], float("inf"), tl.float32)
+    mass = tl.sum(tl.zeros([tile], tl.float64), 0)
+    count = 0
+    least = float("inf")
     for start in range(0, looked_at, tile):
         y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
         above = y > bound
-        mass += tl.where(above, _weights(y, most), 0.0)
-        count += above.to(tl.int32)
-        least = tl.minimum(least, tl.where(above, y, float("inf")))
-    return _total(mass), tl.sum(tl.sum(count, 1), 0), tl.min(tl.min(least, 1), 0)
+        mass += _total(tl.where(above, _weights(y, most), 0.0))
+        count += tl.sum(tl.sum(above.to(tl.int32), 1), 0)
+        least = tl.minimum(least, tl.min(tl.min(tl.where(above, y, float("inf")), 1), 0))
+    return mass, count, least
 
 
 @triton.jit
@@ -401,16 +401,20 @@ def _near_the_end(
     above = tl.zeros([tile, group], tl.float32)
     between = tl.zeros([tile, group], tl.float32)
     count = 0
+    following = _tile(logits, packed, chosen, 0, looked_at, vocab_size, group, tile)
     for start in range(0, looked_at, tile):
-        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
+        y = following  # the next ones come while these are summed up
+        following = _tile(logits, packed, chosen, start + tile, looked_at, vocab_size, group, tile)
         weight = _weights(y, most)
         above += tl.where(y > high, weight, 0.0)
         inside = (y > low) & (y <= high)
         between += tl.where(inside, weight, 0.0)
-        flat = tl.reshape(inside, [tile * group]).to(tl.int32)
-        place = count + tl.cumsum(flat, 0) - 1
-        tl.store(near + place, tl.reshape(y, [tile * group]), (flat != 0) & (place < room))
-        count += tl.sum(flat, 0)
+        listed = inside.to(tl.int32)
+        in_groups = tl.sum(listed, 1)
+        before = count + tl.cumsum(in_groups, 0) - in_groups  # [tile]
+        place = before[:, None] + tl.cumsum(listed, 1) - 1
+        tl.store(near + place, y, inside & (place < room))
+        count += tl.sum(in_groups, 0)
     tl.debug_barrier()
     mass_above = _total(above)
     all_mass = mass_above + _total(between)
@@ -440,36 +444,29 @@ def _estimate(
     weight = tl.where(y >= counted, _weights(y, most), 0.0)
     scale = looked_at.to(tl.float32) / size  # of the weight of all to the sample's
     rest = rest.to(tl.float32) / scale
-    middle, _ = _below_both(y, weight, bound, most, rest, rest)
+    below = tl.maximum(_unkey(tl.maximum(_key(bound) - 1, LOWEST)), most - 104)  # exp(-104) is 0
+    step = (most - below) / 4096
+    middle = below + _steps_below(y, weight, below, step, rest, 7) * step
     lower = tl.where(y <= middle, weight, 0.0)
     mean = tl.sum(tl.sum(lower, 1), 0) / (size * group)
     variance = tl.sum(tl.sum(lower * lower, 1), 0) - mean * mean * (size * group)
     error = 4.5 * tl.sqrt(tl.maximum(variance, 0.0))
-    low, high = _below_both(y, weight, bound, most, rest - error, rest + error)
-    return low, high
+    low = below + _steps_below(y, weight, below, step, rest - error, 12) * step
+    high = below + (_steps_below(y, weight, below, step, rest + error, 12) + 1) * step
+    return low, tl.where(high < most - step, high, most)  # where most is infinite, step is no number
 
 
 @triton.jit
-def _below_both(y, weight, bound, most, first, second):
-    """A number up to which the sample's logits weigh at most `first`, and one up to which they weigh at least `second`,
-    or the ends of the row, to 1/4,096 of what lies between these.
-    """
-    below = tl.maximum(_unkey(tl.maximum(_key(bound) - 1, LOWEST)), most - 104)  # exp(-104) is 0
-    step = (most - below) / 4096
+def _steps_below(y, weight, below, step, amount, rounds: tl.constexpr):
+    """How many of 4,096 steps from `below` lead to a number up to which a sample's logits weigh at most the amount."""
     low = 0
     high = 4096
-    other_low = 0
-    other_high = 4096
-    for _ in range(12):
+    for _ in range(rounds):
         middle = (low + high) // 2
-        mass = tl.sum(tl.sum(tl.where(y <= below + middle * step, weight, 0.0), 1), 0)
-        low = tl.where(mass <= first, middle, low)
-        high = tl.where(mass <= first, high, middle)
-        middle = (other_low + other_high) // 2
-        mass = tl.sum(tl.sum(tl.where(y <= below + middle * step, weight, 0.0), 1), 0)
-        other_low = tl.where(mass < second, middle, other_low)
-        other_high = tl.where(mass < second, other_high, middle)
-    return below + low * step, tl.where(other_high == 4096, most, below + other_high * step)
+        fits = tl.sum(tl.sum(tl.where(y <= below + middle * step, weight, 0.0), 1), 0) <= amount
+        low = tl.where(fits, middle, low)
+        high = tl.where(fits, high, middle)
+    return low
 
 
 @triton.jit
@@ -497,8 +494,10 @@ def _kept_masses(
     logits, packed, chosen, sums, looked_at, vocab_size, most, bound, group: tl.constexpr, tile: tl.constexpr
 ):
     """The weight that each chosen group keeps, to `sums`, by place in the list."""
+    following = _tile(logits, packed, chosen, 0, looked_at, vocab_size, group, tile)
     for start in range(0, looked_at, tile):
-        y = _tile(logits, packed, chosen, start, looked_at, vocab_size, group, tile)
+        y = following  # the next ones come while these are summed up
+        following = _tile(logits, packed, chosen, start + tile, looked_at, vocab_size, group, tile)
         places = start + tl.arange(0, tile)
         kept = tl.sum(tl.where(y >= bound, _weights(y, most), 0.0), 1)
         tl.store(sums + places, kept, places < looked_at)

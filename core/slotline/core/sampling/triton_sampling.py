@@ -10,8 +10,10 @@ group's softmax mass. The second, one program for each row, looks again only at 
 * min-p: the groups whose maximum reaches the floor.
 
 Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so that equal
-logits stay or go together; where it looks at most of a row, by false position, in half as many steps. The draw walks
-the groups' kept masses in token order, then the tokens of one group.
+logits stay or go together. Where a nucleus is sought among most of a row, a sample of the groups says between which two
+numbers it ends; one pass sums up what lies above and lists what lies between, and bisection goes over that list. An
+estimate that was wrong, or a list that is too long, costs time: bisection goes over all groups then. The draw walks the
+groups' kept masses in token order, then the tokens of one group.
 """
 
 from __future__ import annotations

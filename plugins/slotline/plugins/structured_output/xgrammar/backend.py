@@ -31,7 +31,7 @@ _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) i
 class XGrammarBackend:
     """Compiles with one `GrammarCompiler`; the states of a step are asked in a few threads.
 
-    Not in XGrammar's own, which it starts and ends for each step: that takes milliseconds.
+    Not in XGrammar's own, which cost a step of few masks more than these do: 3 ms on two busy cores.
     """
 
     def __init__(self, context: StructuredOutputContext) -> None:
