@@ -6,9 +6,12 @@ import json
 import re
 import threading
 from collections.abc import Callable
+from importlib import import_module
+from time import sleep
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 import torch
 from test_drafting import drafted_by
@@ -214,6 +217,62 @@ def test_masks_are_made_while_the_forward_pass_runs(
     is_person(output.outputs[0].text)
     assert len(seen) > 5
     assert all(seen)
+
+
+def test_a_step_that_fails_leaves_no_thread_with_its_grammars(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States have one user at a time: those of a step whose forward pass failed are let go of by the masks' thread."""
+    llm = engine(engines, "xgrammar")
+    llm.generate(PROMPTS, params("json"))  # the plugin is built
+    began, filled = threading.Event(), list[bool]()
+    backend = llm.engine.grammars.compiler.backend
+    fill = backend.fill
+
+    def fills_slowly(*arguments: Any) -> None:
+        began.set()
+        sleep(0.3)
+        fill(*arguments)
+        filled.append(True)
+
+    def fails(*_arguments: Any, **_settings: Any) -> Any:
+        assert began.wait(10)
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("slotline.core.sampling.structured_output.WORTH_A_THREAD", 1)
+        patched.setattr(llm.engine.runner, "forward", fails)
+        patched.setattr(backend, "fill", fills_slowly)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            llm.generate(PROMPTS[:1], params("json"))
+        assert filled == [True]
+    (output,) = llm.generate(PROMPTS[:1], params("json"))
+    is_person(output.outputs[0].text)
+
+
+def test_masks_that_fail_in_one_thread_are_nobody_s_any_more(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core asks again for each state alone, so XGrammar's other threads must be done with theirs."""
+    llm = engine(engines, "xgrammar", **{"structured_output.xgrammar.mask_threads": 2})
+    llm.generate(PROMPTS, params("json"))
+    backend = llm.engine.grammars.compiler.backend
+    grammar = backend.compile(CONSTRAINTS["regex"][0].constraint)
+    states, done = [backend.start(grammar) for _ in range(2)], list[bool]()
+
+    def slow_or_failing(batch: Any, states: Any, places: Any, bitmask: Any) -> None:
+        if batch is backend._matchers[0]:
+            raise RuntimeError("cannot fill")
+        sleep(0.3)
+        fill(batch, states, places, bitmask)
+        done.append(True)
+
+    module = "slotline.plugins.structured_output.xgrammar.backend"
+    fill = import_module(module)._fill
+    monkeypatch.setattr(f"{module}._fill", slow_or_failing)
+    monkeypatch.setattr(backend, "_fewest", 1)
+    words = -(-llm.engine.limits.vocab_size // 32)
+    with pytest.raises(RuntimeError, match="cannot fill"):
+        backend.fill(states, [[], []], [0, 1], np.full((2, words), -1, np.int32))
+    assert done == [True]
 
 
 @pytest.mark.parametrize("mode", MODES)

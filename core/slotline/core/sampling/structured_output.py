@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,7 @@ class StructuredOutputs:
         self._eos_token_ids = eos_token_ids
         self._states: list[GrammarState | None] = [None] * rows.max_requests
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="slotline-masks")
+        self._filling: Future[None] | None = None
 
     def validate(self, request: Request) -> None:
         """Refuse what the plugin cannot do, as far as that can be seen at once.
@@ -107,6 +108,7 @@ class StructuredOutputs:
         """The request leaves, be it from a row or before it got one."""
         if request.params.structured_outputs is not None:
             self.compiler.forget(request)
+            self._settle()
             if request.row >= 0:
                 self._states[request.row] = None
                 self.active[request.row] = False
@@ -117,6 +119,7 @@ class StructuredOutputs:
         All tokens before must be known. `beside` has a thread make the masks while the caller does other things, if
         they are worth it.
         """
+        self._settle()
         rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
         masked = self.active[rows]
         if not masked.any():
@@ -139,7 +142,7 @@ class StructuredOutputs:
             counts=counts,
         )
         if beside and len(places) * self._vocab_size >= WORTH_A_THREAD:
-            masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
+            self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 
     def apply(self, processed: Processed, masks: StepMasks | None, *, keep_raw: bool) -> Processed:
@@ -208,6 +211,12 @@ class StructuredOutputs:
             except Exception:  # a plugin's code may raise anything; a mask that fails ends the request
                 logger.exception("structured-output plugin %r failed on drafts", self.name)
                 self._rows.num_drafts[row] = 0
+
+    def _settle(self) -> None:
+        """Wait for the masks of a step that nobody applied, since its forward pass failed: states have one user."""
+        if self._filling is not None:
+            wait([self._filling])
+            self._filling = None
 
     def _drafts(self, row: int) -> list[int]:
         known = int(self._rows.num_tokens[row])

@@ -219,6 +219,9 @@ class StructuredOutput(Protocol):
     ) -> None:
         """Write which tokens may come next.
 
+        Called by one thread at a time, but not always by the one that advances the states. Where it fails, it is called
+        again for each state alone, so none may be in use any more when it raises.
+
         Args:
             states: the requests'; none stands twice.
             drafts: for each, tokens assumed behind its text, or none. The states are the same afterwards.

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,10 @@ class XGrammarBackend:
             self._pool.submit(_fill, batch, states[at : at + size], places[at : at + size], bitmask)
             for batch, at in zip(self._matchers[1:], range(size, len(states), size), strict=False)
         ]
-        _fill(self._matchers[0], states[:size], places[:size], bitmask)
+        try:
+            _fill(self._matchers[0], states[:size], places[:size], bitmask)
+        finally:
+            wait(others)  # whoever asks again for each state alone must be its only user
         for other in others:
             other.result()
         filled = list(places)
