@@ -13,6 +13,8 @@ from attrs import evolve
 from engine_driver import GREEDY, random_prompts, tokens_of
 from head_folders import build as build_head
 from lora_cases import PeftOracle
+from test_medusa import heads_of, written
+from tiny_models import VOCAB_SIZE
 
 from slotline.core import LLM
 
@@ -107,6 +109,22 @@ def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> 
     assert tokens_of(llm, prompts) == [greedy(tiny("llama"), prompt, 20) for prompt in prompts]
     assert llm.engine.drafting is not None
     assert llm.engine.drafting.counts.accepted > 0
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", "flex"])
+@pytest.mark.behaviour(74)
+def test_a_tree_of_drafts_is_wanted_beside_chunks(
+    backend: str, tiny: Tiny, engines: Engines, greedy: Greedy, tmp_path: Path
+) -> None:
+    heads = written(tmp_path / "heads", heads_of(64, VOCAB_SIZE), "shared")
+    drafter = {"drafter.name": "medusa_tree", "drafter.path": str(heads), "drafter.tokens": 4}
+    llm = engines(tiny("llama"), backend=backend, **CHUNKS, **drafter)
+    with attended(llm) as seen:
+        assert tokens_of(llm, PROMPTS) == [greedy(tiny("llama"), prompt, 20) for prompt in PROMPTS]
+    first, last = last_of(seen)
+    assert any(1 + 4 < few < every for few, every in zip(last, first, strict=False))  # drafts, and a chunk beside them
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.proposed > 0
 
 
 def test_text_is_the_same_where_steps_overlap(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:

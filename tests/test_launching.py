@@ -53,6 +53,9 @@ def test_equal_arguments_take_the_compiled_kernel_and_others_do_not() -> None:
         (x.half(), 8, 0.5, 4),
         (x[1:], 8, 0.5, 4),  # not at a multiple of 16 bytes
         (x, 8, 0.5, 8),
+        (x, 8.0, 0.5, 4),  # Triton compiles another kernel for a number of another type
+        (x, True, 0.5, 4),
+        (x, 1, 0.5, 4),
     ]
     for tensor, number, factor, warps in others:
         launcher((4,), tensor, number, factor, num_warps=warps)

@@ -31,8 +31,9 @@ class Launcher:
     """Launches one kernel.
 
     The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
-    dtypes and alignment and on the numbers, all of which a later launch must share to take the same one. Descriptors
-    (`Boxes`) are taken for alike: a launcher belongs to an object that has one device and one dtype.
+    dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal and not alike), all of which a
+    later launch must share to take the same one. Descriptors (`Boxes`) are taken for alike: a launcher belongs to an
+    object that has one device and one dtype.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.
@@ -42,7 +43,7 @@ class Launcher:
         self._kernel = kernel
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
         self._tensors: tuple[int, ...] | None = None  # places of tensors among the arguments
-        self._numbers: Callable[[tuple[Any, ...]], Any] = tuple
+        self._numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         """Launch it over a grid.
@@ -58,7 +59,8 @@ class Launcher:
         for place in self._tensors or ():
             tensor = arguments[place]
             found += (tensor.device, tensor.dtype, tensor.data_ptr() & 15)
-        key = (*found, self._numbers(arguments))
+        numbers = self._numbers(arguments)
+        key = (*found, *map(type, numbers), numbers)
         launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments)
@@ -75,7 +77,7 @@ class Launcher:
         self._tensors = tuple(i for i in places if isinstance(arguments[i], torch.Tensor))
         boxes = [i for i in places if hasattr(arguments[i], "block_shape")]
         rest = [i for i in places if i not in self._tensors and i not in boxes]
-        self._numbers = itemgetter(*rest) if rest else lambda _: ()
+        self._numbers = itemgetter(*rest) if len(rest) > 1 else lambda given: tuple(given[i] for i in rest)
 
 
 class Boxes:
