@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.scheduling.rows import Rows
+from slotline.core.uploads import sent
 from slotline.registry.contracts import Pooler, PoolingParams
 from slotline.registry.errors import ContractError, RequestError
 
@@ -130,10 +131,10 @@ class _Kept:
         that starts over after preemption has not: what its first attempt left, or another's, does not count.
         """
         states = self._states
-        begun = _upload(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
-        rows = _upload(inputs.rows, states.device)
+        begun = sent(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
+        rows = sent(inputs.rows, states.device)
         states[rows] = merge(states[rows], begun[:, None])
-        return states[_upload(inputs.logits_rows, states.device)]
+        return states[sent(inputs.logits_rows, states.device)]
 
 
 class FirstToken:
@@ -169,21 +170,15 @@ class Mean:
 
     def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
         """The step's sums by request, added to those of its earlier chunks, all in float32."""
-        counts = _upload(inputs.num_scheduled, hidden.device)
+        counts = sent(inputs.num_scheduled, hidden.device)
         # `unsafe` leaves out a check of the counts that would wait for the device.
         sums = torch.segment_reduce(hidden[: inputs.num_tokens].float(), "sum", lengths=counts, axis=0, unsafe=True)
         done = self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, 0.0) + sums)
         lengths = np.maximum(self._rows.num_tokens[inputs.logits_rows], 1)  # dummy rows have no tokens
-        return done / _upload(lengths, hidden.device)[:, None]
+        return done / sent(lengths, hidden.device)[:, None]
 
 
 _GATHERERS: Mapping[str, type[Gatherer]] = {"last": LastToken, "cls": FirstToken, "mean": Mean}
-
-
-def _upload(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """The array on the device; through pinned memory, since a copy from any other may wait for the device."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def params_by_task(

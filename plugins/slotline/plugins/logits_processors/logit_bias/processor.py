@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from slotline.core.uploads import sent
 from slotline.plugins.logits_processors.row_values import RowValues
-from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.uploads import sent
 from slotline.plugins.logits_processors.thinking_budget.options import ThinkingBudgetOptions
-from slotline.plugins.logits_processors.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slotline.core.sampling.sampler import uniforms
-from slotline.plugins.logits_processors.uploads import sent
+from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 

@@ -1,4 +1,4 @@
-"""How arrays of the host get to the logits' device."""
+"""How small arrays of the host get to a device, for parts of ours and of plugins that have no staging buffer."""
 
 from __future__ import annotations
 
