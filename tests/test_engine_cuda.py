@@ -50,6 +50,9 @@ def test_seeded_text_on_the_gpu_does_not_depend_on_the_batch(tmp_path: Path) -> 
 
 @pytest.mark.behaviour(142)
 def test_the_pool_takes_the_share_of_the_card_that_is_asked_for(tmp_path: Path) -> None:
+    free, total = torch.cuda.mem_get_info()
+    if total - free > 0.02 * total:
+        pytest.skip("other programs hold memory of this card, and their share counts")
     path = tiny_models.build("llama", tmp_path, 0)
     llm = engine(path, "cuda", memory=0.05, max_num_seqs=4096)
     total = torch.cuda.get_device_properties(0).total_memory

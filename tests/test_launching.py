@@ -62,6 +62,14 @@ def test_equal_arguments_take_the_compiled_kernel_and_others_do_not() -> None:
     assert (len(kernel.compiled), len(kernel.again)) == (1 + len(others), 1)
 
 
+def test_descriptors_of_another_dtype_take_another_kernel() -> None:
+    kernel, boxes = Compiling(), Boxes((16, 32))
+    launcher = Launcher(kernel)
+    for dtype in (torch.float16, torch.bfloat16, torch.bfloat16):
+        launcher((4,), boxes(torch.zeros(64, 32, dtype=dtype), (64, 32), (32, 1)), 8)
+    assert (len(kernel.compiled), len(kernel.again)) == (2, 1)
+
+
 def test_no_more_launches_are_remembered_than_said() -> None:
     launcher = Launcher(Compiling())
     for number in range(MOST + 10):

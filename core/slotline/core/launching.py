@@ -32,8 +32,8 @@ class Launcher:
 
     The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
     dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal and not alike), all of which a
-    later launch must share to take the same one. Descriptors (`Boxes`) are taken for alike: a launcher belongs to an
-    object that has one device and one dtype.
+    later launch must share to take the same one. Of descriptors (`Boxes`) the device and dtype are looked at: their boxes
+    are a launcher's own, and their addresses multiples of 16 bytes.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.
@@ -43,6 +43,7 @@ class Launcher:
         self._kernel = kernel
         self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
         self._tensors: tuple[int, ...] | None = None  # places of tensors among the arguments
+        self._boxes: tuple[int, ...] = ()  # and of descriptors
         self._numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
@@ -59,6 +60,9 @@ class Launcher:
         for place in self._tensors or ():
             tensor = arguments[place]
             found += (tensor.device, tensor.dtype, tensor.data_ptr() & 15)
+        for place in self._boxes:
+            tensor = arguments[place].base
+            found += (tensor.device, tensor.dtype)
         numbers = self._numbers(arguments)
         key = (*found, *map(type, numbers), numbers)
         launch = self._launches.get(key)
@@ -75,8 +79,8 @@ class Launcher:
         """Learn which of the arguments are tensors."""
         places = range(len(arguments))
         self._tensors = tuple(i for i in places if isinstance(arguments[i], torch.Tensor))
-        boxes = [i for i in places if hasattr(arguments[i], "block_shape")]
-        rest = [i for i in places if i not in self._tensors and i not in boxes]
+        self._boxes = tuple(i for i in places if hasattr(arguments[i], "block_shape"))
+        rest = [i for i in places if i not in self._tensors and i not in self._boxes]
         self._numbers = itemgetter(*rest) if len(rest) > 1 else lambda given: tuple(given[i] for i in rest)
 
 

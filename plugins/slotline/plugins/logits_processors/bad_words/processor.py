@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.uploads import sent
+from slotline.plugins.logits_processors.bans import ban
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
@@ -45,9 +45,7 @@ class BadWords:
         for length, words in self._words.items():
             entries, tokens = words.take(batch.rows)  # [m], [m, length]
             begun = (tail[entries, tail.shape[1] - length + 1 :] == tokens[:, :-1]).all(axis=1)
-            banned = entries[begun], tokens[begun, -1]
-            if len(banned[0]):
-                logits[tuple(sent(a, logits.device) for a in banned)] = -torch.inf
+            ban(logits, entries[begun], tokens[begun, -1])
         return logits
 
     def release(self, row: int) -> None:

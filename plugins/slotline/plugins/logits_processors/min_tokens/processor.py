@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.uploads import sent
+from slotline.plugins.logits_processors.bans import ban
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
@@ -41,8 +41,7 @@ class MinTokens:
         num_output = batch.num_tokens - batch.num_prompt_tokens + batch.draft_positions
         short = np.flatnonzero(num_output < self._minimum[batch.rows])
         entries, tokens = self._stops.take(batch.rows[short])
-        banned = tuple(sent(array, logits.device) for array in (short[entries], tokens))
-        logits[banned] = -torch.inf
+        ban(logits, short[entries], tokens)
         return logits
 
     def release(self, row: int) -> None:

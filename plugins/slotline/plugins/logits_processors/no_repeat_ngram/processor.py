@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.uploads import sent
+from slotline.plugins.logits_processors.bans import ban
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
@@ -45,8 +45,7 @@ class NoRepeatNGram:
                 last = tokens[:, width - size + 1 + offset, None]
                 repeats &= (tokens[:, offset : offset + begins] == last) & (last >= 0)
             which, place = np.nonzero(repeats)
-            banned = entries[which], tokens[which, place + size - 1]
-            logits[tuple(sent(array, logits.device) for array in banned)] = -torch.inf
+            ban(logits, entries[which], tokens[which, place + size - 1])
         return logits
 
     def release(self, row: int) -> None:

@@ -1,0 +1,24 @@
+"""Tokens taken out of the choice, for processors that ban single ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from slotline.core.uploads import sent
+
+
+def ban(logits: torch.Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> None:
+    """Set single logits to minus infinity, in place and without waiting for the device.
+
+    Assigning Python's number to indexed places would wait: torch copies it from ordinary memory.
+
+    Args:
+        logits: [rows, vocab].
+        rows: [m] rows of `logits`; tokens: [m] the token banned in each.
+    """
+    if len(rows):
+        places = sent(rows, logits.device), sent(tokens, logits.device)
+        logits.index_put_(places, logits.new_full((), -torch.inf))
