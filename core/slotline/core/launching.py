@@ -32,8 +32,8 @@ class Launcher:
 
     The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
     dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal and not alike), all of which a
-    later launch must share to take the same one. Of descriptors (`Boxes`) the device and dtype are looked at: their boxes
-    are a launcher's own, and their addresses multiples of 16 bytes.
+    later launch must share to take the same one. Of descriptors (`Boxes`) it looks at device and dtype: boxes do not
+    change, and addresses are multiples of 16 bytes.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.
