@@ -16,7 +16,17 @@ import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-KINDS = ("attention", "kv_spec", "state", "drafter", "logits_processor", "lora", "model_family", "structured_output")
+KINDS = (
+    "attention",
+    "kv_spec",
+    "kv_connector",
+    "state",
+    "drafter",
+    "logits_processor",
+    "lora",
+    "model_family",
+    "structured_output",
+)
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w.:]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 

@@ -413,6 +413,7 @@ def test_a_plugins_own_table_is_typed_by_the_plugin(load: Load) -> None:
         (Kind.DRAFTER, "drafter"),
         (Kind.LOGITS_PROCESSOR, "logits_processors"),
         (Kind.LORA, "lora"),
+        (Kind.KV_CONNECTOR, "kv_connector"),
         (Kind.MODEL_FAMILY, "model_family"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotline.core.building.build import EngineBuilder
-from slotline.core.cache.memory import allocate_caches, block_bytes
+from slotline.core.cache.memory import allocate_pages, bind_caches, block_bytes
 from slotline.core.planning.cache_specs import SpecBuilder, checked_page_bytes, plan_pool
 from slotline.core.planning.plan import Planned, make_plan
 from slotline.registry.capability import Align, Flag
@@ -91,7 +91,8 @@ def test_layers_of_all_groups_share_memory_and_those_of_one_group_do_not(tiny: T
     builder, num_blocks = EngineBuilder(found), 5
     specs = builder.groups.specs()
     assert {g.name: g.block_size for g in found.plan.cache_groups} == {"sliding": 4, "full": 16}
-    caches = allocate_caches(found.plan, specs, num_blocks, found.stages.device_of)
+    pages = allocate_pages(found.plan, specs, num_blocks, found.stages.device_of)
+    caches = bind_caches(found.plan, specs, pages, num_blocks)
     assert len({cache.key.untyped_storage().data_ptr() for cache in caches.values()}) == 1
     size = block_bytes(found.plan, specs, found.stages.device_of)["cpu"]
     assert caches[0].key.untyped_storage().nbytes() == num_blocks * size
@@ -121,7 +122,8 @@ def test_keys_and_values_of_a_block_lie_in_the_blocks_own_bytes_also_where_there
     """With two blocks, and two tensors in each, a layout that is guessed from sizes could be read either way."""
     found = planned(tiny("gemma3", **HYBRID))
     specs, device_of = EngineBuilder(found).groups.specs(), found.stages.device_of
-    caches = allocate_caches(found.plan, specs, num_blocks, device_of)
+    pages = allocate_pages(found.plan, specs, num_blocks, device_of)
+    caches = bind_caches(found.plan, specs, pages, num_blocks)
     size = block_bytes(found.plan, specs, device_of)["cpu"]
     for group in found.plan.cache_groups:
         ratio = group.block_size // group.kernel_block_size

@@ -46,7 +46,7 @@ from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule
 from slotline.core.scheduling.scheduler import Scheduler
-from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts import CacheBlock, PoolingParams
 from slotline.registry.errors import RequestError
 
 if TYPE_CHECKING:
@@ -66,12 +66,14 @@ class InFlight:
             then has been given up, and its results are nobody's.
         sampling: its tokens.
         proposal: the drafts behind them, where the drafter does not wait for the host.
+        loads: blocks that the KV connector brought for it.
     """
 
     schedule: Schedule
     generations: Int
     sampling: Sampling | Answers
     proposal: Proposal | None = None
+    loads: tuple[CacheBlock, ...] = ()
 
 
 @define(kw_only=True, eq=False, slots=False)
@@ -258,10 +260,11 @@ class Engine:
             schedule = self.scheduler.schedule()
         schedule, refused = self.joining.prepare(schedule)
         generations = self.rows.generation.copy()
-        launched = self._launch(schedule) if schedule.num_tokens else None
+        loads = self._start_transfers(schedule)
+        launched = self._launch(schedule, loads) if schedule.num_tokens else None
         result = self._collect()  # of the step before, if it is still in flight
         if launched is not None:
-            self._in_flight = self._sample(launched, schedule, generations)
+            self._in_flight = self._sample(launched, schedule, generations, loads)
             if not self.asynchronous:
                 result = self._collect()
         result.finished += unfit + refused
@@ -289,7 +292,15 @@ class Engine:
         self.endings.fail(failed)
         return [request for request, _ in failed]
 
-    def _launch(self, schedule: Schedule) -> Launched:
+    def _start_transfers(self, schedule: Schedule) -> tuple[CacheBlock, ...]:
+        """Have the KV connector save and load what a step's forward pass needs; the blocks to load."""
+        transfers = self.scheduler.cache.transfers
+        if transfers is None or not schedule.num_tokens:
+            return ()
+        with self.profiler.scope("transfer"):
+            return transfers.start()
+
+    def _launch(self, schedule: Schedule, loads: Sequence[CacheBlock]) -> Launched:
         """Gather a step's inputs and start its forward pass."""
         if self.drafting is not None:
             self.drafting.starting(schedule)
@@ -304,6 +315,8 @@ class Engine:
                 inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
                 if self.drafting is not None and self.drafting.needs_computed:
                     inputs.following = self.encoding.following(schedule)
+        if (transfers := self.scheduler.cache.transfers) is not None:
+            transfers.wait(loads)
         launched = self.runner.launch(inputs)
         self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
         if (checkpoints := self.scheduler.cache.checkpoints) is not None:
@@ -318,7 +331,9 @@ class Engine:
             return None
         return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
 
-    def _sample(self, launched: Launched, schedule: Schedule, generations: Int) -> InFlight:
+    def _sample(
+        self, launched: Launched, schedule: Schedule, generations: Int, loads: tuple[CacheBlock, ...]
+    ) -> InFlight:
         """Start sampling behind a forward pass; the tokens before are known by now."""
         inputs, overlap, proposal = launched.inputs, self.overlap, None
         if overlap is None:
@@ -336,7 +351,7 @@ class Engine:
             going = self.rows.generation[rows] == generations[rows]
             rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
             self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
-        return InFlight(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal)
+        return InFlight(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal, loads=loads)
 
     def _collect(self) -> StepResult:
         """Wait for the step in flight, if any, and hand its results out."""
@@ -344,23 +359,28 @@ class Engine:
         if step is None:
             return StepResult()
         output = self.runner.finish(step.sampling)
+        transfers = self.scheduler.cache.transfers
+        if transfers is not None:
+            self.scheduler.recompute(transfers.settle(step.loads))
         with self.profiler.scope("hand_out"):
             given_up = np.flatnonzero(self.rows.generation != step.generations)
             result = self.hand_out(step.schedule.without(given_up), output.without(given_up))
+        if transfers is not None:
+            transfers.save_filled()
         if self.overlap is not None:
             if step.proposal is not None:
                 self.overlap.place(step.proposal)
         elif self.drafting is not None:
             with self.profiler.scope("draft"):
-                self._draft(self.drafting, output)
+                self._draft(self.drafting, output, step.generations)
         return result
 
-    def _draft(self, drafting: Drafting, output: StepOutput) -> None:
+    def _draft(self, drafting: Drafting, output: StepOutput, generations: Int) -> None:
         """Ask for the drafts that the next step verifies."""
         rows = output.rows
         if output.draft_positions is not None:
             rows = rows[output.draft_positions == 0]
-        going = np.array([self.rows.requests[row] is not None for row in rows.tolist()], bool)
+        going = self.rows.generation[rows] == generations[rows]
         hidden = output.hidden_states
         if hidden is not None and not going.all():
             hidden = hidden.take(np.flatnonzero(going))

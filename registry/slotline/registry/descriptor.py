@@ -16,6 +16,7 @@ class Kind(StrEnum):
     ATTENTION = "attention"
     STATE = "state"
     KV_SPEC = "kv_spec"
+    KV_CONNECTOR = "kv_connector"
     DRAFTER = "drafter"
     LOGITS_PROCESSOR = "logits_processor"
     LORA = "lora"

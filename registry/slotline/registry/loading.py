@@ -18,6 +18,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.ATTENTION: "AttentionCapabilities",
         Kind.STATE: "StateCapabilities",
         Kind.KV_SPEC: "KVSpecCapabilities",
+        Kind.KV_CONNECTOR: "KVConnectorCapabilities",
         Kind.DRAFTER: "DrafterCapabilities",
         Kind.LOGITS_PROCESSOR: "LogitsProcessorCapabilities",
         Kind.LORA: "LoraCapabilities",

@@ -162,8 +162,11 @@ class Check:
 
 _CHECKS: dict[str, Check] = {}
 
+WITHOUT_SUITE = frozenset((Kind.MODEL_FAMILY, Kind.KV_CONNECTOR))
+"""Kinds that have no checks yet."""
+
 CHECK_MODULES: Mapping[Kind, tuple[str, ...]] = MappingProxyType(
-    {kind: (f"slotline.conformance.{kind.value}",) for kind in Kind if kind is not Kind.MODEL_FAMILY}
+    {kind: (f"slotline.conformance.{kind.value}",) for kind in Kind if kind not in WITHOUT_SUITE}
 )
 """Where the checks of each kind are; importing a package of checks fills the list."""
 

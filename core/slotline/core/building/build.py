@@ -8,6 +8,7 @@ from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named, uses
+from slotline.core.building.connector import build_transfers
 from slotline.core.building.drafter import build_drafting
 from slotline.core.building.fits import fits
 from slotline.core.building.graphs import build_graphs
@@ -110,7 +111,8 @@ class EngineBuilder:
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
         with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
-            self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks))
+            pages = self.groups.pages(specs, memory.num_blocks)
+            self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks, pages))
         runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
@@ -118,6 +120,7 @@ class EngineBuilder:
             prefix_caching=planned.plan.prefix_caching,
             prefix_unit=planned.plan.block_size,
             checkpoints=self.groups.checkpoints(rows, runner.states),
+            transfers=build_transfers(planned, specs, pages, memory.num_blocks),
         )
         engine = Engine(
             plan=planned.plan,

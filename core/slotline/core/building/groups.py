@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import torch
 from attrs import define
@@ -12,7 +13,7 @@ from slotline.core.cache.cascade import Cascade, CascadeGroup
 from slotline.core.cache.checkpoints import Checkpoints
 from slotline.core.cache.kv_scales import KVScaleTable
 from slotline.core.cache.manager import CacheGroup
-from slotline.core.cache.memory import allocate_caches, no_cache
+from slotline.core.cache.memory import allocate_pages, bind_caches, no_cache
 from slotline.core.cache.sizing import DeviceMemory, count_slots
 from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
@@ -153,9 +154,24 @@ class GroupBuilder:
             last_queries=group.last_queries,
         )
 
-    def router(self, attention: list[AttentionGroup], specs: list[KVSpec], num_blocks: int) -> AttentionRouter:
-        """Allocate the caches and bind each layer to its own; layers that share one are bound to the same memory."""
-        caches = allocate_caches(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
+    def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
+        """The memory of each layer that owns a cache."""
+        return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
+
+    def router(
+        self,
+        attention: list[AttentionGroup],
+        specs: list[KVSpec],
+        num_blocks: int,
+        pages: Mapping[int, torch.Tensor] | None = None,
+    ) -> AttentionRouter:
+        """Bind each layer to its own cache; layers that share one are bound to the same memory.
+
+        Args:
+            pages: the caches' memory; new where not given.
+        """
+        pages = self.pages(specs, num_blocks) if pages is None else pages
+        caches = bind_caches(self.planned.plan, specs, pages, num_blocks)
         for layer in self.planned.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]

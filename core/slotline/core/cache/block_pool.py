@@ -7,11 +7,11 @@ references stays findable by its hash until it is taken for something else; the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from slotline.registry.contracts import BlockHash
+from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import CapacityError, IntegrityError
 
 NULL_BLOCK = 0
@@ -23,6 +23,7 @@ class BlockPool:
     Attributes:
         num_blocks: blocks in all, the null block included.
         ref_count: [num_blocks] int32.
+        on_evict: told of each block that could be found and is taken for something else.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -30,6 +31,7 @@ class BlockPool:
             raise CapacityError(f"a pool of {num_blocks} blocks holds nothing", fix="give the cache more memory")
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
+        self.on_evict: Callable[[CacheBlock], None] | None = None
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._hash_of: dict[int, tuple[int, BlockHash]] = {}
         self._block_of: dict[tuple[int, BlockHash], int] = {}
@@ -54,7 +56,9 @@ class BlockPool:
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         if self._hash_of:
             for block in blocks:
-                self._forget(block)
+                key = self._forget(block)
+                if key is not None and self.on_evict is not None:
+                    self.on_evict(CacheBlock(*key, block))
         self.ref_count[blocks] = 1
         return blocks
 
@@ -93,6 +97,15 @@ class BlockPool:
                 block_of[key] = block
                 hash_of[block] = key
 
+    def drop(self, blocks: Iterable[CacheBlock]) -> list[int]:
+        """Forget what blocks cached, unless they hold something else by now; those that did are returned."""
+        dropped = [one.block for one in blocks if self.lookup(one.group, one.block_hash) == one.block]
+        for block in dropped:
+            self._forget(block)
+            if self.ref_count[block] == 0:
+                self._free.move_to_end(block, last=False)
+        return dropped
+
     def reset(self) -> None:
         """Forget all cached prefixes; blocks in use stay in use."""
         self._hash_of.clear()
@@ -110,7 +123,9 @@ class BlockPool:
         if {block: key for key, block in self._block_of.items()} != self._hash_of:
             raise IntegrityError("the hash index and the blocks' hashes differ")
 
-    def _forget(self, block: int) -> None:
+    def _forget(self, block: int) -> tuple[int, BlockHash] | None:
+        """What the block could be found by until now."""
         key = self._hash_of.pop(block, None)
         if key is not None:
             del self._block_of[key]
+        return key

@@ -6,7 +6,7 @@ One `CacheGroup` per set of layers that share a block table; what a group needs 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import gcd, lcm
 
 import numpy as np
@@ -14,13 +14,17 @@ import numpy.typing as npt
 
 from slotline.core.cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.core.cache.checkpoints import Checkpoints
+from slotline.core.cache.transfers import Transfers
 from slotline.core.frontend.multimodal import hash_extra
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import NO_LIMIT, Rows
-from slotline.registry.contracts import BlockHash, KVSpec
+from slotline.registry.contracts import BlockHash, CacheBlock, KVSpec
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
+
+TO_LOAD = -1
+"""Stands in a prefix for a block that is not in the pool, and that a connector holds."""
 
 
 class CacheGroup:
@@ -126,6 +130,7 @@ class CacheManager:
     Args:
         prefix_unit: of a model without cache groups.
         checkpoints: of the model's states; None where it keeps none.
+        transfers: to and from a connector; None where there is none.
     """
 
     def __init__(
@@ -136,6 +141,7 @@ class CacheManager:
         prefix_caching: bool,
         prefix_unit: int = 1,
         checkpoints: Checkpoints | None = None,
+        transfers: Transfers | None = None,
     ) -> None:
         self.pool = pool
         self.groups = tuple(groups)
@@ -143,6 +149,9 @@ class CacheManager:
         self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
         self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
         self.checkpoints = checkpoints
+        self.transfers = transfers
+        if transfers is not None:
+            pool.on_evict = transfers.evicted
 
     def rows_short(self, rows: Int, num_tokens: Int) -> Int:
         """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
@@ -161,7 +170,8 @@ class CacheManager:
         return True
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks."""
+        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks, with
+        `TO_LOAD` for those that the connector has."""
         if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
             return 0, [[] for _ in self.groups]
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
@@ -169,7 +179,7 @@ class CacheManager:
         while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
             if self.checkpoints is not None:
                 length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
-            hits = [self._hit(group, hashes, length) for group in self.groups]
+            hits = [self._hit(group, hashes, length, loads=request.loads) for group in self.groups]
             agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
             if agreed == length:
                 return length, hits
@@ -195,17 +205,39 @@ class CacheManager:
         self.pool.reset()
         if self.checkpoints is not None:
             self.checkpoints.reset()
+        if self.transfers is not None:
+            self.transfers.reset()
 
-    def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int) -> bool:
-        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few."""
-        wake = sum(1 for blocks in prefix for b in set(blocks) if b != NULL_BLOCK and self.pool.ref_count[b] == 0)
+    def lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
+        """Forget blocks whose load failed; the rows that hold one, each with the tokens in front of its first one."""
+        dropped, found = set(self.pool.drop(lost)), dict[int, int]()
+        for group in self.groups if dropped else ():
+            for row, blocks in enumerate(group.blocks):
+                index = next((i for i, block in enumerate(blocks) if block in dropped), None)
+                if index is not None:
+                    found[row] = min(found.get(row, NO_LIMIT), index * group.block_size)
+        return found
+
+    def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int, hashes: Sequence[BlockHash] = ()) -> bool:
+        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few.
+
+        Args:
+            hashes: of the stretches of the row's tokens, as far as the prefix has blocks to load.
+        """
+        wake = sum(1 for blocks in prefix for b in set(blocks) if b > NULL_BLOCK and self.pool.ref_count[b] == 0)
         new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
-        if wake + new > self.pool.num_free:
+        if wake + new + sum(blocks.count(TO_LOAD) for blocks in prefix) > self.pool.num_free:
             return False
+        for blocks in prefix:
+            self.pool.share(block for block in blocks if block != TO_LOAD)
         for group, blocks in zip(self.groups, prefix, strict=True):
-            self.pool.share(blocks)
-            group.extend(row, blocks)
+            group.extend(row, self._loading(group, blocks, hashes) if TO_LOAD in blocks else blocks)
         return self.try_grow(row, num_tokens)
+
+    def tokens_to_load(self, prefix: list[list[int]]) -> int:
+        """Tokens of a prefix whose blocks come from the connector, in the group where they are most."""
+        counts = (blocks.count(TO_LOAD) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
+        return max(counts, default=0)
 
     def commit(self, rows: Rows, changed: Int, before: Int, after: Int) -> None:
         """After a step: make blocks that became full findable, give back what no later token reads.
@@ -258,11 +290,33 @@ class CacheManager:
         if rows.num_computed_tokens[row] > group.capacity[row]:
             raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
 
-    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int) -> list[int]:
-        """What the group's spec finds of the first `length` tokens."""
+    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int, *, loads: bool) -> list[int]:
+        """What the group's spec finds of the first `length` tokens, where `loads` says so in the connector too."""
         step = group.block_size // self.hash_block_size
         own = hashes[step - 1 : length // self.hash_block_size : step]
-        return group.spec.prefix_hit(own, lambda block_hash: self.pool.lookup(group.index, block_hash))
+        elsewhere: Collection[BlockHash] = ()
+        if self.transfers is not None and loads:
+            elsewhere = self.transfers.held(
+                group.index, [one for one in own if self.pool.lookup(group.index, one) is None]
+            )
+
+        def lookup(block_hash: BlockHash) -> int | None:
+            found = self.pool.lookup(group.index, block_hash)
+            return TO_LOAD if found is None and block_hash in elsewhere else found
+
+        return group.spec.prefix_hit(own, lookup)
+
+    def _loading(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """`blocks` of a prefix with new ones in place of those to load, findable from now on."""
+        assert self.transfers is not None
+        step, new = group.block_size // self.hash_block_size, iter(self.pool.allocate(blocks.count(TO_LOAD)))
+        own, given = hashes[step - 1 :: step], list(blocks)
+        for index, block in enumerate(blocks):
+            if block == TO_LOAD:
+                given[index] = next(new)
+                self.pool.remember(group.index, [given[index]], [own[index]])
+                self.transfers.want(CacheBlock(group.index, own[index], given[index]))
+        return given
 
     def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
         """Of the stretches' hashes, those at whole units up to `length` tokens."""
@@ -289,6 +343,8 @@ class CacheManager:
             step = group.block_size // self.hash_block_size
             full = slice(first // step, last // step)
             self.pool.remember(group.index, group.blocks[row][full], hashes[step - 1 :: step][full])
+            if self.transfers is not None:
+                self.transfers.filled(group.index, group.blocks[row][full], hashes[step - 1 :: step][full])
 
 
 def _root(request: Request) -> bytes:

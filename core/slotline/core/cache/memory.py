@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import lcm
 
 import torch
@@ -35,28 +35,39 @@ def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dic
     return {device: -(-max(own) // unit) * unit for device, own in taken.items()}
 
 
-def allocate_caches(plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf) -> dict[int, KVCache]:
-    """The zeroed cache of each layer that owns one, by the layer's index."""
+def allocate_pages(
+    plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf
+) -> dict[int, torch.Tensor]:
+    """The zeroed memory of each layer that owns a cache, by the layer's index, as `KVSpec.bind` takes it."""
     groups = list(zip(plan.cache_groups, specs, strict=True))
     if not _shared(plan):
         return {
-            layer.index: spec.bind(
-                zeroed_bytes(num_blocks * spec.page_bytes(layer), device_of(layer)), layer, num_blocks
-            )
+            layer.index: zeroed_bytes(num_blocks * spec.page_bytes(layer), device_of(layer))
             for group, spec in groups
             for layer in group.layers
         }
     sizes = block_bytes(plan, specs, device_of)
     raw = {device: zeroed_bytes(num_blocks * size, device) for device, size in sizes.items()}
-    caches: dict[int, KVCache] = {}
+    pages: dict[int, torch.Tensor] = {}
     for group, spec in groups:
         ratio, offsets = _ratio(group), dict.fromkeys(raw, 0)
         for layer in group.layers:
             device, size = device_of(layer), spec.page_bytes(layer) // ratio
             rows, offset = raw[device].view(num_blocks * ratio, -1), offsets[device]  # [kernel blocks, their bytes]
-            caches[layer.index] = spec.bind(rows[:, offset : offset + size], layer, num_blocks)
+            pages[layer.index] = rows[:, offset : offset + size]
             offsets[device] += aligned(size)
-    return caches
+    return pages
+
+
+def bind_caches(
+    plan: Plan, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
+) -> dict[int, KVCache]:
+    """The cache of each layer that owns one, by the layer's index, in the memory of `allocate_pages`."""
+    return {
+        layer.index: spec.bind(pages[layer.index], layer, num_blocks)
+        for group, spec in zip(plan.cache_groups, specs, strict=True)
+        for layer in group.layers
+    }
 
 
 def no_cache(layer: AttentionLayer, dtype: str, device: str) -> KVCache:

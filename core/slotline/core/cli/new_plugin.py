@@ -17,7 +17,8 @@ from slotline.core.cli.command import Command
 from slotline.registry.descriptor import HOST_CONTRACTS, Kind
 from slotline.registry.errors import PluginError
 
-KINDS = {kind.value: kind for kind in Kind if kind not in (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT)}
+_WITHOUT = (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT, Kind.KV_CONNECTOR)
+KINDS = {kind.value: kind for kind in Kind if kind not in _WITHOUT}
 """The kinds that have a template."""
 
 

@@ -52,6 +52,7 @@ class RequestMetrics:
     Attributes:
         time_to_first_token, time_in_all: None until known.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
+        num_loaded_tokens: those of them that a KV connector brought.
         num_preemptions: how often the request lost its blocks and was computed again.
         num_nans: NaN logits seen, or NaNs in a pooling request's answer, where `observability.count_nans` is on.
     """
@@ -59,6 +60,7 @@ class RequestMetrics:
     time_to_first_token: float | None = None
     time_in_all: float | None = None
     num_cached_tokens: int = 0
+    num_loaded_tokens: int = 0
     num_preemptions: int = 0
     num_nans: int = 0
 

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
+from slotline.core.planning.connector import choose_connector, refuse_connector
 from slotline.core.planning.drafter import draft_layers
 from slotline.core.planning.fast_prefill import choose_fast_prefill, last_queries
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
@@ -69,7 +70,7 @@ class Planned:
         task: what the engine runs, of `facts.tasks`.
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
-        drafter, lora: descriptors of the drafter and of the LoRA plugin, or None.
+        drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         stages: where each part of the model lies.
@@ -91,6 +92,7 @@ class Planned:
     draft_layers: tuple[AttentionLayer, ...]
     structured_output: StructuredOutputChoice
     lora: Descriptor[Any] | None
+    connector: Descriptor[Any] | None
     stages: Stages
     max_model_len: int
     asynchronous: bool
@@ -162,7 +164,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = choose_async(loaded, devices[0], drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
-    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora)))
+    connector = choose_connector(loaded, registry, info)
+    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora, connector)))
     request = prepare_request(
         loaded,
         evolve(facts, layers=facts.layers + own_layers),
@@ -203,6 +206,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
+    refuse_connector(loaded, connector, plan)
     _mark_selected(registry, plan)
     return Planned(
         loaded=loaded,
@@ -216,6 +220,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         draft_layers=own_layers,
         structured_output=grammars,
         lora=lora,
+        connector=connector,
         stages=stages,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
@@ -365,7 +370,12 @@ def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
 
 def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
     record = registry.record(descriptor.kind, descriptor.name)
-    keys = {Kind.DRAFTER: "drafter.name", Kind.LORA: "lora.name", Kind.STRUCTURED_OUTPUT: "structured_output.backend"}
+    keys = {
+        Kind.DRAFTER: "drafter.name",
+        Kind.LORA: "lora.name",
+        Kind.STRUCTURED_OUTPUT: "structured_output.backend",
+        Kind.KV_CONNECTOR: "kv_connector.name",
+    }
     key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
     origin = loaded.origins.get(key)
     return Part(

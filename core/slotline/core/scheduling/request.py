@@ -50,6 +50,7 @@ class Request:
         companion: under guidance, the request that computes the negative prompt with the same output tokens; its
             `leader` is the request that it belongs to. The two sample in the same steps.
         row: permanent row from admission until the request leaves, else -1.
+        loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.
         block_hashes: chained hashes of its full blocks so far.
         pooled: [size] float32, the answer of a finished pooling request.
@@ -74,6 +75,7 @@ class Request:
     companion: Request | None = None
     leader: Request | None = None
     row: int = -1
+    loads: bool = True
     status: Status = Status.WAITING
     features: tuple[Feature, ...] = ()
     block_hashes: list[BlockHash] = field(factory=list)

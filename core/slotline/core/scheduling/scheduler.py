@@ -8,6 +8,9 @@ loses its blocks and is computed again later.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 from attrs import evolve
@@ -19,6 +22,7 @@ from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule
 from slotline.core.scheduling.waiting import WaitingQueue
+from slotline.registry.contracts import CacheBlock
 
 Int = npt.NDArray[np.int64]
 
@@ -93,6 +97,19 @@ class Scheduler:
         self._refresh()
         for request in requests:
             self._leave(request)
+
+    def recompute(self, lost: Sequence[CacheBlock]) -> None:
+        """Blocks could not be loaded: requests that hold one are computed again from the last good one on."""
+        for row, good in self.cache.lost_tokens(lost).items():
+            request = self.rows.request(row)
+            request.loads, metrics = False, request.metrics
+            bad = max(0, metrics.num_cached_tokens - good)
+            metrics.num_cached_tokens -= bad
+            metrics.num_loaded_tokens = max(0, metrics.num_loaded_tokens - bad)
+            for one in (request, request.partner):
+                if one is not None and one.status is Status.RUNNING:
+                    self.running.remove(one)
+                    self._queue_again(one)
 
     def _schedule_running(self) -> tuple[Int, Int, list[Request]]:
         rows = self._running_rows
@@ -200,13 +217,17 @@ class Scheduler:
     def _preempt_last(self) -> Request:
         """Take the blocks of the running request that is last in order and queue it again."""
         victim = self.running.pop()
-        self._release(victim)
-        self.rows.give_up(victim.row)
-        victim.status = Status.PREEMPTED
-        victim.metrics.num_preemptions += 1
-        self._waiting.push(victim)
-        self._refresh()
+        self._queue_again(victim)
         return victim
+
+    def _queue_again(self, request: Request) -> None:
+        """Take the blocks of a request that runs no more, and queue it."""
+        self._release(request)
+        self.rows.give_up(request.row)
+        request.status = Status.PREEMPTED
+        request.metrics.num_preemptions += 1
+        self._waiting.push(request)
+        self._refresh()
 
     def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
         admitted: list[Request] = []
@@ -289,7 +310,8 @@ class Scheduler:
             divisible = self.chunked_prefill and not request.whole_prompt
             count = checkpoints.aim(row, units, hit, count, divisible=divisible)
         ahead = min(hit + count + self.lookahead, self.rows.max_model_len)
-        if not self.cache.try_admit(row, prefix, ahead) and not self.cache.try_admit(row, prefix, hit + count):
+        admit = partial(self.cache.try_admit, row, prefix, hashes=request.block_hashes)
+        if not admit(ahead) and not admit(hit + count):
             if fresh:
                 self.rows.release(request)
             if self.encoder_cache is not None:
@@ -301,6 +323,7 @@ class Scheduler:
         self.rows.find_next_feature(row)
         if request.status is Status.WAITING:
             request.metrics.num_cached_tokens = hit
+            request.metrics.num_loaded_tokens = self.cache.tokens_to_load(prefix)
         request.status = Status.RUNNING
         return count
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from slotline.registry.config.faults import Fault, similar
 from slotline.registry.config.fields import table_fields
-from slotline.registry.config.schema import DrafterConfig, LoraConfig, StructuredOutputConfig
+from slotline.registry.config.schema import DrafterConfig, KVConnectorConfig, LoraConfig, StructuredOutputConfig
 from slotline.registry.config.structure import dotted
 from slotline.registry.config.tree import KeyPath, Node, Table, find
 from slotline.registry.descriptor import Kind
@@ -17,6 +17,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.ATTENTION: "backend",
         Kind.STATE: "backend",
         Kind.KV_SPEC: "kv_spec",
+        Kind.KV_CONNECTOR: "kv_connector",
         Kind.DRAFTER: "drafter",
         Kind.LOGITS_PROCESSOR: "logits_processors",
         Kind.LORA: "lora",
@@ -32,6 +33,7 @@ NAMING_TABLES = frozenset({"logits_processors"})
 _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "drafter": frozenset(table_fields(DrafterConfig)),
+        "kv_connector": frozenset(table_fields(KVConnectorConfig)),
         "lora": frozenset(table_fields(LoraConfig)),
         "structured_output": frozenset(table_fields(StructuredOutputConfig)),
     }

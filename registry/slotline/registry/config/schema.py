@@ -110,6 +110,16 @@ class CacheConfig:
 
 
 @frozen(kw_only=True)
+class KVConnectorConfig:
+    """Where blocks of the cache are kept that the pool has no room for."""
+
+    name: str = field(default="", metadata=_doc("KV connector plugin; empty for none"))
+    options: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("the connector's own options, in a table `[kv_connector.NAME]`", rest=True)
+    )
+
+
+@frozen(kw_only=True)
 class GraphsConfig:
     """CUDA graphs."""
 
@@ -331,6 +341,7 @@ class Config:
     attention: AttentionConfig = field(factory=AttentionConfig)
     state: StateConfig = field(factory=StateConfig)
     cache: CacheConfig = field(factory=CacheConfig)
+    kv_connector: KVConnectorConfig = field(factory=KVConnectorConfig)
     graphs: GraphsConfig = field(factory=GraphsConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig)
     multimodal: MultimodalConfig = field(factory=MultimodalConfig)

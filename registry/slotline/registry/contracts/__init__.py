@@ -25,6 +25,14 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
+from slotline.registry.contracts.kv_connector import (
+    BlockCopy,
+    CacheBlock,
+    ConnectorGroup,
+    KVConnector,
+    KVConnectorCapabilities,
+    KVConnectorContext,
+)
 from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
 from slotline.registry.contracts.logits_processor import (
     LogitsBatch,
@@ -74,11 +82,14 @@ __all__ = [
     "AttentionCapabilities",
     "AttentionContext",
     "AttentionLayer",
+    "BlockCopy",
     "BlockHash",
+    "CacheBlock",
     "CacheSlots",
     "CascadeBackend",
     "CheckpointDrafterFactory",
     "ComputedTokens",
+    "ConnectorGroup",
     "Constraint",
     "Draft",
     "DraftBatch",
@@ -88,6 +99,9 @@ __all__ = [
     "DrafterInspection",
     "GrammarState",
     "KVCache",
+    "KVConnector",
+    "KVConnectorCapabilities",
+    "KVConnectorContext",
     "KVDrafterFactory",
     "KVScales",
     "KVSpec",

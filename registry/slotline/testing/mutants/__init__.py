@@ -15,10 +15,10 @@ from typing import Any
 from attrs import frozen
 
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.testing.check import Level
+from slotline.testing.check import WITHOUT_SUITE, Level
 
 _MODULES: Mapping[Kind, str] = MappingProxyType(
-    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind is not Kind.MODEL_FAMILY}
+    {kind: f"slotline.testing.mutants.{kind.value}" for kind in Kind if kind not in WITHOUT_SUITE}
 )
 
 

@@ -1,0 +1,31 @@
+"""Descriptor of the KV connector `host_memory`: what the pool gives up stays in the host's memory."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from slotline.registry.capability import Set
+from slotline.registry.config import size_in_bytes
+from slotline.registry.contracts.kv_connector import KVConnectorCapabilities
+from slotline.registry.descriptor import Descriptor, Kind
+
+
+@frozen(kw_only=True)
+class HostMemoryOptions:
+    """Options of the plugin, in `[kv_connector.host_memory]`."""
+
+    memory: str = field(
+        default="4GiB",
+        validator=lambda _options, _field, value: size_in_bytes(value),
+        metadata={"doc": "host memory for blocks, such as '4GiB'; pinned where the device is a GPU"},
+    )
+
+
+descriptor = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="host_memory",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted"),
+    factory="slotline.plugins.kv_connectors.host_memory.memory:HostMemory",
+    options="slotline.plugins.kv_connectors.host_memory:HostMemoryOptions",
+    summary="keeps prefix blocks that the pool gives up in host memory, the least recently used go first",
+)
