@@ -75,3 +75,18 @@ def test_what_is_banned_is_minus_infinity_whatever_it_was_and_what_is_allowed_st
     found = filled(allowed, [0], 8).apply(strange)
     assert torch.equal(found[:, :4].view(torch.int32), strange[:, :4].view(torch.int32))
     assert (found[:, 4:] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("places", [[0, 1, 2, 3, 4], [0, 2, 3]])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_rows_are_banned_a_few_at_a_time_where_they_are_long(places: list[int], in_place: bool) -> None:
+    vocab_size, rng = 30_000, np.random.default_rng(0)
+    allowed = rng.random((len(places), vocab_size)) < 0.5
+    logits = torch.from_numpy(rng.standard_normal((5, vocab_size)).astype(np.float32))
+    logits[0, :2] = torch.tensor([torch.nan, torch.inf])
+    before, want = logits.clone(), logits.clone()
+    want[places] = want[places].masked_fill(torch.from_numpy(~allowed), -torch.inf)
+    found = filled(allowed, places, vocab_size).apply(logits, in_place=in_place)
+    assert np.array_equal(found.numpy(), want.numpy(), equal_nan=True)
+    assert (found.data_ptr() == logits.data_ptr()) == in_place
+    assert in_place or np.array_equal(logits.numpy(), before.numpy(), equal_nan=True)

@@ -10,6 +10,8 @@ from slotline.core.sampling.batch import has_triton
 
 Int32 = npt.NDArray[np.int32]
 _BITS = 32  # of a word
+_AT_A_TIME = 2**16
+"""Logits."""
 _MINUS_INFINITY = np.float32(-np.inf).view(np.int32)
 _KEPT_BITS: Int32 = -((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int32)
 """[256, 8] for each byte of a mask: all bits of a number whose token is allowed, none of the others'."""
@@ -28,10 +30,10 @@ class TokenBitmask:
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         width = -(-vocab_size // _BITS)
-        self._flat = torch.full(
-            (num_rows * (width + 1),), -1, dtype=torch.int32, pin_memory=device.type == "cuda"
-        )  # the words, then the places
+        size = num_rows * (width + 1)  # the words, then the places
+        self._flat = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         array: Int32 = self._flat.numpy()
+        array.fill(-1)
         self.words = array[: num_rows * width].reshape(num_rows, width)
         self.places = array[num_rows * width :]
 
@@ -46,7 +48,7 @@ class TokenBitmask:
         The input is changed only if it may be, `in_place`, which saves reading and writing all of it on a GPU.
         """
         if logits.device.type == "cpu":
-            return self._apply_on_host(logits)
+            return self._apply_on_host(logits, in_place=in_place)
         words, places = self._on_device(logits.device)
         if logits.device.type == "cuda" and has_triton():
             from slotline.core.sampling.triton_rows import ban_by_bitmask
@@ -60,17 +62,25 @@ class TokenBitmask:
         result[places] = logits[places].masked_fill_(unpacked(words, logits.shape[1]), -torch.inf)
         return result
 
-    def _apply_on_host(self, logits: torch.Tensor) -> torch.Tensor:
+    def _apply_on_host(self, logits: torch.Tensor, *, in_place: bool) -> torch.Tensor:
         """By arithmetic on the numbers' bits: a choice for each number, which no processor foresees, takes ten times as
-        long."""
-        everywhere = len(self.places) == len(logits)
-        chosen = logits if everywhere else logits[torch.from_numpy(self.places)]
-        kept = np.take(_KEPT_BITS, self.words.view(np.uint8), axis=0).reshape(len(self.places), -1)
-        bits = chosen.contiguous().numpy().view(np.int32) ^ _MINUS_INFINITY
-        bits &= kept[:, : logits.shape[1]]
-        bits ^= _MINUS_INFINITY
-        banned = torch.from_numpy(bits.view(np.float32))
-        return banned if everywhere else logits.index_copy(0, torch.from_numpy(self.places).long(), banned)
+        long. A few rows at a time, so that what is made on the way stays in a core's cache."""
+        own = in_place and logits.is_contiguous()
+        result = logits if own else logits.clone(memory_format=torch.contiguous_format)
+        bits, eights, vocab_size = result.numpy().view(np.int32), self.words.view(np.uint8), logits.shape[1]
+        rows = max(1, _AT_A_TIME // vocab_size)
+        for start in range(0, len(self.places), rows):
+            block = eights[start : start + rows]
+            kept = np.take(_KEPT_BITS, block, axis=0).reshape(len(block), -1)[:, :vocab_size]
+            places = (
+                slice(start, start + rows) if len(self.places) == len(logits) else self.places[start : start + rows]
+            )
+            chosen = bits[places]
+            chosen ^= _MINUS_INFINITY
+            chosen &= kept
+            chosen ^= _MINUS_INFINITY
+            bits[places] = chosen
+        return result
 
     def _on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """The words and the places, sent in one copy."""

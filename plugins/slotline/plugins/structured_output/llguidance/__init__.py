@@ -24,8 +24,11 @@ class LLGuidanceOptions:
     """Options of the plugin, in `[structured_output.llguidance]`."""
 
     threads: int = field(
-        default=1,
-        metadata={"doc": "threads that make the masks of a step; 1 for the one that asks, 0 for llguidance's choice"},
+        default=0,
+        metadata={
+            "doc": "threads that make the masks of a step; 1 for the one that asks, 0 for four of them where a step's "
+            "masks have two million bits or more"
+        },
     )
 
 

@@ -5,14 +5,17 @@ derivatives of regular expressions, which walks the vocabulary as a tree.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define
+from attrs import define, field
 from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
 from llguidance.hf import from_tokenizer
 
+from slotline.plugins.structured_output.cores import num_cores
 from slotline.plugins.structured_output.json_schema import refuse
 from slotline.plugins.structured_output.regex import located
 from slotline.plugins.structured_output.structural_tags import structures
@@ -21,12 +24,18 @@ from slotline.registry.errors import ContractError, RequestError
 
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
+_MOST_THREADS = 4
+_WORTH_THREADS = 2**21
+"""Bits of a step's masks."""
+_WORTH_WAKING = 16
+"""States: fewer are asked in less time than it takes to wake threads."""
 
 
 class LLGuidanceBackend:
-    """A state is a copy of the compiled matcher.
+    """A state is a copy of a compiled matcher.
 
-    Masks take microseconds, less than waking a thread; llguidance's pool of threads makes them where that is asked for.
+    Copies share the matcher's lexer, which one thread at a time may use. So that several can make masks, a constraint
+    is compiled once for each, and its states are dealt out among them.
     """
 
     def __init__(self, context: StructuredOutputContext) -> None:
@@ -34,8 +43,9 @@ class LLGuidanceBackend:
         width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
         self._tokenizer = from_tokenizer(context.tokenizer, n_vocab=width, eos_token=list(context.eos_token_ids))
         self._words = -(-width // 32)
-        self._one_thread = context.options.threads == 1
-        self._executor = LLExecutor(context.options.threads or None)
+        worth = context.max_requests * context.vocab_size >= _WORTH_THREADS
+        self._threads = context.options.threads or (min(_MOST_THREADS, num_cores()) if worth else 1)
+        self._executor = LLExecutor(self._threads)
 
     def check(self, constraint: Constraint) -> None:
         """See the contract: llguidance looks at a whole grammar in about the time that compiling takes."""
@@ -50,16 +60,19 @@ class LLGuidanceBackend:
                 raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
             raise RequestError(f"structured_outputs.{kind}: {why}", fix=_OTHER)
 
-    def compile(self, constraint: Constraint) -> LLMatcher:
+    def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
         """See the contract. llguidance lets go of the interpreter while it compiles."""
-        matcher = LLMatcher(self._tokenizer, _grammar(constraint), log_level=0)
-        if matcher.is_error():
-            raise RequestError(f"structured_outputs.{constraint.kind}: {_first_line(matcher.get_error())}", fix=_OTHER)
-        return matcher
+        grammar = _grammar(constraint)
+        matchers = [LLMatcher(self._tokenizer, grammar, log_level=0) for _ in range(self._threads)]
+        if matchers[0].is_error():
+            why = _first_line(matchers[0].get_error())
+            raise RequestError(f"structured_outputs.{constraint.kind}: {why}", fix=_OTHER)
+        return LLGuidanceGrammar(matchers)
 
-    def start(self, grammar: LLMatcher) -> GrammarState:
+    def start(self, grammar: LLGuidanceGrammar) -> GrammarState:
         """See the contract."""
-        return LLGuidanceState(grammar.deep_copy(), self.eos_token_ids)
+        lexer = next(grammar.turns)
+        return LLGuidanceState(grammar.matchers[lexer].deep_copy(), lexer, self.eos_token_ids)
 
     def fill(
         self,
@@ -78,16 +91,19 @@ class LLGuidanceBackend:
             self.fill(states, drafts, places, wide)
             bitmask &= wide[:, : bitmask.shape[1]]
             return
-        walked = [state.before_end(assumed) if assumed else [] for state, assumed in zip(states, drafts, strict=True)]
         pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
-        asked = list(zip((state.matcher for state in states), places, walked, strict=True))
-        plain = [(matcher, place) for matcher, place, assumed in asked if not assumed]
-        if self._one_thread:
-            for matcher, place in plain:
+        walked = [state.before_end(assumed) if assumed else () for state, assumed in zip(states, drafts, strict=True)]
+        plain = [
+            (state.lexer, state.matcher, place) for state, place, w in zip(states, places, walked, strict=True) if not w
+        ]
+        if self._threads == 1 or len(plain) < _WORTH_WAKING:
+            for _, matcher, place in plain:
                 matcher.unsafe_compute_mask_ptr(pointer + place * width, width)
-        elif plain:
-            self._executor.unsafe_compute_mask_ptr(plain, pointer, width, count)
-        if drafted := [entry for entry in asked if entry[2]]:
+        else:  # threads take neighbours, so that each mostly uses one lexer
+            plain.sort(key=itemgetter(0))
+            asked = [(matcher, place) for _, matcher, place in plain]
+            self._executor.unsafe_compute_mask_ptr(asked, pointer, width, count)
+        if drafted := [(s.matcher, p, w) for s, p, w in zip(states, places, walked, strict=True) if w]:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, count)
         for state in states:
             if state.matcher.is_error():
@@ -100,10 +116,23 @@ class LLGuidanceBackend:
 
 
 @define(eq=False)
+class LLGuidanceGrammar:
+    """A constraint compiled into `matchers`, which share nothing; `turns` says whose lexer the next state uses."""
+
+    matchers: Sequence[LLMatcher]
+    turns: Iterator[int] = field(init=False)
+
+    @turns.default
+    def _in_turn(self) -> Iterator[int]:
+        return cycle(range(len(self.matchers)))
+
+
+@define(eq=False)
 class LLGuidanceState:
     """A matcher that has seen the known tokens alone. A token that it may not take would break it for good."""
 
     matcher: LLMatcher
+    lexer: int
     eos_token_ids: frozenset[int]
 
     @property
@@ -130,12 +159,12 @@ class LLGuidanceState:
         token_ids: list[int] = self.matcher.compute_ff_tokens()
         return token_ids
 
-    def before_end(self, token_ids: Sequence[int]) -> list[int]:
+    def before_end(self, token_ids: Sequence[int]) -> Sequence[int]:
         """The tokens before the first end-of-sequence token."""
         if self.eos_token_ids.isdisjoint(token_ids):
-            return list(token_ids)
+            return token_ids
         count = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
-        return list(token_ids[:count])
+        return token_ids[:count]
 
 
 def _grammar(constraint: Constraint) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -14,6 +13,7 @@ import numpy.typing as npt
 import xgrammar
 from attrs import define
 
+from slotline.plugins.structured_output.cores import num_cores
 from slotline.plugins.structured_output.json_schema import refuse, subschemas
 from slotline.plugins.structured_output.regex import located
 from slotline.plugins.structured_output.structural_tags import structures
@@ -41,7 +41,7 @@ class XGrammarBackend:
         )
         self.eos_token_ids = frozenset(context.eos_token_ids)
         self._tokenizer = tokenizer
-        threads = context.options.mask_threads or min(16, max(1, _num_cores() - 1))
+        threads = context.options.mask_threads or min(16, max(1, num_cores() - 1))
         self._fewest = -(-_WORTH_A_THREAD // vocab_size)
         self._matchers = [xgrammar.BatchGrammarMatcher(max_threads=1) for _ in range(threads)]
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="slotline-xgrammar")
@@ -49,11 +49,12 @@ class XGrammarBackend:
             info, max_threads=context.options.compile_threads, cache_limit_bytes=context.options.cache_bytes
         )
         # XGrammar takes special tokens, and those that the tokenizer lacks, for text where any text may stand.
-        self.ordinary = np.arange(-(-vocab_size // 32) * 32) < min(len(tokenizer), vocab_size)
-        self.ordinary[[token for token in tokenizer.all_special_ids if token < vocab_size]] = False
-        eos = np.isin(np.arange(len(self.ordinary)), context.eos_token_ids)
+        ordinary = np.arange(-(-vocab_size // 32) * 32) < min(len(tokenizer), vocab_size)
+        ordinary[[token for token in tokenizer.all_special_ids if token < vocab_size]] = False
+        eos = np.isin(np.arange(len(ordinary)), context.eos_token_ids)
+        self.no_text = frozenset(np.flatnonzero(eos | ~ordinary).tolist())
         self._eos_bits: Int32 = np.packbits(eos, bitorder="little").view(np.int32)
-        self._ordinary_bits: Int32 = np.packbits(self.ordinary | eos, bitorder="little").view(np.int32)
+        self._ordinary_bits: Int32 = np.packbits(ordinary | eos, bitorder="little").view(np.int32)
         self._cleared = np.flatnonzero(self._ordinary_bits != -1)  # words with tokens that are not text, mostly few
 
     def check(self, constraint: Constraint) -> None:
@@ -157,14 +158,11 @@ class XGrammarState:
 
     def accept(self, token_ids: Sequence[int]) -> int:
         """See the contract."""
-        taken = 0
-        for token in token_ids:
-            if not self.backend.ordinary[token] or token in self.backend.eos_token_ids:
-                break
-            if not self.matcher.accept_token(token):
-                break
-            taken += 1
-        return taken
+        no_text, take = self.backend.no_text, self.matcher.accept_token
+        for taken, token in enumerate(token_ids):
+            if token in no_text or not take(token):
+                return taken
+        return len(token_ids)
 
     def count_legal(self, token_ids: Sequence[int]) -> int:
         """See the contract."""
@@ -201,12 +199,6 @@ def _fill(
 ) -> None:
     """The masks of some states, without the interpreter's lock."""
     batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
-
-
-def _num_cores() -> int:
-    """The cores that this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
