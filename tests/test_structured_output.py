@@ -17,7 +17,10 @@ import torch
 from test_drafting import drafted_by
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.registry.contracts import Draft, DraftBatch
+from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.planning.plan import SMALL_MODEL
+from slotline.registry.contracts import Draft, DraftBatch, StructuredOutputContext
+from slotline.testing.subject import subject_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
 
@@ -273,6 +276,34 @@ def test_masks_that_fail_in_one_thread_are_nobody_s_any_more(engines: Engines, m
     with pytest.raises(RuntimeError, match="cannot fill"):
         backend.fill(states, [[], []], [0, 1], np.full((2, words), -1, np.int32))
     assert done == [True]
+
+
+def test_llguidance_s_threads_make_the_masks_that_one_makes() -> None:
+    tokenizer = Tokenizer(SMALL_MODEL).transformers
+    context = StructuredOutputContext(
+        contract=1,
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        eos_token_ids=(tokenizer.eos_token_id,),
+        max_requests=40,
+    )
+    text = tokenizer.encode('{"name": "Ada", "age": 36, "tags": ["bb", "a"]}', add_special_tokens=False)
+    lengths = [i % len(text) for i in range(40)]
+    drafts = [text[length : length + 2] if i % 5 == 0 else [] for i, length in enumerate(lengths)]
+    places = np.cumsum([0, *(1 + len(drafted) for drafted in drafts)]).tolist()
+    found = []
+    for threads in (1, 3):
+        backend = subject_of("structured_output:llguidance", options={"threads": threads}).build(context)
+        grammar = backend.compile(StructuredOutputsParams(json=PERSON).constraint)
+        states = [backend.start(grammar) for _ in lengths]
+        assert len({state.lexer for state in states}) == threads
+        for state, length in zip(states, lengths, strict=True):
+            assert state.accept(text[:length]) == length
+        words = np.full((places[-1], -(-len(tokenizer) // 32)), -1, np.int32)
+        backend.fill(states, drafts, places[:-1], words)
+        found.append(words)
+    assert len(np.unique(found[0], axis=0)) > 10
+    assert np.array_equal(*found)
 
 
 @pytest.mark.parametrize("mode", MODES)
