@@ -5,10 +5,11 @@
         [--adaptive] [--variants drafter.graphs=auto drafter.graphs=false] [--set KEY=VALUE]
 
 All models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
-known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it. So the acceptance
+known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it; so is an EAGLE-3
+head, which a folder may be of, too. Texts keep to the smallest draft vocabulary. So the acceptance
 is what was asked for, and a text that is not the known one ends the run. A step is wall time by the runs' number of
 steps; the speedup is in tokens a second. With `--profile`, where a step's time goes: on the host by part, and on the
-device by kind of kernel.
+device by kind of kernel, each from the end of the one in front of it.
 """
 
 from __future__ import annotations
@@ -16,20 +17,27 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+import json
 import shutil
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import counting_models
 import step_gpu
+import timeline_gpu
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.drafting.adaptive import DraftControl
 from slotline.plugins.model_families import loading
+from slotline.proposers.eagle import drafter as eagle
+from slotline.proposers.eagle import heads
+from slotline.proposers.eagle.drafter import Eagle3Drafter
 
 PROMPT = 128
 PROFILED = 8
@@ -43,6 +51,7 @@ def counting_engine(folder: Path, draft: Path | None, longest: int, requests: in
         return counting_models.make_counting(step_gpu.random_model(context))
 
     loading.load_transformers_model = made
+    eagle.read_weights = empty_head
     with tempfile.TemporaryDirectory() as name:
         for kind, source in (("target", folder), ("draft", draft)):
             if source is not None:
@@ -50,7 +59,8 @@ def counting_engine(folder: Path, draft: Path | None, longest: int, requests: in
                 shutil.copy(source / "config.json", Path(name) / kind)
                 (Path(name) / kind / "model.safetensors").touch()  # its header is never read
         if draft is not None:
-            settings = [*settings, "drafter.name=draft_model", f"drafter.path={name}/draft"]
+            kind = "draft_model" if eagle3_vocabulary(draft) is None else "eagle3"
+            settings = [*settings, f"drafter.name={kind}", f"drafter.path={name}/draft"]
         return LLM(
             model=f"{name}/target",
             device="cuda",
@@ -60,6 +70,32 @@ def counting_engine(folder: Path, draft: Path | None, longest: int, requests: in
             max_num_batched_tokens=PROMPT * requests,
             overrides=["cache.prefix_caching=false", *settings],
         )
+
+
+def eagle3_vocabulary(draft: Path) -> int | None:
+    """The draft vocabulary of an EAGLE-3 head's folder; None for a draft model's."""
+    size: int | None = json.loads((draft / "config.json").read_text()).get("draft_vocab_size")
+    return size
+
+
+def empty_head(path: Path) -> dict[str, torch.Tensor]:
+    """Stands in for reading a head's weights, which are made once the engine is built."""
+    with torch.device("meta"):
+        head = heads.Eagle3Head(heads.read_config(path))
+    return {name: torch.zeros_like(tensor, device="cpu") for name, tensor in head.state_dict().items()}
+
+
+def misleader(llm: LLM) -> Callable[[int], None]:
+    """Makes an engine's drafter count, and wrong about every (n + 1)th token."""
+    drafter: Any = llm.engine.drafting.drafter  # type: ignore[union-attr]
+    if not isinstance(drafter, Eagle3Drafter):
+        embedding = drafter._model.hf_model.get_input_embeddings().weight
+        original = embedding.clone()
+        return lambda right: counting_models.mislead(embedding.copy_(original), right)
+    head, target = drafter._head, llm.engine.runner.model.hf_model.get_input_embeddings().weight  # type: ignore[attr-defined]
+    counting_models.make_head_count(head, target)
+    known = head.midlayer.self_attn.k_proj.out_features
+    return lambda right: counting_models.count_to(head.lm_head.weight, target, known, right)
 
 
 def begin(llm: LLM, prompts: list[list[int]], tokens: int) -> list[Any]:
@@ -105,18 +141,36 @@ def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
     profiler.enabled = False
     parts = sorted(profiler.seconds.items(), key=lambda item: -item[1])
     print(f"   host: {wall * 1e3:.2f} ms: " + ", ".join(f"{n} {s / PROFILED * 1e3:.2f}" for n, s in parts if s > 1e-5))
-    by_kind: dict[str, float] = defaultdict(float)
-    found = step_gpu.kernels(work)
-    for kernel in found:
-        by_kind[step_gpu.kind_of(kernel.name)] += kernel.time / PROFILED
+    found, by_kind, by_name = spans(work), defaultdict[str, float](float), defaultdict[str, list[float]](list)
+    now = found[0].start
+    for span in found:  # one that starts early counts from the end of the one in front
+        took = max(0.0, span.end - max(now, span.start)) / PROFILED
+        by_kind["pauses"] += max(0.0, span.start - now) / PROFILED
+        by_kind["copies" if span.name.startswith("Mem") else step_gpu.kind_of(span.name)] += took
+        by_name[span.name].append(took)
+        now = max(now, span.end)
     kinds = sorted(by_kind.items(), key=lambda item: -item[1])
-    launches = sum(kernel.count for kernel in found) // PROFILED
     print(
-        f"   device: {sum(by_kind.values()):.0f} us, {launches} kernels: " + ", ".join(f"{k} {t:.0f}" for k, t in kinds)
+        f"   device: {sum(by_kind.values()):.0f} us, {len(found) // PROFILED} launches: "
+        + ", ".join(f"{kind} {time:.0f}" for kind, time in kinds)
     )
-    for kernel in found[:14]:
-        print(f"   {kernel.time / PROFILED:8.1f} us {kernel.count / PROFILED:6.1f} x  {kernel.name[:100]}")
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:24]:
+        print(f"   {sum(times):8.1f} us {len(times) / PROFILED:6.1f} x  {name[:100]}")
     step_gpu.finish(llm)
+
+
+def spans(work: Callable[[], Any]) -> list[timeline_gpu.Span]:
+    """What runs on the device during `work`, copies too, in order."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        work()
+        torch.cuda.synchronize()
+    found = [
+        timeline_gpu.Span(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Activity")
+    ]
+    return sorted(found, key=lambda span: span.start)
 
 
 def main() -> None:
@@ -143,9 +197,8 @@ def main() -> None:
     sizes = sorted({length * number for length in (1, 1 + drafts) for number in arguments.batches})
     settings = ["cache.memory=16GiB", f"graphs.sizes={sizes}", *arguments.settings]
     plain = counting_engine(folder, None, longest, most, settings)
-    prompts = {
-        n: counting_models.prompts(n, PROMPT, plain.engine.limits.vocab_size, tokens + 1) for n in arguments.batches
-    }
+    vocabularies = [plain.engine.limits.vocab_size, *filter(None, map(eagle3_vocabulary, arguments.draft))]
+    prompts = {n: counting_models.prompts(n, PROMPT, min(vocabularies), tokens + 1) for n in arguments.batches}
     print(f"plain: {plain.plan.summary()}, asynchronous: {plain.engine.asynchronous}", flush=True)
     results = {}
     for number, own in prompts.items():
@@ -176,11 +229,9 @@ def show(
     print(next(str(setting) for setting in llm.plan.settings if setting.key == "drafter.graphs"))
     if drafting.graphs is not None:
         print(drafting.graphs.report)
-    network = drafting.drafter._model.hf_model  # type: ignore[attr-defined]
-    embedding = network.get_input_embeddings().weight
-    original = embedding.clone()
+    mislead = misleader(llm)
     for right in arguments.right:
-        counting_models.mislead(embedding.copy_(original), right)
+        mislead(right)
         for number, own in prompts.items():
             timed(llm, own, 17)
             line = compare(llm, own, results[number], tokens)

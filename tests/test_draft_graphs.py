@@ -17,6 +17,7 @@ from engine_driver import random_prompts, tokens_of
 
 from slotline.core import LLM
 from slotline.core.drafting import graphs
+from slotline.core.drafting.attention import Places
 from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.registry.contracts import Draft, DraftBatch
@@ -88,6 +89,43 @@ def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engin
         [(int(first[2]) + columns - 1) * 16 + 14, (int(first[2]) + columns - 1) * 16 + 15, -1, -1],
         [-1] * 4,
     ]
+    pairs = [found.lead_positions.view(4, 2).tolist(), found.lead_slots[0].view(4, 2).tolist()]
+    assert pairs[0] == [[2, 3], [13, 14], [longest - 3, longest - 2], [0, 0]]
+    last = (int(first[2]) + columns - 1) * 16
+    assert pairs[1] == [
+        [16 + 2, 16 + 3],
+        [int(first[1]) * 16 + 13, int(first[1]) * 16 + 14],
+        [last + 13, last + 14],
+        [-1, -1],
+    ]
+    assert drafting.attention.has_room(np.array([0]), np.array([3])).tolist() == [False]  # no request, no blocks
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_the_kernel_finds_the_places_that_torch_finds(tiny: Tiny, engines: Engines, leads: bool) -> None:
+    kernel = pytest.importorskip("slotline.core.drafting.triton_places", reason="the kernel is Triton's")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
+    drafting, longest = llm.engine.drafting, llm.engine.limits.max_model_len
+    assert drafting is not None
+    assert drafting.attention is not None
+    vars(drafting.attention)["_leads"] = leads
+    columns, positions = longest // 16, torch.tensor([3, 14, longest - 2, -1, 0, 31])
+    table = torch.arange(1, 1 + 12 * columns, dtype=torch.int32).view(6, -1)[:, :columns]
+    table[1, 1:] = table[5, 1] = 0
+    expected = drafting.attention.places(positions, [table])
+    found = Places(
+        *(
+            [torch.full_like(t, 7).to(device) for t in part]
+            if isinstance(part, list)
+            else torch.full_like(part, 7).to(device)
+            for part in expected
+        )
+    )
+    given = (positions.to(device), table.to(device), 16, longest)
+    kernel.fill_places(found, found.slots[0], found.lead_slots[0], *given)
+    for own, other in zip(found, expected, strict=True):
+        assert [t.tolist() for t in own] == [t.tolist() for t in other]
 
 
 class Again:
@@ -120,6 +158,7 @@ def test_a_captured_proposal_is_the_eager_one(
     hidden = torch.zeros(1, llm.engine.runner.model.facts.hidden_size)
     observed = (hidden, hidden) if kind == "eagle" else ()
     vars(made).update(_drafter=drafting.drafter, _attention=drafting.attention, _needs_computed=True, _device="cpu")
+    vars(made)["_catches_up"] = drafting.catches_up
     vars(made).update(_needs_hidden_states=drafting.needs_hidden_states, _sizes=(2, 8), _observations={})
     vars(made)["_target"] = SimpleNamespace(states=lambda shape: (hidden, None))
     shapes = {size: GraphShape(size * 5, 5) for size in (2, 8)}
@@ -144,6 +183,7 @@ def test_what_a_captured_proposal_reads_stays_allocated(monkeypatch: pytest.Monk
     class Watching:
         def propose(self, batch: DraftBatch) -> Draft:
             read = (batch.last_token_ids, batch.positions, batch.temperature, batch.hidden_states, *batch.observed)
+            read += (batch.previous_token_ids,)
             seen.extend(weakref.ref(tensor) for tensor in read if tensor is not None)
             return Draft(token_ids=torch.zeros(2, 4, dtype=torch.int64))
 
@@ -151,10 +191,10 @@ def test_what_a_captured_proposal_reads_stays_allocated(monkeypatch: pytest.Monk
     made, shape = DraftGraphs.__new__(DraftGraphs), GraphShape(10, 5)
     hidden = torch.zeros(1, 8)
     vars(made).update(_drafter=Watching(), _attention=None, _needs_computed=True, _needs_hidden_states=True)
-    vars(made).update(_device="cpu", _target=SimpleNamespace(states=lambda shape: (hidden, None)))
+    vars(made).update(_catches_up=True, _device="cpu", _target=SimpleNamespace(states=lambda shape: (hidden, None)))
     vars(made)["_observations"] = {shape: SimpleNamespace(observed=(hidden,))}
     proposal = made._capture_proposal(shape, None)
     gc.collect()
-    assert len(seen) == 5
+    assert len(seen) == 6
     assert all(reference() is not None for reference in seen)
     assert proposal.token_ids.shape == (2, 4)

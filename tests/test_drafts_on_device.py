@@ -60,21 +60,35 @@ def test_the_drafts_that_stand_are_those_that_the_host_will_find(
     stood = np.add.reduceat(standing(sampled, drafts, positions).astype(np.int64), first) - 1
     known, stand_ins = 10 + rows, table().stand_ins(rows)
     packed = on_the_device(np.stack([first, verified, known, stand_ins, rows, rows]).astype(np.int64))
+    # What went in: a known token or the row's own stand-in in front, stand-ins for its drafts behind; in any order.
+    ids = np.where(positions > 0, np.repeat(stand_ins, verified + 1) + positions, np.repeat(rows % VOCAB, verified + 1))
+    ids = np.where((positions == 0) & (np.repeat(rows, verified + 1) % 2 > 0), np.repeat(stand_ins, verified + 1), ids)
+    order = np.random.default_rng(len(ids)).permutation(len(ids))
+    input_ids, indices = np.empty_like(ids), order
+    input_ids[order] = ids
+    went_in = (on_the_device(input_ids), on_the_device(indices))
     found = []
     for triton in (False, True):
         own = table()
+        own.tokens[VOCAB:] = torch.arange(len(own.tokens) - VOCAB, device=DEVICE) % VOCAB
+        before = own.resolve(on_the_device(ids)).cpu().numpy()
         given_drafts = on_the_device(drafts) if drafted else None
         if triton:
-            result = Stood(*find_stood_triton(on_the_device(sampled), given_drafts, packed, on_the_device(rows), own))
+            result = Stood(
+                *find_stood_triton(on_the_device(sampled), given_drafts, packed, on_the_device(rows), *went_in, own)
+            )
         else:
             places = on_the_device(np.repeat(np.arange(len(rows)), verified + 1))
-            result = find_stood(on_the_device(sampled), given_drafts, packed, on_the_device(rows), places, own)
+            result = find_stood(
+                on_the_device(sampled), given_drafts, packed, on_the_device(rows), places, *went_in, own
+            )
         found.append([t.cpu().tolist() for t in (*result, own.tokens, own.fallen)])
-    last, newest, positions_found, fallen, *_ = found[0]
+    last, newest, positions_found, fallen, previous, *_ = found[0]
     assert last == (first + stood).tolist()
     assert newest == np.maximum(sampled[first + stood], 0).tolist()
     assert positions_found == (known + stood).tolist()
     assert fallen == (verified - stood).tolist()
+    assert previous == before[first + stood].tolist()
     assert found[0] == found[1]
 
 

@@ -190,6 +190,7 @@ class GroupBuilder:
                 gatherer.kernel_block_sizes,
                 max_model_len=self.planned.max_model_len,
                 num_tokens=runner.drafting.num_tokens,
+                leads=runner.drafting.catches_up,
                 device=self.planned.device,
             )
 

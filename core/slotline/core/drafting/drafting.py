@@ -52,6 +52,7 @@ class Drafting:
         uniform: whether all requests get equally many drafts, so that a captured graph fits.
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
+        observing: whether the drafter sees what the step that runs computes.
         attention: of the drafter's own layers, where it has any; set when the caches are there.
         graphs: replays the drafter's work, where that is captured.
     """
@@ -80,7 +81,11 @@ class Drafting:
         self.paused = False
         self.num_tokens = num_tokens
         self.needs_hidden_states = capabilities.needs_hidden_states
-        self.needs_computed = capabilities.needs_computed
+        self.needs_computed = self.observing = capabilities.needs_computed
+        self.catches_up = capabilities.catches_up
+        self._caught_up = np.full(
+            rows.max_requests, -1
+        )  # the generation of rows whose tokens are in the drafter's cache
         self.remembers = capabilities.remembers
         self.taps: LayerTaps | None = None
         if capabilities.needs_layers:
@@ -122,6 +127,9 @@ class Drafting:
         drafts = self._rows.num_drafts[schedule.rows]
         decodes = bool((schedule.num_scheduled == 1 + drafts).all())
         self._times.begin(schedule.num_tokens, drafted=bool(drafts.any()), decodes=decodes)
+        rows = schedule.rows
+        ready = (self._caught_up[rows] == self._rows.generation[rows]) & ~self._rows.forced[rows]
+        self.observing = self.needs_computed and not (self.catches_up and decodes and bool(ready.all()))
         self._learn()
 
     def computed(self) -> None:
@@ -152,6 +160,7 @@ class Drafting:
             num_tokens=self.num_tokens,
             needs_computed=self.needs_computed,
             needs_hidden_states=self.needs_hidden_states,
+            catches_up=self.catches_up,
             device=self._device,
         )
         graphs.capture(progress=progress)
@@ -187,6 +196,7 @@ class Drafting:
         """
         self.computed()
         self.forget()
+        self.behind(rows)
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
         wanted = self.served[rows] & (room > 0)
@@ -199,6 +209,9 @@ class Drafting:
         start = perf_counter()
         try:
             batch, staged = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device), None
+            if self.catches_up:
+                previous = self._rows.token_ids[rows, known - 2].astype(np.int64)
+                batch.previous_token_ids = self._upload(previous)
             if self.attention is not None:
                 staged = self.attention.stage(rows, known - 1, self._upload)
             draft = self.ask(batch, staged)
@@ -212,9 +225,20 @@ class Drafting:
         self._rows.tree = tree
         if self.uniform and tree is None and counts.any():
             self._fill(rows, known, room)
+        whole = self._rows.num_guesses[rows] == self._rows.num_drafts[rows]  # what fills is not in the drafter's cache
+        self.caught_up(rows[whole], known[whole] - 1)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
+
+    def caught_up(self, rows: Int, bounds: Int) -> None:
+        """`rows` [n], whose newest tokens are at `bounds` [n] at most, have just been proposed for.
+
+        If the drafter's cache has room for what it proposed, it has seen all that stands before the next proposal.
+        """
+        if self.catches_up and self.attention is not None:
+            rows = rows[self.attention.has_room(rows, bounds)]
+            self._caught_up[rows] = self._rows.generation[rows]
 
     def ask(self, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         """The drafter's answer, from a graph where there is one for so many requests.
@@ -228,6 +252,10 @@ class Drafting:
             return self.graphs.propose(size, batch, attend)
         batch.attend = None if attend is None else attend(batch.positions)
         return self.drafter.propose(batch)
+
+    def behind(self, rows: Int) -> None:
+        """A step of `rows` [n] was sampled, and nothing is proposed behind it yet."""
+        self._caught_up[rows] = -1
 
     def forget(self) -> None:
         """Forget all drafts, those of rows that were not scheduled too: a proposal is kept whole or not."""

@@ -50,7 +50,7 @@ class DraftGraphs:
     """Captures a drafter's work for the uniform batches that the model is captured for, and replays it.
 
     Args:
-        drafter: declares `graphs`; `needs_computed` and `needs_hidden_states` as it declares.
+        drafter: declares `graphs`; `needs_computed`, `needs_hidden_states` and `catches_up` as it declares.
         target: the model's graphs, captured by now.
         computed: makes what the drafter sees of a step.
         attention: of the drafter's own layers.
@@ -70,11 +70,13 @@ class DraftGraphs:
         num_tokens: int,
         needs_computed: bool,
         needs_hidden_states: bool,
+        catches_up: bool,
         device: str,
     ) -> None:
         self.report = CaptureReport()
         self._drafter, self._target, self._computed, self._attention = drafter, target, computed, attention
         self._needs_computed, self._needs_hidden_states = needs_computed, needs_hidden_states
+        self._catches_up = catches_up
         self._query_len, self._device = 1 + num_tokens, device
         lengths = (1, self._query_len)  # steps without drafts are seen too
         self._shapes = [s for s in target.shapes.largest_first if s.query_len in lengths and not s.cascade]
@@ -129,11 +131,16 @@ class DraftGraphs:
     def propose(self, size: int, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         """The proposal for a batch that is padded to `size`; it is overwritten by the next replay."""
         captured, count = self._proposals[size], len(batch.rows)
-        captured.batch.last_token_ids[:count].copy_(batch.last_token_ids)
-        captured.positions[:count].copy_(batch.positions)
-        captured.positions[count:].fill_(-1)
-        for own, states in zip(_states(captured.batch), _states(batch), strict=True):
-            own[:count].copy_(states)
+        own = [captured.batch.last_token_ids, captured.positions]
+        given = [batch.last_token_ids, batch.positions]
+        if captured.batch.previous_token_ids is not None and batch.previous_token_ids is not None:
+            own.append(captured.batch.previous_token_ids)
+            given.append(batch.previous_token_ids)
+        torch._foreach_copy_([tensor[:count] for tensor in own], given)  # one launch for all
+        if count < size:
+            captured.positions[count:].fill_(-1)
+        for states, found in zip(_states(captured.batch), _states(batch), strict=True):
+            states[:count].copy_(found)
         if captured.attention is not None and attend is not None:
             captured.attention.fill(attend)
         captured.replay()
@@ -155,12 +162,14 @@ class DraftGraphs:
         attention = None if self._attention is None else self._attention.captured(size)
         zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
         positions = torch.full_like(zeros, -1) if attention is None else attention.positions
+        newest = zeros.clone() if attention is None else attention.places.positions[0]  # 0 where padded
         batch = DraftBatch(
             rows=torch.zeros(size, dtype=torch.int64),
             token_table=torch.zeros((0, 0), dtype=torch.int32),
             num_tokens=torch.ones(size, dtype=torch.int32),
             last_token_ids=zeros,
-            positions=zeros.clone(),
+            positions=newest,
+            previous_token_ids=zeros.clone() if self._catches_up else None,
             hidden_states=_like(hidden, size) if self._needs_hidden_states else None,
             layer_hidden_states=None if layers is None else _like(layers, size),
             observed=tuple(_like(states, size) for states in observed),
@@ -169,8 +178,9 @@ class DraftGraphs:
         )
 
         def propose() -> Draft:
-            batch.positions.copy_(positions.clamp(min=0))
-            if attention is not None:
+            if attention is None:
+                batch.positions.copy_(positions.clamp(min=0))
+            else:
                 attention.refresh()
             return self._drafter.propose(batch)
 

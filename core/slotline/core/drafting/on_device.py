@@ -18,13 +18,15 @@ class Stood(NamedTuple):
     """What a verified step gave each row that samples, [m] int64 on the device.
 
     `last` is the place among the logits of the last token that stands, `newest` that token, 0 where the request ends
-    with an error, `positions` where it lies in its text, and `fallen` how many drafts did not stand.
+    with an error, `positions` where it lies in its text, `fallen` how many drafts did not stand, and `previous` the
+    token in front of the newest.
     """
 
     last: torch.Tensor
     newest: torch.Tensor
     positions: torch.Tensor
     fallen: torch.Tensor
+    previous: torch.Tensor
 
 
 def find_stood(
@@ -33,6 +35,8 @@ def find_stood(
     on_device: torch.Tensor,
     rows: torch.Tensor,
     places: torch.Tensor,
+    input_ids: torch.Tensor,
+    logits_indices: torch.Tensor,
     table: LastTokens,
 ) -> Stood:
     """Which drafts stand, as `verification.standing` finds it; the table then knows each row's newest token.
@@ -44,11 +48,13 @@ def find_stood(
             stand-in, and two that are not read here.
         rows: [m] int64, distinct permanent rows.
         places: [num_logits] int64, index in `rows` of each place.
+        input_ids: [num_tokens] int64, the step's tokens, or what stands for them in the table.
+        logits_indices: [num_logits] int64, the token of each place.
     """
     if sampled.is_cuda and has_triton():
         from slotline.core.drafting.triton_drafts import find_stood_triton
 
-        return Stood(*find_stood_triton(sampled, drafts, on_device, rows, table))
+        return Stood(*find_stood_triton(sampled, drafts, on_device, rows, input_ids, logits_indices, table))
     first, verified, known, stand_ins, *_ = on_device.unbind()
     stood, last = torch.zeros_like(first), first
     if drafts is not None:
@@ -57,10 +63,11 @@ def find_stood(
         stands = before == before[first][places]
         stood = stood.index_add(0, places, stands.long()) - 1
         last = first + stood
+    previous = table.resolve(input_ids[logits_indices[last]])  # before its row's stand-ins mean other tokens
     newest, fallen = sampled[last].clamp(min=0), verified - stood
     table.record(stand_ins, newest)
     table.fallen[rows] = fallen
-    return Stood(last, newest, known + stood, fallen)
+    return Stood(last, newest, known + stood, fallen, previous)
 
 
 def keep_drafts(

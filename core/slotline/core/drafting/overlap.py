@@ -19,7 +19,7 @@ from attrs import define, frozen
 from slotline.core.drafting.attention import StagedAttention
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import HiddenStates
-from slotline.core.drafting.on_device import find_stood, keep_drafts
+from slotline.core.drafting.on_device import Stood, find_stood, keep_drafts
 from slotline.core.drafting.verification import drafted
 from slotline.core.execution.staging import Download, Staging, reserved_bytes
 from slotline.core.execution.states import StateRouter
@@ -64,6 +64,7 @@ class Settled:
         room: [n] int64, most drafts of each.
         temperature: [n] float32 on the device.
         following: [num_padded_tokens] int64 on the device, the tokens behind the step's as far as the host knows them.
+        input_ids, logits_indices: the step's, on the device.
         attend: plans the drafter's own attention from the positions [n] of the newest tokens, where it has any.
     """
 
@@ -79,6 +80,8 @@ class Settled:
     room: Int
     temperature: torch.Tensor
     following: torch.Tensor | None
+    input_ids: torch.Tensor
+    logits_indices: torch.Tensor
     attend: StagedAttention | None
 
 
@@ -163,8 +166,10 @@ class Overlap:
             room=np.minimum(room[asked], self._drafting.num_tokens),
             temperature=upload(rows.temperature[own[asked]]),
             following=upload(np.minimum(self._drafting.following(inputs), self._vocab_size - 1))
-            if self._drafting.needs_computed
+            if self._drafting.observing
             else None,
+            input_ids=inputs.input_ids,
+            logits_indices=inputs.logits_indices,
             attend=attend,
         )
         self._staging.flush()
@@ -179,7 +184,14 @@ class Overlap:
         """
         drafting, table = self._drafting, self._last_tokens
         stood = find_stood(
-            sampling.sampled, settled.drafts, settled.on_device, settled.rows_device, settled.places, table
+            sampling.sampled,
+            settled.drafts,
+            settled.on_device,
+            settled.rows_device,
+            settled.places,
+            settled.input_ids,
+            settled.logits_indices,
+            table,
         )
         if self._states is not None and settled.drafts is not None:
             at, scheduled = settled.on_device[4:].unbind()
@@ -189,6 +201,7 @@ class Overlap:
             accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
         drafting.forget()
+        drafting.behind(settled.rows)
         # What the drafter reads is taken here: `finish` would pick it with places that the host sends, and wait.
         states, computed = sampling.states, sampling.computed
         sampling.states = sampling.computed = None
@@ -199,14 +212,14 @@ class Overlap:
         drafting.computed()
         if len(settled.asked) == 0:
             return None
-        newest, positions, stand_ins = stood.newest, stood.positions, settled.on_device[3]
+        stand_ins = settled.on_device[3]
         states = None if states is None else states.pick(stood.last)
         if (chosen := settled.asked_device) is not None:
-            newest, positions, stand_ins = newest[chosen], positions[chosen], stand_ins[chosen]
+            stood, stand_ins = Stood(*(tensor[chosen] for tensor in stood)), stand_ins[chosen]
             states = None if states is None else states.pick(chosen)
         start, rows = perf_counter(), settled.rows[settled.asked]
         try:
-            draft = drafting.ask(self._batch(settled, rows, newest, positions, states), settled.attend)
+            draft = drafting.ask(self._batch(settled, rows, stood, states), settled.attend)
             drafting.check_shape(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
             drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
@@ -215,10 +228,11 @@ class Overlap:
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
         used = settled.room if drafting.uniform and counts.any() else counts
         self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
+        drafting.caught_up(rows, self._bounds(settled) - 1)
         return Proposal(
             rows=rows,
             generations=self._rows.generation[rows],
-            found=self._staging.download(keep_drafts(found, newest, stand_ins, table, self._vocab_size)),
+            found=self._staging.download(keep_drafts(found, stood.newest, stand_ins, table, self._vocab_size)),
             columns=found.shape[1],
         )
 
@@ -241,22 +255,25 @@ class Overlap:
         on_device = torch.zeros(6, 1, dtype=torch.int64, device=zero.device)
         on_device[3] += int(table.stand_ins(np.zeros(1, np.int64))[0])
         for drafts in (None, zero):
-            find_stood(zero, drafts, on_device, zero, zero, table)
+            find_stood(zero, drafts, on_device, zero, zero, zero, zero, table)
         drafted = zero[:, None].expand(1, table.max_drafts).contiguous()
         keep_drafts(drafted, zero, on_device[3], table, self._vocab_size)
 
-    def _batch(
-        self, settled: Settled, rows: Int, newest: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None
-    ) -> DraftBatch:
-        bound = self._rows.num_tokens[rows] + settled.verified[settled.asked] + 1
+    def _batch(self, settled: Settled, rows: Int, stood: Stood, states: HiddenStates | None) -> DraftBatch:
         return DraftBatch(
             rows=torch.from_numpy(rows),
             token_table=torch.from_numpy(self._rows.token_ids),
-            num_tokens=torch.from_numpy(bound.astype(np.int32)),
-            last_token_ids=newest,
-            positions=positions,
+            num_tokens=torch.from_numpy(self._bounds(settled).astype(np.int32)),
+            last_token_ids=stood.newest,
+            positions=stood.positions,
+            previous_token_ids=stood.previous if self._drafting.catches_up else None,
             hidden_states=None if states is None else states.last,
             layer_hidden_states=None if states is None else states.layers,
             computed_index=None if states is None else states.index,
             temperature=settled.temperature,
         )
+
+    def _bounds(self, settled: Settled) -> Int:
+        """The most tokens of those that get drafts, [n], the newest included."""
+        bounds: Int = self._rows.num_tokens[settled.rows[settled.asked]] + settled.verified[settled.asked] + 1
+        return bounds

@@ -13,9 +13,20 @@ from slotline.core.sampling.last_tokens import LastTokens
 
 @triton.jit(do_not_specialize=["m"])
 def _find_stood(
-    sampled, drafts, on_device, rows, table, fallen, out, m, padded: tl.constexpr, has_drafts: tl.constexpr
+    sampled,
+    drafts,
+    on_device,
+    rows,
+    input_ids,
+    logits_indices,
+    table,
+    fallen,
+    out,
+    m,
+    padded: tl.constexpr,
+    has_drafts: tl.constexpr,
 ):
-    """on_device [>= 4, m], out [4, m]; see `on_device.find_stood`. `padded` covers a row's places."""
+    """on_device [>= 4, m], out [5, m]; see `on_device.find_stood`. `padded` covers a row's places."""
     row = tl.program_id(0)
     first, verified = tl.load(on_device + row), tl.load(on_device + m + row)
     known, stand_in = tl.load(on_device + 2 * m + row), tl.load(on_device + 3 * m + row)
@@ -28,12 +39,15 @@ def _find_stood(
         stood = tl.minimum(tl.min(tl.where(there & (token != draft), place, padded)), verified)
     last = first + stood
     newest = tl.maximum(tl.load(sampled + last), 0)
+    previous = tl.load(table + tl.load(input_ids + tl.load(logits_indices + last)))
+    tl.debug_barrier()  # what went in may be the stand-in that means another token from now on
     tl.store(table + stand_in, newest)
     tl.store(fallen + tl.load(rows + row), verified - stood)
     tl.store(out + row, last)
     tl.store(out + m + row, newest)
     tl.store(out + 2 * m + row, known + stood)
     tl.store(out + 3 * m + row, verified - stood)
+    tl.store(out + 4 * m + row, previous)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "row_stride"])
@@ -60,11 +74,17 @@ def _keep_drafts(
 
 
 def find_stood_triton(
-    sampled: torch.Tensor, drafts: torch.Tensor | None, on_device: torch.Tensor, rows: torch.Tensor, table: LastTokens
+    sampled: torch.Tensor,
+    drafts: torch.Tensor | None,
+    on_device: torch.Tensor,
+    rows: torch.Tensor,
+    input_ids: torch.Tensor,
+    logits_indices: torch.Tensor,
+    table: LastTokens,
 ) -> torch.Tensor:
-    """See `on_device.find_stood`: [4, m] int64."""
+    """See `on_device.find_stood`: [5, m] int64."""
     m = on_device.shape[1]
-    out = torch.empty(4, m, dtype=torch.int64, device=sampled.device)
+    out = torch.empty(5, m, dtype=torch.int64, device=sampled.device)
     if m:
         padded = triton.next_power_of_2(1 + table.max_drafts)
         _find_stood[(m,)](
@@ -72,6 +92,8 @@ def find_stood_triton(
             sampled if drafts is None else drafts,
             on_device,
             rows,
+            input_ids,
+            logits_indices,
             table.tokens,
             table.fallen,
             out,

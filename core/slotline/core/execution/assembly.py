@@ -141,7 +141,7 @@ class StepAssembler:
             feed.staging.flush()
         tables = [feed.tables.take(host.max_seq_len) for feed in self.feeds]
         if bounds is not None and self._last_tokens is not None:
-            fallen = self._last_tokens.fallen[bounds.which]
+            fallen = self._last_tokens.fallen
             take_off(fallen, bounds, sent[0], tables[0], states, self._groups, self._kernel_block_sizes)
         batches = self._batches(host, sent, tables, encoder_lens, judged.mask)
         if self._has_uncached:

@@ -17,6 +17,7 @@ from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.feeds import Sent
 from slotline.core.execution.host_inputs import HostInputs
 from slotline.core.execution.staging import Staging
+from slotline.core.sampling.batch import has_triton
 from slotline.registry.contracts import StateBatch
 
 
@@ -53,13 +54,24 @@ def take_off(
     groups: Sequence[CacheGroup],
     kernel_block_sizes: Sequence[int],
 ) -> None:
-    """Make bounds exact, in place: `fallen` [num_requests + 1] drafts of a step before have left no token behind."""
+    """Make bounds exact, in place: `fallen` [max_requests + 1] drafts of each row's step before left no token behind.
+
+    One launch for each cache group where Triton serves the device: the forward pass waits for it.
+    """
+    read = [i for i, group in enumerate(groups) if group.encoder_len is None]
+    of_groups = [(tables[i], sent.slot_mappings[i], kernel_block_sizes[i]) for i in read]
+    accepted = None if states is None else states.num_accepted
+    if fallen.is_cuda and has_triton():
+        from slotline.core.execution.triton_bounds import take_off_triton
+
+        take_off_triton(fallen, bounds.which, bounds.owner, sent.positions, sent.seq_lens, accepted, of_groups)
+        return
+    fallen = fallen[bounds.which]
     sent.seq_lens.sub_(fallen[:-1])
     sent.positions.sub_(fallen[bounds.owner])
-    if states is not None:
-        states.num_accepted.sub_(fallen[:-1])
+    if accepted is not None:
+        accepted.sub_(fallen[:-1])
     request = bounds.owner.clamp(max=len(bounds.which) - 2)
-    for group, size, table, slots in zip(groups, kernel_block_sizes, tables, sent.slot_mappings, strict=True):
-        if group.encoder_len is None:
-            blocks = table[request, sent.positions // size].to(torch.int64)
-            slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))
+    for table, slots, size in of_groups:
+        blocks = table[request, sent.positions // size].to(torch.int64)
+        slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))

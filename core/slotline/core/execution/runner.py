@@ -112,7 +112,7 @@ class Runner:
             with scope("grammar"):
                 masks = self.grammars.begin(inputs, beside=True)
         whole = self.rows.score_prompts(inputs.rows)
-        whole |= self.drafting is not None and self.drafting.needs_computed
+        whole |= self.drafting is not None and self.drafting.observing
         with scope("forward"):
             hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
         return Launched(
@@ -261,9 +261,9 @@ class Runner:
         own = HiddenStates(
             last=states if drafting.needs_hidden_states else None,
             layers=None if layers is None else layers[inputs.logits_indices],
-            index=inputs.logits_indices if drafting.needs_computed else None,
+            index=inputs.logits_indices if drafting.observing else None,
         )
-        if not drafting.needs_computed:
+        if not drafting.observing:
             return {"states": own}
         token_ids, hidden = self.token_ids(inputs), launched.hidden
         computed = ComputedStates(

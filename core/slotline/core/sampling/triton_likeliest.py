@@ -14,15 +14,15 @@ PARTS, FEW_PARTS = 64, 8
 BLOCK, WARPS = 2048, 4
 
 
-@triton.jit(do_not_specialize=["row_stride", "size"])
+@triton.jit(do_not_specialize=["size"])
 def _best_of_parts(logits, row_stride, maxima, places, size, block: tl.constexpr):
     """Grid (rows, parts): maxima and places [rows, parts], the largest entry of the part and the first place of it."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    each = tl.cdiv(size, parts)
-    start = tl.minimum(part * each, size - 1)  # parts may be left without an entry: they look at the last one again
+    each = tl.cdiv(tl.cdiv(size, parts), block) * block  # so that a part begins where a wide load may
+    start = part * each
     end = tl.minimum(start + each, size)
     best = tl.full([block], -float("inf"), tl.float32)
-    place = start + tl.zeros([block], tl.int32)
+    place = start + tl.zeros([block], tl.int32)  # of a part without an entry behind all others
     for first in tl.range(start, end, block):
         at = first + tl.arange(0, block)
         values = tl.load(logits + row * row_stride + at, mask=at < end, other=-float("inf")).to(tl.float32)

@@ -17,6 +17,7 @@ descriptor = Descriptor(
         needs_kv_group=True,
         needs_checkpoint=True,
         on_device=True,
+        catches_up=True,
         graphs=Flag(True),
     ),
     factory="slotline.proposers.draft_model.drafter:ModelDrafter",

@@ -70,13 +70,20 @@ class ModelDrafter:
         self._model.forward(computed.token_ids, computed.positions, computed.attend)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The likeliest token behind the newest, and the likeliest behind that, and so on."""
+        """The likeliest token behind the newest, and the likeliest behind that, and so on.
+
+        The first pass computes the token in front of the newest, too. If all drafts of the step before stood, that is
+        the last of them, which no pass has seen.
+        """
         assert batch.attend is not None
-        tokens, found = batch.last_token_ids, []
-        for offset in range(self._num_tokens):
-            hidden = self._model.forward(tokens, batch.positions + offset, batch.attend(offset))
-            tokens = likeliest(self._model.compute_logits(hidden))
-            found.append(tokens)
+        assert batch.previous_token_ids is not None
+        pairs = torch.stack([batch.previous_token_ids, batch.last_token_ids], 1).flatten()
+        places = torch.stack([batch.positions - 1, batch.positions], 1).flatten()
+        hidden = self._model.forward(pairs, places, batch.attend(0))[1::2]
+        found = [likeliest(self._model.compute_logits(hidden))]
+        for offset in range(1, self._num_tokens):
+            hidden = self._model.forward(found[-1], batch.positions + offset, batch.attend(offset))
+            found.append(likeliest(self._model.compute_logits(hidden)))
         return Draft(token_ids=torch.stack(found, 1))
 
 

@@ -44,6 +44,10 @@ class DrafterCapabilities:
             `CheckpointDrafterFactory`, without which the conformance suite can say little of it.
         on_device: proposes without the host's tokens: of a `DraftBatch` it reads `rows` and what is on the device
             alone, and nothing in its proposal waits for the device. Steps may then overlap beside it.
+        catches_up: whether `propose` itself stores what the drafter's cache lacks of a request that it proposed for
+            in the step before: the token in front of the newest, since all tokens before that one are the request's or
+            drafts of its own that stood. Steps of such requests alone are not shown to `observe`. Goes with
+            `needs_kv_group`; every draft of such a drafter is a token.
         graphs: whether `observe` and `propose` can be captured in CUDA graphs and replayed without Python: they work on
             the device alone, read what changes from the device tensors that they are handed, `observed` included, and
             give tensors whose shapes depend on the number of requests or tokens alone. Chains without probabilities.
@@ -62,6 +66,7 @@ class DrafterCapabilities:
     needs_grammar: bool = False
     needs_checkpoint: bool = False
     on_device: bool = False
+    catches_up: bool = False
     graphs: Flag = Flag(False)
 
 
@@ -130,6 +135,8 @@ class DraftBatch:
         num_tokens: [num_requests] int32 on the host, accepted tokens of each request, the newest included.
         last_token_ids: [num_requests] int64 on the device, the newest accepted tokens.
         positions: [num_requests] int64 on the device, positions of those.
+        previous_token_ids: [num_requests] int64 on the device, the tokens in front of the newest; None unless the
+            drafter `catches_up`.
         hidden_states: [num_requests, hidden_size] in the model's dtype, behind the last norm, of the token in front of
             the newest one, the last that the model has computed; None unless `needs_hidden_states`.
         layer_hidden_states: [num_requests, layers * hidden_size], of the same token, the states in front of the layers
@@ -140,6 +147,8 @@ class DraftBatch:
         attend: where the drafter `needs_kv_group`: ``attend(offset)`` gives the attention of its own layers for one
             token of each request at `positions` + offset. To be called with 0, 1, .. below the number of draft tokens,
             each in its turn: an offset's keys and values are stored before the next one's queries come.
+            Of a drafter that `catches_up` offset 0 takes two tokens of each request, side by side: the previous and
+            the newest one, at `positions` - 1 and `positions`.
         temperature: [num_requests] float32 on the device; 0 for greedy requests.
         uniforms: [num_requests, num_tokens] float64 in [0, 1) on the host, for the drafter's own draws: they depend on
             the request's seed and the position alone, so that a text does not change with the batch around it.
@@ -150,6 +159,7 @@ class DraftBatch:
     num_tokens: torch.Tensor
     last_token_ids: torch.Tensor
     positions: torch.Tensor
+    previous_token_ids: torch.Tensor | None = None
     hidden_states: torch.Tensor | None = None
     layer_hidden_states: torch.Tensor | None = None
     computed_index: torch.Tensor | None = None
@@ -239,6 +249,8 @@ class Observer(Drafter, Protocol):
 
     def observe(self, computed: ComputedTokens) -> tuple[torch.Tensor, ...] | None:
         """See what a step computed; called before its `propose`, also where no request gets drafts.
+
+        A drafter that `catches_up` is spared the steps of requests that it proposed for in the step before.
 
         What it returns, [num_tokens, ...] each, that `propose` is handed as `DraftBatch.observed`.
 
