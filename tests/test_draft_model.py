@@ -69,6 +69,40 @@ def test_the_model_itself_is_always_right(tiny: Tiny, engines: Engines) -> None:
     assert counts.accepted - before["accepted"] == counts.proposed - before["proposed"] > 0
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("right", [True, False])
+def test_tokens_that_it_drafted_are_not_computed_again(
+    tiny: Tiny, engines: Engines, asynchronous: bool, right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees prompts, and what is left once nobody has room for drafts; proposals are what they were."""
+    path = tiny("llama")
+    draft = path if right else tiny("llama", **SMALLER)
+    llm = engines(path, **settings_of(draft), **{"scheduler.async": asynchronous})
+    prompts, drafting = random_prompts((5, 9, 3), seed=7), llm.engine.drafting
+    assert drafting is not None
+    shown, observe, seen = list[int](), drafting.drafter.observe, watch(llm)  # type: ignore[attr-defined]
+
+    def count(computed: Any) -> Any:
+        shown.append(len(computed.token_ids))
+        return observe(computed)
+
+    monkeypatch.setattr(drafting.drafter, "observe", count)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (41, 23, 12)]  # they end in turn
+    texts = [
+        [output.outputs[0].token_ids for output in each.generate([{"prompt_token_ids": p} for p in prompts], params)]
+        for each in (llm, engines(path))
+    ]
+    assert texts[0] == texts[1]
+    assert drafting.counts.failures == 0
+    assert drafting.counts.proposals > 6
+    assert shown[0] == 17
+    assert sum(shown[1:]) <= 8
+    if right:
+        assert drafting.counts.accepted == drafting.counts.proposed > 0
+    if not asynchronous:
+        assert agree(seen, draft) == 1
+
+
 def test_preemption_and_prefix_hits_keep_its_cache_right(tiny: Tiny, engines: Engines) -> None:
     path, other = tiny("llama"), tiny("llama", **SMALLER)
     llm = engines(path, **{**settings_of(other), "memory": f"{11 * 20}KiB", "max_num_batched_tokens": 24})

@@ -199,7 +199,7 @@ class Drafting:
         self.behind(rows)
         known = self._rows.num_tokens[rows]
         room = self._rows.length_limit[rows] - known - 1  # the token after the drafts ends the request at the latest
-        wanted = self.served[rows] & (room > 0)
+        wanted = self.wanted(rows, room)
         if not wanted.all():
             rows, known, room = rows[wanted], known[wanted], room[wanted]
             if hidden_states is not None:
@@ -230,6 +230,14 @@ class Drafting:
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
+
+    def wanted(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
+        """Which of `rows` [n] the drafter is asked for, if it is, where `room` [n] drafts of each fit.
+
+        One that catches up is asked for all if for any, so that it need not see what the others compute.
+        """
+        wanted: npt.NDArray[np.bool_] = self.served[rows] & (room > 0)
+        return self.served[rows] if self.catches_up and wanted.any() else wanted
 
     def caught_up(self, rows: Int, bounds: Int) -> None:
         """`rows` [n], whose newest tokens are at `bounds` [n] at most, have just been proposed for.

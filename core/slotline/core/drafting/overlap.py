@@ -61,7 +61,7 @@ class Settled:
         rows_device: [m] int64 on the device; `places` [num_logits] the row's index in `rows` of each place.
         drafts: [num_logits] int64 on the device, the draft at each place, -1 behind a row's last.
         asked: [n] int64, indices into `rows` of those that get drafts; `asked_device` the same, None for all.
-        room: [n] int64, most drafts of each.
+        room: [n] int64, most drafts of each; 0 for one that is asked for beside others alone.
         temperature: [n] float32 on the device.
         following: [num_padded_tokens] int64 on the device, the tokens behind the step's as far as the host knows them.
         input_ids, logits_indices: the step's, on the device.
@@ -146,7 +146,8 @@ class Overlap:
         live = rows.generation[own] == generations[own]
         bound = known + verified + 1
         room = rows.length_limit[own] - bound - 1  # as in `Drafting.propose`, were all drafts to stand
-        asked = np.flatnonzero(live & self._drafting.served[own] & (room > 0))
+        live = np.flatnonzero(live)
+        asked = live[self._drafting.wanted(own[live], room[live])]
         asked = asked if self._drafting.asks(own[asked]) else asked[:0]
         attention, attend = self._drafting.attention, None
         if attention is not None and len(asked):
@@ -163,7 +164,7 @@ class Overlap:
             drafts=None if inputs.drafts is None else upload(inputs.drafts),
             asked=asked,
             asked_device=None if len(asked) == len(own) else upload(asked),
-            room=np.minimum(room[asked], self._drafting.num_tokens),
+            room=np.clip(room[asked], 0, self._drafting.num_tokens),
             temperature=upload(rows.temperature[own[asked]]),
             following=upload(np.minimum(self._drafting.following(inputs), self._vocab_size - 1))
             if self._drafting.observing
