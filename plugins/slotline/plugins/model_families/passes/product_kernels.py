@@ -131,7 +131,6 @@ def dot_linear(
     n,
     k: tl.constexpr,
     block_m: tl.constexpr,
-    more: tl.constexpr,
     block_n: tl.constexpr,
     block_k: tl.constexpr,
     stages: tl.constexpr,
@@ -141,7 +140,7 @@ def dot_linear(
     fetched: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A program computes `block_n` outputs of `block_m` rows, and of `more` behind, on the matrix units; see `linear`.
+    """A program computes `block_n` outputs of `block_m` rows on the matrix units; see `linear`.
 
     The weight is the left operand, since that one may be large while the right one has few columns. Of several parts
     each sums its share of the elements into its own out [parts, rows, n]; the first adds the bias.
@@ -149,7 +148,7 @@ def dot_linear(
     has_gate: tl.constexpr = activation != "none"
     each: tl.constexpr = (k + parts * block_k - 1) // (parts * block_k) * block_k
     output = tl.program_id(0) * block_n + tl.arange(0, block_n)
-    row, part = tl.program_id(1) * (block_m + more) + tl.arange(0, block_m), tl.arange(0, block_k)
+    row, part = tl.program_id(1) * block_m + tl.arange(0, block_m), tl.arange(0, block_k)
     number = tl.program_id(2)
     if early:
         gdc_launch_dependents()
@@ -161,45 +160,22 @@ def dot_linear(
     sums = tl.zeros([block_n, block_m], tl.float32)
     other_sums = tl.zeros([block_n, block_m], tl.float32)
     x_at = x + row.to(tl.int64)[None, :] * k
-    if more > 0:
-        behind = tl.program_id(1) * (block_m + more) + block_m + tl.arange(0, more)
-        more_sums = tl.zeros([block_n, more], tl.float32)
-        more_other_sums = tl.zeros([block_n, more], tl.float32)
-        more_at = x + behind.to(tl.int64)[None, :] * k
     for start in tl.range(number * each, tl.minimum(number * each + each, k), block_k, num_stages=stages):
         here = (row < rows)[None, :]
         if k % block_k != 0:
             here = here & (start + part < k)[:, None]
         values = tl.load(x_at + (start + part)[:, None], mask=here, other=0.0)  # [block_k, block_m]
-        tile = _column_tile(weight, output, part, start, n, k, block_k)
-        sums = tl.dot(tile, values, sums)
-        if more > 0:
-            here = (behind < rows)[None, :]
-            if k % block_k != 0:
-                here = here & (start + part < k)[:, None]
-            more_values = tl.load(more_at + (start + part)[:, None], mask=here, other=0.0)
-            more_sums = tl.dot(tile, more_values, more_sums)
+        sums = tl.dot(_column_tile(weight, output, part, start, n, k, block_k), values, sums)
         if has_gate:
             tile = _column_tile(weight + n.to(tl.int64) * k, output, part, start, n, k, block_k)
             other_sums = tl.dot(tile, values, other_sums)
-            if more > 0:
-                more_other_sums = tl.dot(tile, more_values, more_other_sums)
-    out += number.to(tl.int64) * rows * n
-    first = number == 0
-    _finish(sums, other_sums, bias, out, row, output, rows, n, first, has_bias, activation)
-    if more > 0:
-        _finish(more_sums, more_other_sums, bias, out, behind, output, rows, n, first, has_bias, activation)
-
-
-@triton.jit
-def _finish(sums, other_sums, bias, out, row, output, rows, n, first, has_bias: tl.constexpr, activation: tl.constexpr):
-    """Bias, activation and store of a tile [outputs, rows]."""
     at = row.to(tl.int64)[None, :] * n + output[:, None]
     if has_bias:
-        shift = tl.load(bias + output, mask=output < tl.where(first, n, 0), other=0.0)
+        shift = tl.load(bias + output, mask=output < tl.where(number == 0, n, 0), other=0.0)
         sums += shift.to(tl.float32)[:, None]
-    if activation != "none":
+    if has_gate:
         if has_bias:
             other_sums += tl.load(bias + n + output, mask=output < n, other=0.0).to(tl.float32)[:, None]
         sums = activated(sums, activation) * other_sums
-    tl.store(out + at, sums.to(out.dtype.element_ty), mask=(output < n)[:, None] & (row < rows)[None, :])
+    to = out + number.to(tl.int64) * rows * n + at
+    tl.store(to, sums.to(out.dtype.element_ty), mask=(output < n)[:, None] & (row < rows)[None, :])

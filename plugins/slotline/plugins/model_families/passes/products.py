@@ -38,7 +38,6 @@ class DotShape(NamedTuple):
         warps, stages: of a program, and of its pipeline.
         parts: into how many the elements of a row are cut.
         fetched: elements of each row to ask for before the kernel in front has ended.
-        rows: of a program's tile of x, 0 for a size by x; `more` of a second tile behind that one.
     """
 
     outputs: int
@@ -47,8 +46,6 @@ class DotShape(NamedTuple):
     stages: int
     parts: int = 1
     fetched: int = 0
-    rows: int = 0
-    more: int = 0
 
 
 LARGE = DotShape(64, 128, 4, 4, fetched=512)
@@ -202,9 +199,9 @@ class Products:
         shape = shape or _dot_shape(n, rows, in_parts=in_parts)
         # One size fewer to compile where it gains nothing.
         large = gated or weight.numel() > LARGE_WEIGHT
-        block_m = shape.rows or (16 if rows <= FEW_ROWS else 32 if large and rows <= 32 else 64)
+        block_m = 16 if rows <= FEW_ROWS else 32 if large and rows <= 32 else 64
         out = x.new_empty((shape.parts, *x.shape[:-1], n), dtype=torch.float32 if shape.parts > 1 else dtype)
-        product_kernels.dot_linear[(cdiv(n, shape.outputs), cdiv(rows, block_m + shape.more), shape.parts)](
+        product_kernels.dot_linear[(cdiv(n, shape.outputs), cdiv(rows, block_m), shape.parts)](
             x,
             weight,
             x if bias is None else bias,
@@ -213,7 +210,6 @@ class Products:
             n,
             k=k,
             block_m=block_m,
-            more=shape.more,
             block_n=shape.outputs,
             block_k=shape.elements,
             stages=shape.stages,
