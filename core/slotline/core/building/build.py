@@ -111,7 +111,7 @@ class EngineBuilder:
         with self.startup.scope("profile"):
             memory = self._size(runner, gatherer, specs, encoding)
         with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
-            pages = self.groups.pages(specs, memory.num_blocks)
+            pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
             self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks, pages))
         runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
@@ -313,7 +313,7 @@ class EngineBuilder:
         report = size_pool(
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
-            devices=device_memory(plan, self.planned.stages, specs),
+            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices),
             useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
             profile=profile,
             state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,

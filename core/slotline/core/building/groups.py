@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
-from attrs import define
+from attrs import define, evolve
 
 from slotline.core.building.placement import batches_of
 from slotline.core.cache.cascade import Cascade, CascadeGroup
 from slotline.core.cache.checkpoints import Checkpoints
 from slotline.core.cache.kv_scales import KVScaleTable
 from slotline.core.cache.manager import CacheGroup
-from slotline.core.cache.memory import allocate_pages, bind_caches, no_cache
+from slotline.core.cache.memory import DeviceOf, allocate_pages, bind_caches, no_cache, zeroed_bytes
 from slotline.core.cache.sizing import DeviceMemory, count_slots
 from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
+from slotline.core.execution.context_shards import ContextShards, Shard
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.states import StateGroup, StateRouter, allocate
@@ -25,14 +27,16 @@ from slotline.core.planning.device import device_scope
 from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import (
+    AttentionBackend,
     AttentionContext,
     AttentionLayer,
+    KVCache,
     KVSpec,
     StateContext,
 )
-from slotline.registry.descriptor import Kind
+from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.loading import resolve_factory
-from slotline.registry.negotiation import GroupPlan
+from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
 
 logger = logging.getLogger("slotline")
 
@@ -49,6 +53,9 @@ class GroupBuilder:
 
     def specs(self) -> list[KVSpec]:
         """The cache spec of each cache group."""
+        return [self._spec(group, group.block_size) for group in self.planned.plan.cache_groups]
+
+    def _spec(self, group: CacheGroupPlan, block_size: int) -> KVSpec:
         planned = self.planned
         builder = SpecBuilder(
             planned.loaded,
@@ -59,10 +66,7 @@ class GroupBuilder:
         )
         # Blocks are given back when a step's results are handed out; another may have been prepared by then.
         ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
-        return [
-            builder.build(group, block_size=group.block_size, max_tokens_in_flight=ahead)
-            for group in planned.plan.cache_groups
-        ]
+        return builder.build(group, block_size=block_size, max_tokens_in_flight=ahead)
 
     def cache_groups(self, specs: list[KVSpec], rows: Rows) -> list[CacheGroup]:
         """The block tables of each cache group."""
@@ -138,8 +142,8 @@ class GroupBuilder:
             batch_invariant=self.planned.loaded.config.batch_invariant,
             options=self.planned.options(descriptor),
         )
-        with device_scope(context.device):
-            backend = resolve_factory(descriptor)(context)
+        sharded = self.planned.shards.divided and bool(group.cache_group)
+        backend = self._context_shards(group, descriptor, context) if sharded else _built(descriptor, context)
         return AttentionGroup(
             name=group.name,
             backend=backend,
@@ -149,9 +153,30 @@ class GroupBuilder:
             device=context.device,
             cascade=group.cascade != "none",
             cascade_captured=group.cascade == "captured",
-            plain_writes=descriptor.capabilities.plain_writes,
+            plain_writes=descriptor.capabilities.plain_writes and not sharded,
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,
+        )
+
+    def _context_shards(
+        self, group: GroupPlan, descriptor: Descriptor[Any], context: AttentionContext
+    ) -> ContextShards:
+        """A backend for each shard, where tokens are requests, and one for a step's own keys with a cache for these."""
+        scheduler, devices = self.planned.loaded.config.scheduler, self.planned.shards.devices
+        size = group.kernel_block_size
+        most = max(scheduler.max_batched_tokens, scheduler.max_requests)
+        each = evolve(context, block_size=group.block_size // len(devices), max_requests=most, max_query_len=1)
+        shards = [Shard(_built(descriptor, evolve(each, device=device)), device) for device in devices]
+        num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
+        spec, layer = self._spec(self.planned.plan.cache_group(group.cache_group), size), context.layers[0]
+        return ContextShards(
+            shards,
+            _built(descriptor, evolve(context, block_size=size)),
+            spec.bind(zeroed_bytes(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
+            context.device,
+            size,
+            descriptor.capabilities.lse_base,
+            descriptor.capabilities.writes_cache,
         )
 
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
@@ -170,14 +195,35 @@ class GroupBuilder:
         Args:
             pages: the caches' memory; new where not given.
         """
-        pages = self.pages(specs, num_blocks) if pages is None else pages
-        caches = bind_caches(self.planned.plan, specs, pages, num_blocks)
+        if self.planned.shards.divided:
+            caches = self._sharded(attention, num_blocks)
+        else:
+            pages = self.pages(specs, num_blocks) if pages is None else pages
+            caches = self._complete(bind_caches(self.planned.plan, specs, pages, num_blocks))
+        return AttentionRouter(attention, caches)
+
+    def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
+        """With those of layers that own none."""
         for layer in self.planned.layers:
             if layer.shares_kv_with is not None:
                 caches[layer.index] = caches[layer.shares_kv_with]
             elif layer.attention_type == "encoder_only":
                 caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
-        return AttentionRouter(attention, caches)
+        return caches
+
+    def _sharded(self, attention: list[AttentionGroup], num_blocks: int) -> dict[int, KVCache]:
+        """Allocate each shard's part of the caches and hand it to the groups; the first shard's."""
+        plan, devices = self.planned.plan, self.planned.shards.devices
+        (group,) = plan.cache_groups
+        specs = [self._spec(group, group.block_size // len(devices))]
+        caches = []
+        for device in devices:
+            pages = allocate_pages(plan, specs, num_blocks, _everywhere(device))
+            caches.append(self._complete(bind_caches(plan, specs, pages, num_blocks)))
+        for one in attention:
+            if isinstance(one.backend, ContextShards):
+                one.backend.caches = caches
+        return caches[0]
 
     def set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
         """Hand the caches to the model's layers, and to the drafter's own."""
@@ -241,3 +287,14 @@ class GroupBuilder:
         if states is None or memory is None:
             return None
         return Checkpoints(rows, states, memory.unit)
+
+
+def _built(descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
+    """The backend that a descriptor's factory makes, with its device the current one."""
+    with device_scope(context.device):
+        backend: AttentionBackend = resolve_factory(descriptor)(context)
+    return backend
+
+
+def _everywhere(device: str) -> DeviceOf:
+    return lambda _layer: device

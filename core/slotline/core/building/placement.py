@@ -44,9 +44,16 @@ def later_feeds(plan: Plan, stages: Stages, groups: Sequence[CacheGroup], stagin
     return feeds
 
 
-def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec]) -> list[DeviceMemory]:
-    """Each device with its part of a block of the pool, before anything is measured."""
+def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: Sequence[str]) -> list[DeviceMemory]:
+    """Each device with its part of a block of the pool, before anything is measured.
+
+    Args:
+        shards: devices that have a block's keys in equal parts; one for those of the stages.
+    """
     block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
+    if len(shards) > 1:
+        whole = sum(block.values())
+        block = {device: whole * shards.count(device) // len(shards) for device in dict.fromkeys(shards)}
     return [
         DeviceMemory(device=device, total=describe_device(device).total_memory, block=size)
         for device, size in block.items()

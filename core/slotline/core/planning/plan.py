@@ -13,6 +13,7 @@ from attrs import evolve, frozen
 from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.planning.connector import choose_connector, refuse_connector
+from slotline.core.planning.context import ContextDevices, context_devices, for_shards, refuse_context, with_shards
 from slotline.core.planning.drafter import draft_layers
 from slotline.core.planning.fast_prefill import choose_fast_prefill, last_queries
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
@@ -74,6 +75,7 @@ class Planned:
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         stages: where each part of the model lies.
+        shards: where the keys of a request lie.
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
         trees: whether drafts that form trees are verified as such.
@@ -94,6 +96,7 @@ class Planned:
     lora: Descriptor[Any] | None
     connector: Descriptor[Any] | None
     stages: Stages
+    shards: ContextDevices
     max_model_len: int
     asynchronous: bool
     trees: bool
@@ -133,7 +136,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     registry = PluginRegistry.discover(loaded)
     _load_named(loaded, registry)
     devices = pipeline_devices(loaded)
-    info = describe_devices(devices)
+    shards = context_devices(loaded, devices)
+    info = describe_devices(tuple(dict.fromkeys((*devices, *shards.devices))))
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = family_for(registry, path)
     facts = family.inspect(path)
@@ -160,6 +164,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         divided=bool(stages.divided),
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
+    refuse_context(loaded, shards, facts, drafter)
     refuse_processors(loaded, processors, info, drafting=drafter is not None)
     grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = choose_async(loaded, devices[0], drafter)
@@ -175,10 +180,11 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         draft_tokens=config.drafter.tokens if drafter else 0,
         fast_prefill=fast_prefill.layers,
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
+        needs=shards.needs,
         parts=tuple(_part(registry, d, loaded) for d in parts),
         settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings),
     )
-    request = evolve(request, stages=stages.divided)
+    request = for_shards(evolve(request, stages=stages.divided), shards)
     if whole_prompts(facts):
         refuse_cache_dtype(loaded, facts)
         request = evolve(request, prefix_caching=refuse_sharing(loaded))
@@ -189,13 +195,15 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         request = with_measurements(request, measured, attention)
     states = state_candidates(registry, info) if facts.state_layers else ()
     plan = negotiate(request, attention, specs, states)
-    if plan.graphs.resolved != "none" and (refusal := _capture_refusal(family, facts, stages, plan, task)):
+    refusal = shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
+    if plan.graphs.resolved != "none" and refusal is not None:
         _refuse_explicit_graphs(request.graphs, refusal)
         if task == "generate":
             request = evolve(request, uncaptured=refusal)
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
+    plan = with_shards(plan, loaded, shards)
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, registry, stages=len(stages.stages))
@@ -222,6 +230,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         lora=lora,
         connector=connector,
         stages=stages,
+        shards=shards,
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
         trees=tree is not None and tree.resolved == "tree",

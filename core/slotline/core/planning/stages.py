@@ -61,8 +61,8 @@ def pipeline_devices(loaded: LoadedConfig) -> tuple[str, ...]:
     config, asked = loaded.config, loaded.config.parallel.pipeline
     own = resolve_device(config.device)
     if isinstance(asked, int):
-        return (own,) if asked == 1 else _first_devices(own, asked)
-    devices = tuple(_numbered(resolve_device(name, key=_KEY)) for name in asked)
+        return (own,) if asked == 1 else first_devices(own, asked, key=_KEY)
+    devices = named_devices(asked, key=_KEY)
     kinds = {name.partition(":")[0] for name in devices}
     if loaded.origins["device"].kind != "default":
         kinds.add(own.partition(":")[0])
@@ -156,18 +156,31 @@ def _undivided(loaded: LoadedConfig, device: str, facts: ModelFacts) -> Stages:
     return Stages((whole,), (0,) * len(facts.layers))
 
 
-def _first_devices(own: str, count: int) -> tuple[str, ...]:
-    """The first `count` devices of a type; a CPU is one device, which then holds every stage."""
+def named_devices(names: Sequence[str], *, key: str) -> tuple[str, ...]:
+    """The torch device strings that a key names, each CUDA device with its number.
+
+    Raises:
+        ConfigError: if one is not there.
+    """
+    return tuple(_numbered(resolve_device(name, key=key)) for name in names)
+
+
+def first_devices(own: str, count: int, *, key: str) -> tuple[str, ...]:
+    """The first `count` devices of a type; a CPU is one device, which then holds everything.
+
+    Raises:
+        ConfigError: if there are fewer, or `own` is one of several.
+    """
     kind, _, index = own.partition(":")
     if kind == "cpu":
         return (own,) * count
     if index:
         raise ConfigError(
-            f"{_KEY} = {count} with device = {own!r}, which names one device",
-            fix=f'set device = "{kind}", or list the devices in {_KEY}',
+            f"{key} = {count} with device = {own!r}, which names one device",
+            fix=f'set device = "{kind}", or list the devices in {key}',
         )
     if count > (there := torch.cuda.device_count()):
-        raise ConfigError(f"{_KEY} = {count}, and there are {there} CUDA devices", fix=f"set {_KEY} = {there} or less")
+        raise ConfigError(f"{key} = {count}, and there are {there} CUDA devices", fix=f"set {key} = {there} or less")
     return tuple(f"{kind}:{number}" for number in range(count))
 
 

@@ -179,6 +179,14 @@ class ParallelConfig:
     layers: tuple[int, ...] = field(
         default=(), metadata=_doc("layers of each pipeline stage; empty balances the stages by their parameters")
     )
+    context_shards: int | tuple[str, ...] = field(
+        default=1,
+        validator=number_or_names,
+        metadata=_doc(
+            "devices that hold the keys of each request in turn, block by block, the model's own first; or how many of "
+            "`device`'s type"
+        ),
+    )
 
 
 @frozen(kw_only=True)

@@ -28,6 +28,9 @@ What the payload means:
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
 * An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
+* Where `lse` is declared, the cache may hold a part of the keys alone (context shards): a request of one query token
+  then has a length that counts these, and a slot of -1 where its own key is in another part. It sees what the cache
+  holds.
 
 Where `graphs` is declared, `write` and `forward` may be captured once for a shape of batch and replayed:
 

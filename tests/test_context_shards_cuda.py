@@ -1,0 +1,75 @@
+"""Context shards on GPUs: one that holds two shards, and two that hold one each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from engine_driver import random_prompts
+
+from slotline.core import LLM, SamplingParams
+from slotline.registry.errors import SlotlineError
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.behaviour(8, 162),
+]
+
+PROMPTS = random_prompts([70, 3, 81, 33, 1, 64], seed=5)
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+COMMON: dict[str, Any] = {
+    "device": "cuda",
+    "max_model_len": 128,
+    "max_num_batched_tokens": 48,
+    "memory": "64MiB",
+    "observability.check_integrity": True,
+}
+
+
+@pytest.fixture(autouse=True)
+def exact_matrix_products() -> None:
+    """float32 means float32 here, not tf32."""
+    torch.set_float32_matmul_precision("highest")
+
+
+def devices(count: int) -> tuple[str, ...]:
+    if count > torch.cuda.device_count():
+        pytest.skip("needs two CUDA devices")
+    return ("cuda:0", f"cuda:{count - 1}")
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_shards_on_gpus_give_the_same_text(family: str, num_devices: int, tmp_path: Path) -> None:
+    path = str(tiny_models.build(family, tmp_path, 0))
+    settings = {**COMMON, "dtype": "float32", "graphs.mode": "none"}
+    want = [o.outputs[0].token_ids for o in LLM(model=path, **settings).generate(PROMPTS, GREEDY)]
+    llm = LLM(model=path, **settings, **{"parallel.context_shards": devices(num_devices)})
+    for _ in range(2):
+        outputs = llm.generate(PROMPTS, GREEDY)
+        assert [o.outputs[0].token_ids for o in outputs] == want
+    assert sum(o.metrics.num_cached_tokens for o in outputs) > 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_attn", "flash_attn_3", "flashinfer", "flex", "torch"])
+def test_every_backend_that_returns_an_lse_serves_shards(backend: str, tmp_path: Path) -> None:
+    path = str(tiny_models.build("llama", tmp_path, 0, head_dim=64, hidden_size=128))
+    settings = {**COMMON, "dtype": "bfloat16", "graphs.mode": "none", "backend": backend}
+    params = SamplingParams(temperature=0, max_tokens=6, logprobs=1, ignore_eos=True)
+    try:
+        whole = LLM(model=path, **settings).generate(PROMPTS, params)
+    except SlotlineError as error:
+        pytest.skip(f"{backend} does not run here: {error}")
+    shards = LLM(model=path, **settings, **{"parallel.context_shards": devices(1)}).generate(PROMPTS, params)
+    compared = 0
+    for one, other in zip(whole, shards, strict=True):
+        a, b = one.outputs[0], other.outputs[0]
+        for place, (token, found) in enumerate(zip(a.token_ids, b.token_ids, strict=True)):
+            if token != found:  # a near tie in bfloat16
+                break
+            assert abs(a.logprobs[place][token].logprob - b.logprobs[place][token].logprob) < 0.05
+            compared += 1
+    assert compared > 18
