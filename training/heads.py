@@ -11,6 +11,7 @@ a head must guess what the model would write. A head is trained on its own guess
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sysconfig
 import time
@@ -20,14 +21,23 @@ from typing import Any
 import torch
 from eagle_trainer import EagleTrainer
 from medusa_trainer import MedusaTrainer
-from muon import Muon
-from small_model import collect, encode_documents, schedule
+from small_model import collect, encode_documents, long_lines, schedule, without_copies
+from step import Step
 from target import Target
-from text import Text, Writer, prompts_of
+from text import Prompts, Text, Writer, prompts_of
 from torch import Tensor
 from transformers import AutoTokenizer
 
 TRAINERS: dict[str, Any] = {"eagle": EagleTrainer, "eagle3": EagleTrainer, "medusa": MedusaTrainer}
+
+
+def more_texts(roots: list[Path], held_out: list[str]) -> list[str]:
+    """What folders hold, without copies of each other and of held-out files."""
+    if not roots:
+        return []
+    corpus, lines = collect(roots), set[str]().union(*map(long_lines, held_out))
+    texts = [one for kinds in (corpus.train, corpus.held_out) for kind in ("library", "test") for one in kinds[kind]]
+    return list(without_copies(texts, lines))
 
 
 # ------------------------------------------------------------------------------------ training and measuring
@@ -39,41 +49,33 @@ def most_frequent(windows: Tensor, vocab_size: int, count: int) -> Tensor:
     return frequencies.topk(min(count, vocab_size)).indices.sort().values
 
 
-def fit(trainer: Any, target: Target, text: Text, options: argparse.Namespace) -> int:
-    """Train until the time or the steps are used up; returns the steps."""
-    matrices = [p for name, p in trainer.named_parameters() if p.ndim >= 2 and "bias" not in name]
-    others = [p for name, p in trainer.named_parameters() if p.ndim < 2 or "bias" in name]
-    groups = [{"params": others, "weight_decay": 0.0}]
-    optimizers: list[torch.optim.Optimizer] = []
-    if options.optimizer == "muon":
-        optimizers.append(Muon(matrices, lr=options.lr, weight_decay=options.weight_decay))
-    else:
-        groups.append({"params": matrices, "weight_decay": options.weight_decay})
-    optimizers.append(torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95)))
-    generator, cuda = torch.Generator().manual_seed(options.seed), options.device == "cuda"
-    loss_of = torch.compile(trainer.loss, dynamic=False) if options.compile else trainer.loss
-    started, step, progress = time.monotonic(), 0, 0.0
+def fit(trainer: Any, target: Target, text: Text, windows: Tensor, options: argparse.Namespace) -> int:
+    """Train until the time or the steps are used up; returns the steps.
+
+    Every `options.save_seconds` the head is saved, and measured on held-out windows.
+    """
+    step, generator = Step(trainer, target, options), torch.Generator().manual_seed(options.seed)
+    started = saved = time.monotonic()
+    steps, progress = 0, 0.0
     while progress < 1:
-        chosen = text.sample(options.batch, generator)
-        with torch.autocast(options.device, torch.bfloat16, enabled=cuda):
-            loss = loss_of(target, chosen, *target.states(chosen))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = options.lr * schedule(progress)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(trainer.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        step += 1
-        if step == 1:
-            loss.item()
-            started = time.monotonic()  # compilation is over by now
-        if step % 20 == 0 or step >= options.steps:
-            value = loss.item()  # waits for the device, so that the clock is honest
-            progress = max((time.monotonic() - started) / options.seconds, step / options.steps)
-            if step % 500 == 0 or progress >= 1:
-                print(f"step {step:6d} {time.monotonic() - started:6.1f} s  loss {value:.4f}", flush=True)
-    return step
+        step(text.sample(options.batch, generator), options.lr * schedule(progress))
+        steps += 1
+        if steps == 1:
+            step.loss.item()
+            started = saved = time.monotonic()  # compilation is over by now
+        if steps % 20 == 0 or steps >= options.steps:
+            loss, now = step.loss.item(), time.monotonic()  # waits for the device, so that the clock is honest
+            progress = max((now - started) / options.seconds, steps / options.steps)
+            if now - saved >= options.save_seconds or progress >= 1:
+                saved = now
+                trainer.save(options.out)
+                length = measure(trainer, target, windows, options)["accepted_length"]
+                print(
+                    f"step {steps:6d} {now - started:6.1f} s  loss {loss:.4f}  accepted length {length:.3f}, "
+                    f"{text.written:,} windows written, {text.read:,} read",
+                    flush=True,
+                )
+    return steps
 
 
 def accepted_lengths(drafts: Tensor, windows: Tensor, start: int) -> tuple[Tensor, int, int]:
@@ -98,17 +100,27 @@ def accepted_lengths(drafts: Tensor, windows: Tensor, start: int) -> tuple[Tenso
     return stood, steps, tokens
 
 
-def measure(trainer: Any, target: Target, texts: list[str], tokenizer: Any, options: argparse.Namespace) -> Any:
-    """Mean accepted length, the bonus token included, on the model's greedy continuations of held-out files."""
-    generator, prompt = torch.Generator().manual_seed(1), min(128, options.context // 3)
+def prompt_length(options: argparse.Namespace) -> int:
+    """Tokens of a held-out prompt."""
+    return min(128, options.context // 3)
+
+
+def held_out_windows(texts: list[str], tokenizer: Any, options: argparse.Namespace) -> Tensor:
+    """The model's greedy continuations of held-out files, [prompts, tokens] int64 on the device."""
+    generator, prompt = torch.Generator().manual_seed(1), prompt_length(options)
     shape = {"context": min(options.context, prompt + 192), "prompts": options.held_out}
     prompts = prompts_of(encode_documents(texts, tokenizer), prompt, options.held_out, generator)
-    writer = Writer(argparse.Namespace(**{**vars(options), **shape}))
-    windows = writer(prompts.tolist(), [0.0] * options.held_out).to(options.device)
+    writer = Writer(argparse.Namespace(**{**vars(options), **shape}), options.device)
+    return writer(prompts.tolist(), [0.0] * options.held_out).to(options.device)
+
+
+def measure(trainer: Any, target: Target, windows: Tensor, options: argparse.Namespace) -> Any:
+    """Mean accepted length, the bonus token included, on `held_out_windows`, in the model's dtype."""
     stood, steps, tokens = torch.zeros(options.drafts, dtype=torch.long), 0, 0
-    trainer.to(target.model.dtype).eval()
+    trainer = copy.deepcopy(trainer).to(target.model.dtype).eval()
     for part in windows.split(32):
-        found = accepted_lengths(trainer.drafts(target, part, *target.states(part)), part, prompt - 1)
+        drafts = trainer.drafts(target, part, *target.states(part))
+        found = accepted_lengths(drafts, part, prompt_length(options) - 1)
         stood, steps, tokens = stood + found[0], steps + found[1], tokens + found[2]
     return {
         "accepted_length": round(tokens / steps, 3),
@@ -129,13 +141,20 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="the head's folder; KIND in the model's folder by default")
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     add("--text", type=Path, nargs="+", default=[stdlib], help="folders of Python source, split by path")
+    add("--more-text", type=Path, nargs="+", default=[], help="folders of which nothing is held out")
+    add("--text-share", type=float, default=0.5, help="share of prompts from --text where there is --more-text")
     add("--device", default="cuda" if cuda else "cpu")
+    add("--devices", nargs="+", help="where writers write, in turn; --device by default")
+    add("--begin", type=Path, help="a folder of Medusa heads to go on from")
     add("--seconds", type=float, default=120.0, help="stop after this much training time")
     add("--steps", type=int, default=1_000_000, help="or after this many steps")
+    add("--save-seconds", type=float, default=60.0, help="save and measure this often")
     add("--text-seconds", type=float, default=25.0, help="time for the model to write text in")
     add("--tokens", type=int, default=12_000_000, help="or how much it writes at most")
     add("--prompts", type=int, default=2048 if cuda else 64, help="texts that a writer writes at a time")
     add("--writers", type=int, default=0, help="processes that write while heads train; 0: this one, before")
+    add("--texts", type=Path, help="folder that writers write to and others may read; without writers, to read from")
+    add("--sampled", type=float, default=0.25, help="share of texts that are not greedy, but sampled")
     add("--renamed", type=float, default=0.0, help="share of prompts whose names are exchanged for others")
     add("--memory", default="8GiB" if cuda else "256MiB", help="keys and values of a writer's engine")
     add("--context", type=int, default=512, help="tokens of a window")
@@ -150,9 +169,11 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--draft-vocab-size", type=int, help=text)
     add("--layers", type=int, default=2, help="residual blocks of a Medusa head")
     add("--floor", type=float, default=1.0, help="what a position counts for Medusa heads behind a wrong one")
+    add("--skipped", type=float, default=1.0, help="what a position counts for Medusa heads that drafts jump over")
     add("--held-out", type=int, default=256, help="prompts of held-out files to measure with")
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")
+    add("--graph", action=argparse.BooleanOptionalAction, default=cuda, help="capture the step as a CUDA graph")
     options = parser.parse_args(arguments)
     if options.draft_vocab_size is None:
         options.draft_vocab_size = 0 if options.kind == "medusa" else 2048
@@ -165,20 +186,31 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options, started = parse_options(arguments), time.monotonic()
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    corpus = collect(options.text)
-    count = int(json.loads((options.model / "config.json").read_text())["num_hidden_layers"])
-    target = Target(options.model, options.device, tuple(options.layer_ids or (2, count // 2, count - 3)))
     tokenizer = AutoTokenizer.from_pretrained(options.model)
-    text = Text([*corpus.train["library"], *corpus.train["test"]], tokenizer, options)
-    print(f"{text.windows.numel():,} tokens to learn from after {time.monotonic() - started:.0f} s", flush=True)
-    kept = most_frequent(text.windows, target.config.vocab_size, options.draft_vocab_size)
-    trainer = TRAINERS[options.kind](options.kind, target, options, kept).to(options.device)
-    steps = fit(trainer, target, text, options)
-    text.close()
-    trainer.save(options.out)
+    corpus = collect(options.text)
     held_out = [one for texts in corpus.held_out.values() for one in texts]
-    results = measure(trainer, target, held_out, tokenizer, options)
-    results |= {"steps": steps, "training_tokens": text.windows.numel(), "seconds": round(time.monotonic() - started)}
+    learned = [[*corpus.train["library"], *corpus.train["test"]], more_texts(options.more_text, held_out)]
+    sources = [encode_documents(texts, tokenizer) for texts in learned if texts]
+    shares = [options.text_share, 1 - options.text_share][: len(sources)]
+    print(f"{[len(one) for one in sources]} tokens for prompts, {time.monotonic() - started:.0f} s", flush=True)
+    text = Text(Prompts(sources, shares, tokenizer, options.renamed), options)
+    try:
+        windows = held_out_windows(held_out, tokenizer, options)
+        count = int(json.loads((options.model / "config.json").read_text())["num_hidden_layers"])
+        ids = () if options.kind == "medusa" else tuple(options.layer_ids or (2, count // 2, count - 3))
+        target = Target(options.model, options.device, ids)
+        text.begin()
+        print(f"{text.windows.numel():,} tokens to learn from after {time.monotonic() - started:.0f} s", flush=True)
+        kept = most_frequent(text.windows, target.config.vocab_size, options.draft_vocab_size)
+        trainer = TRAINERS[options.kind](options.kind, target, options, kept).to(options.device)
+        if options.begin is not None:
+            trainer.load(options.begin)
+        steps = fit(trainer, target, text, windows, options)
+    finally:
+        text.close()
+    results: dict[str, Any] = measure(trainer, target, windows, options)
+    results |= {"steps": steps, "training_tokens": text.written * options.context}
+    results |= {"seconds": round(time.monotonic() - started)}
     (options.out / "metrics.json").write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
     print(json.dumps(results))
     return results

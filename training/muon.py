@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -24,11 +24,11 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         parameters: matrices, or stacks of them in the last two dimensions.
-        lr: as for AdamW.
+        lr: as for AdamW; a tensor [] is read at each step.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.95, weight_decay: float = 0.0
+        self, parameters: Iterable[Tensor], lr: float | Tensor, momentum: float = 0.95, weight_decay: float = 0.0
     ) -> None:
         super().__init__(parameters, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
@@ -43,4 +43,4 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(parameter.grad, 1 - group["momentum"])
                 update = orthogonal(parameter.grad.lerp(average, group["momentum"]))
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(update, alpha=0.2 * max(parameter.shape[-2:]) ** 0.5 * group["lr"])
+                parameter.sub_(update * (0.2 * max(parameter.shape[-2:]) ** 0.5 * group["lr"]))

@@ -13,18 +13,26 @@ from transformers import AutoModelForCausalLM
 
 
 class Target:
-    """The model that heads are trained for: its states, its embedding and its output projection, all frozen."""
+    """The model that heads are trained for: its states, its embedding and its output projection, all frozen.
+
+    Args:
+        layer_ids: the layers, from 0, whose inputs a head reads.
+    """
 
     def __init__(self, path: Path, device: str, layer_ids: tuple[int, ...]) -> None:
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
         self.config, self.layer_ids = self.model.config, layer_ids
 
     @torch.no_grad()
     def states(self, windows: Tensor) -> tuple[Tensor, Tensor]:
         """Of [b, t] tokens the last hidden states [b, t, size], and the inputs of the layers side by side."""
-        found = self.model(windows, output_hidden_states=True, use_cache=False, logits_to_keep=1).hidden_states
-        return found[-1], torch.cat([found[layer] for layer in self.layer_ids], -1)
+        wanted = bool(self.layer_ids)
+        found = self.model.get_decoder()(windows, output_hidden_states=wanted, use_cache=False)
+        last = found.last_hidden_state
+        return last, torch.cat([found.hidden_states[layer] for layer in self.layer_ids], -1) if wanted else last[
+            ..., :0
+        ]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings [..., size] of tokens."""

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import multiprocessing
+import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from keyword import iskeyword
-from multiprocessing.process import BaseProcess
-from queue import Empty
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from small_model import encode_documents
-from torch import Tensor
+from torch import Tensor, multiprocessing
 
 from slotline.core import LLM, SamplingParams
 
 TEMPERATURE = 0.8
-"""Of every fourth text; the others are greedy, as drafts are mostly verified."""
+"""Of texts that are not greedy; most are, as drafts are mostly verified."""
+
+KEPT = 2**18
+"""Windows that stay on the device; newer ones take the place of the oldest."""
 
 
 def prompts_of(tokens: Tensor, length: int, count: int, generator: torch.Generator) -> Tensor:
@@ -58,16 +61,19 @@ class Writer:
     """The model in an engine of slotline.
 
     Args:
-        options: model, device, context, prompts (texts at a time), memory (of the engine's cache).
+        options: model, context, prompts (texts at a time), memory (of the engine's cache).
+        device: where it writes; of several of a kind it is made the current one.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        at_once = options.prompts
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
+        at_once, kind = options.prompts, torch.device(device).type
+        if ":" in device:
+            torch.cuda.set_device(device)
         self.context = options.context
         self._llm = LLM(
             str(options.model),
-            device=options.device,
-            dtype="bfloat16" if options.device == "cuda" else "float32",
+            device=kind,
+            dtype="float32" if kind == "cpu" else "bfloat16",
             memory=options.memory,
             max_model_len=options.context,
             max_num_seqs=at_once,
@@ -93,79 +99,133 @@ class Writer:
         )
 
 
-def texts_of(
-    writer: Writer, options: argparse.Namespace, tokens: Tensor, renaming: Renaming, seed: int
-) -> Iterator[Tensor]:
+class Prompts:
+    """Beginnings of source files, for writers.
+
+    Args:
+        sources: tokens [n] int32 of documents side by side, one tensor for each kind of text.
+        shares: how many in a hundred prompts, or in another sum, are of each.
+        renamed: the share of prompts whose names are exchanged.
+    """
+
+    def __init__(self, sources: Sequence[Tensor], shares: Sequence[float], tokenizer: Any, renamed: float) -> None:
+        self._sources, self._shares, self._renamed = sources, torch.tensor(shares), renamed
+        self._renaming = Renaming(tokenizer)
+
+    def __call__(self, length: int, count: int, generator: torch.Generator) -> Tensor:
+        """Prompts [count, length] int64 in random order."""
+        which = torch.multinomial(self._shares, count, replacement=True, generator=generator)
+        prompts = torch.cat(
+            [prompts_of(tokens, length, int((which == i).sum()), generator) for i, tokens in enumerate(self._sources)]
+        )[torch.randperm(count, generator=generator)]
+        first = round(self._renamed * count)
+        prompts[:first] = self._renaming(prompts[:first], generator)
+        return prompts[torch.randperm(count, generator=generator)]
+
+
+def texts_of(writer: Writer, options: argparse.Namespace, prompts: Prompts, seed: int) -> Iterator[Tensor]:
     """Texts [prompts, context] int32 behind prompts of random lengths and places, for ever."""
-    generator, longest = torch.Generator().manual_seed(seed), options.context * 5 // 8
+    generator, count = torch.Generator().manual_seed(seed), options.prompts
+    shortest, longest = max(1, options.context // 10), options.context * 5 // 8
     while True:
-        lengths = torch.randint(
-            max(1, options.context // 16), longest, (options.prompts,), generator=generator
-        ).tolist()
-        prompts = prompts_of(tokens, longest, options.prompts, generator)
-        first = round(options.renamed * options.prompts)
-        prompts[:first] = renaming(prompts[:first], generator)
-        begun = [prompt[:length] for prompt, length in zip(prompts.tolist(), lengths, strict=True)]
-        yield writer(begun, [TEMPERATURE if i % 4 == 3 else 0.0 for i in range(options.prompts)]).int()
+        lengths = torch.randint(shortest, longest, (count,), generator=generator).tolist()
+        begun = [
+            prompt[:length] for prompt, length in zip(prompts(longest, count, generator).tolist(), lengths, strict=True)
+        ]
+        sampled = torch.rand(count, generator=generator) < options.sampled
+        yield writer(begun, (TEMPERATURE * sampled).tolist()).int()
 
 
-def send_texts(options: argparse.Namespace, tokens: Tensor, renaming: Renaming, seed: int, queue: Any) -> None:
-    """What a writing process does until it is ended; an error is sent too."""
-    try:
-        for texts in texts_of(Writer(options), options, tokens, renaming, seed):
-            queue.put(texts.numpy())
-    except Exception as error:
-        queue.put(f"{type(error).__name__}: {error}")
+def write_texts(options: argparse.Namespace, device: str, prompts: Prompts, seed: int, folder: Path) -> None:
+    """What a writing process does until it is ended: files SEED-NUMBER.npy, each there when it is whole."""
+    torch.set_num_threads(1)
+    for number, texts in enumerate(texts_of(Writer(options, device), options, prompts, seed)):
+        unfinished = folder / f"{seed}-{number}.unfinished"
+        with unfinished.open("wb") as file:
+            np.save(file, texts.numpy())
+        unfinished.rename(folder / f"{seed}-{number}.npy")
 
 
 class Text:
-    """What the model has written so far.
+    """What the model has written so far, the last `KEPT` windows of it.
 
-    With `options.writers` = 0 this process writes for `text_seconds` or `tokens`, and then no more. Otherwise so many
-    processes write, each with an engine, until `close`.
+    `options.writers` processes write, each with an engine, until `close`; they take turns at `options.devices`. Without
+    them, and without a folder `options.texts` that those of another training write to, this process writes for
+    `text_seconds` or `tokens`, and then no more.
 
     Attributes:
-        windows: [n, context] int32 on the device.
+        written: windows so far.
+        read: of those, how many have been in a sample.
     """
 
-    def __init__(self, texts: list[str], tokenizer: Any, options: argparse.Namespace) -> None:
-        tokens, renaming, self._device = encode_documents(texts, tokenizer), Renaming(tokenizer), options.device
-        self._processes: list[BaseProcess] = []
-        if options.writers:
-            context = multiprocessing.get_context("spawn")
-            self._queue: Any = context.Queue()
-            for seed in range(options.seed, options.seed + options.writers):
-                given = (options, tokens, renaming, seed, self._queue)
-                self._processes.append(context.Process(target=send_texts, args=given, daemon=True))
-            for process in self._processes:
-                process.start()
-            self.windows = self._received(self._queue.get())
-        else:
-            self.windows = self._write(options, tokens, renaming)
+    def __init__(self, prompts: Prompts, options: argparse.Namespace) -> None:
+        self._options, self._prompts = options, prompts
+        self._windows = torch.zeros(KEPT, options.context, dtype=torch.int32, device=options.device)
+        self.written = self.read = 0
+        self._folder = options.texts or Path(tempfile.mkdtemp(prefix="texts-"))
+        self._folder.mkdir(exist_ok=True)
+        self._known, self._looked = set[str](), 0.0
+        context, devices = multiprocessing.get_context("spawn"), options.devices or [options.device]
+        self._processes = [
+            context.Process(
+                target=write_texts,
+                args=(options, devices[i % len(devices)], prompts, options.seed + i, self._folder),
+                daemon=True,
+            )
+            for i in range(options.writers)
+        ]
+        for process in self._processes:
+            process.start()
 
-    def _write(self, options: argparse.Namespace, tokens: Tensor, renaming: Renaming) -> Tensor:
-        written, started = list[Tensor](), time.monotonic()
-        for texts in texts_of(Writer(options), options, tokens, renaming, options.seed):
-            written.append(texts)
-            enough = len(written) * texts.numel() >= options.tokens
+    def begin(self) -> None:
+        """Have this process write, or wait until each of the others has written once."""
+        started, options = time.monotonic(), self._options
+        if self._processes or options.texts:
+            while self.written < max(1, len(self._processes)) * options.prompts:
+                time.sleep(0.1)
+                self._receive()
+            return
+        for texts in texts_of(Writer(options, options.device), options, self._prompts, options.seed):
+            self._add(texts)
+            enough = self.written * options.context >= options.tokens
             if enough or time.monotonic() - started >= options.text_seconds:
                 break
-        return torch.cat(written).to(self._device)
 
-    def _received(self, texts: Any) -> Tensor:
-        if isinstance(texts, str):
-            raise RuntimeError(f"a writer failed: {texts}")
-        return torch.from_numpy(texts).to(self._device)
+    @property
+    def windows(self) -> Tensor:
+        """[n, context] int32 on the device, those that are kept."""
+        return self._windows[: self.written]
+
+    def _add(self, texts: Tensor) -> None:
+        at = (self.written + torch.arange(len(texts))) % KEPT
+        self._windows[at.to(self._windows.device)] = texts.to(self._windows.device)
+        self.written += len(texts)
+
+    def _receive(self) -> None:
+        """Read the files that are there, twice a second at most."""
+        if time.monotonic() - self._looked < 0.5:
+            return
+        for file in self._folder.glob("*.npy"):
+            if file.name not in self._known:
+                self._add(torch.from_numpy(np.load(file)))
+                self._known.add(file.name)
+                if not self._options.texts:
+                    file.unlink()
+        for process in self._processes:
+            if process.exitcode is not None:
+                raise RuntimeError(f"a writer has ended with exit code {process.exitcode}: its output says why")
+        self._looked = time.monotonic()
 
     def sample(self, count: int, generator: torch.Generator) -> Tensor:
-        """Random windows [count, context] int64 of all that there are by now."""
-        while self._processes:
-            try:
-                self.windows = torch.cat([self.windows, self._received(self._queue.get_nowait())])
-            except Empty:
-                break
-        chosen = torch.randint(len(self.windows), (count,), generator=generator)
-        return self.windows[chosen.to(self._device)].long()
+        """Windows [count, context] int64: the next that no sample had, or random ones where there are too few."""
+        self._receive()
+        self.read = max(self.read, self.written - KEPT)
+        if self.written - self.read >= count:
+            chosen = (self.read + torch.arange(count)) % KEPT
+            self.read += count
+        else:
+            chosen = torch.randint(min(self.written, KEPT), (count,), generator=generator)
+        return self._windows[chosen.to(self._windows.device)].long()
 
     def close(self) -> None:
         """End the writers."""
@@ -173,3 +233,5 @@ class Text:
             process.kill()
             process.join()
         self._processes = []
+        if not self._options.texts:
+            shutil.rmtree(self._folder)
