@@ -81,7 +81,7 @@ def test_medusa_heads_may_have_projections_of_their_own(
     small = ["--steps", "3", "--batch", "2", "--context", "96", "--tokens", "400", "--prompts", "2", "--held-out", "2"]
     model = ROOT / "core" / "slotline" / "core" / "small_model"
     more = ["--device", "cpu", "--model", str(model), "--text", str(corpus), "--out", str(tmp_path / "medusa")]
-    shape = ["--draft-vocab-size", "300", "--layers", "3", "--optimizer", "muon", "--skipped", "0.3"]
+    shape = ["--draft-vocab-size", "300", "--layers", "3", "--optimizer", "muon", "--skipped", "0.3", "--likely", "0.5"]
     heads.main(["medusa", *more, *small, *shape])
     first = load_file(tmp_path / "medusa" / "model.safetensors")
     heads.main(["medusa", *more, *small, *shape, "--begin", str(tmp_path / "medusa"), "--lr", "0"])

@@ -170,6 +170,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="residual blocks of a Medusa head")
     add("--floor", type=float, default=1.0, help="what a position counts for Medusa heads behind a wrong one")
     add("--skipped", type=float, default=1.0, help="what a position counts for Medusa heads that drafts jump over")
+    add("--likely", type=float, default=0.0, help="power of a token's probability in its weight for Medusa heads")
     add("--held-out", type=int, default=256, help="prompts of held-out files to measure with")
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")

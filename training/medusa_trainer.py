@@ -41,7 +41,8 @@ class MedusaTrainer(nn.Module):
     def __init__(self, kind: str, target: Target, options: argparse.Namespace, kept: Tensor) -> None:
         super().__init__()
         self.size, self.num_drafts, self.num_layers = target.config.hidden_size, options.drafts, options.layers
-        self.vocab_size, self.floor, self.skipped = target.config.vocab_size, options.floor, options.skipped
+        self.vocab_size, self.likely = target.config.vocab_size, options.likely
+        self.floor, self.skipped = options.floor, options.skipped
         shape = (options.layers, options.drafts, self.size)
         self.weights = nn.Parameter(0.02 * torch.randn(*shape, self.size))
         self.biases = nn.Parameter(torch.zeros(*shape))
@@ -89,7 +90,9 @@ class MedusaTrainer(nn.Module):
 
         Position i counts for head k where the text is greedy up to token i + k + 1: else the text says nothing about
         what the model would write. It counts for `floor` where an earlier head is wrong, since the draft falls then,
-        and for `skipped` where the drafts of positions before it, stood they, would leave it no verifying step.
+        and for `skipped` where the drafts of positions before it, stood they, would leave it no verifying step. With
+        q = `likely` above 0 the loss is the generalised cross-entropy (Zhang & Sabuncu 2018), which tends to the share
+        of wrong tokens for q = 1: capacity goes where a head can be right.
         """
         length = windows.shape[1] - 1 - self.num_drafts
         with torch.no_grad():
@@ -111,6 +114,8 @@ class MedusaTrainer(nn.Module):
                 visited = verified(stands.sum(0).view(-1, length)).flatten()
                 weights = weights * (self.skipped + (1 - self.skipped) * visited)
         each = F.cross_entropy(logits.flatten(0, 1), right.flatten(), reduction="none").view(weights.shape)
+        if self.likely:
+            weights = weights * each.detach().mul(-self.likely).exp()  # the gradient is that of (1 - p**q) / q
         return ((each * weights).sum(-1) / weights.sum(-1).clamp_min(1)).mean()
 
     @torch.no_grad()
