@@ -47,6 +47,7 @@ class MedusaTrainer(nn.Module):
         self.weights = nn.Parameter(0.02 * torch.randn(*shape, self.size))
         self.biases = nn.Parameter(torch.zeros(*shape))
         self.register_buffer("kept", kept)
+        self.truncated = 0 < len(kept) < self.vocab_size
         rows = target.model.get_output_embeddings().weight[kept.cpu().tolist()].float()  # [kept, size]
         own = rows.expand(options.drafts, -1, -1).clone() if len(kept) else None
         self.projections = None if own is None else nn.Parameter(own)  # [drafts, kept, size]
@@ -101,7 +102,7 @@ class MedusaTrainer(nn.Module):
             at = torch.arange(length, device=best.device)[:, None] + torch.arange(self.num_drafts, device=best.device)
             counts = greedy[:, at].cumprod(-1).flatten(0, 1).T  # [drafts, b * length]
             right = best[:, 1 + at].flatten(0, 1).T.contiguous()
-            if self.projections is not None:
+            if self.truncated:
                 counts = counts * torch.isin(right, self.kept)  # type: ignore[arg-type]
                 right = torch.searchsorted(self.kept, right).clamp_max(len(self.kept) - 1)  # type: ignore[call-overload,arg-type]
         logits = self.logits(target, last[:, :length].flatten(0, 1)).float()
@@ -143,7 +144,7 @@ class MedusaTrainer(nn.Module):
             "original_lm_head": self.projections is None,
         }
         if self.projections is not None:
-            if len(self.kept) < self.vocab_size:  # type: ignore[arg-type]
+            if self.truncated:
                 config["truncated_vocab_size"] = len(self.kept)  # type: ignore[arg-type]
                 weights["token_map"] = self.kept  # type: ignore[assignment]
             for head, rows in enumerate(self.projections):
