@@ -62,18 +62,18 @@ class Writer:
 
     Args:
         options: model, context, prompts (texts at a time), memory (of the engine's cache).
-        device: where it writes; of several of a kind it is made the current one.
+        device: where it writes; a GPU with a number becomes the current one.
     """
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
-        at_once, kind = options.prompts, torch.device(device).type
+        at_once = options.prompts
         if ":" in device:
             torch.cuda.set_device(device)
         self.context = options.context
         self._llm = LLM(
             str(options.model),
-            device=kind,
-            dtype="float32" if kind == "cpu" else "bfloat16",
+            device=device,
+            dtype="float32" if device == "cpu" else "bfloat16",
             memory=options.memory,
             max_model_len=options.context,
             max_num_seqs=at_once,
