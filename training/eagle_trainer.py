@@ -88,8 +88,8 @@ class EagleTrainer(nn.Module):
         logits: Tensor = self.head.lm_head(out) if self.kind == "eagle3" else target.logits(out)
         return logits
 
-    def loss(self, target: Target, windows: Tensor, last: Tensor, layers: Tensor) -> Tensor:
-        """Mean loss over all steps and positions of [b, t] tokens."""
+    def loss(self, target: Target, windows: Tensor, last: Tensor, layers: Tensor, progress: Tensor) -> Tensor:
+        """Mean loss over all steps and positions of [b, t] tokens; alike in all of the training."""
         batch, size = windows.shape
         length = size - 1 - self.num_drafts  # entries that have a right answer in every step
         attend, positions = Unrolled(batch), torch.arange(length, device=windows.device)

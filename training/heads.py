@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from eagle_trainer import EagleTrainer
 from medusa_trainer import MedusaTrainer
-from small_model import collect, encode_documents, long_lines, schedule, without_copies
+from small_model import collect, encode_documents, long_lines, without_copies
 from step import Step
 from target import Target
 from text import Prompts, Text, Writer, prompts_of
@@ -58,7 +58,7 @@ def fit(trainer: Any, target: Target, text: Text, windows: Tensor, options: argp
     started = saved = time.monotonic()
     steps, progress = 0, 0.0
     while progress < 1:
-        step(text.sample(options.batch, generator), options.lr * schedule(progress))
+        step(text.sample(options.batch, generator), progress)
         steps += 1
         if steps == 1:
             step.loss.item()
@@ -170,7 +170,12 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--layers", type=int, default=2, help="residual blocks of a Medusa head")
     add("--floor", type=float, default=1.0, help="what a position counts for Medusa heads behind a wrong one")
     add("--skipped", type=float, default=1.0, help="what a position counts for Medusa heads that drafts jump over")
-    add("--likely", type=float, default=0.0, help="power of a token's probability in its weight for Medusa heads")
+    add(
+        "--likely",
+        type=float,
+        default=0.0,
+        help="power of a token's probability in its weight for Medusa heads, at the end",
+    )
     add("--held-out", type=int, default=256, help="prompts of held-out files to measure with")
     add("--seed", type=int, default=0)
     add("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="use torch.compile")

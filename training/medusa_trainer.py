@@ -86,14 +86,14 @@ class MedusaTrainer(nn.Module):
             return target.logits(states)
         return torch.bmm(states, self.projections.transpose(1, 2))
 
-    def loss(self, target: Target, windows: Tensor, last: Tensor, layers: Tensor) -> Tensor:
+    def loss(self, target: Target, windows: Tensor, last: Tensor, layers: Tensor, progress: Tensor) -> Tensor:
         """Mean loss over heads and positions of [b, t] tokens: head k names the target's greedy choice k + 1 tokens on.
 
         Position i counts for head k where the text is greedy up to token i + k + 1: else the text says nothing about
         what the model would write. It counts for `floor` where an earlier head is wrong, since the draft falls then,
-        and for `skipped` where the drafts of positions before it, stood they, would leave it no verifying step. With
-        q = `likely` above 0 the loss is the generalised cross-entropy (Zhang & Sabuncu 2018), which tends to the share
-        of wrong tokens for q = 1: capacity goes where a head can be right.
+        and for `skipped` where the drafts of positions before it, stood they, would leave it no verifying step. The
+        loss is the generalised cross-entropy (Zhang & Sabuncu 2018), from q = 0, the usual one, to q = `likely` at the
+        end: with q = 1 it were the share of wrong tokens, so capacity goes where a head can be right.
         """
         length = windows.shape[1] - 1 - self.num_drafts
         with torch.no_grad():
@@ -116,7 +116,8 @@ class MedusaTrainer(nn.Module):
                 weights = weights * (self.skipped + (1 - self.skipped) * visited)
         each = F.cross_entropy(logits.flatten(0, 1), right.flatten(), reduction="none").view(weights.shape)
         if self.likely:
-            weights = weights * each.detach().mul(-self.likely).exp()  # the gradient is that of (1 - p**q) / q
+            power = self.likely * progress
+            weights = weights * (-power * each.detach()).exp()  # the gradient is that of (1 - p**q) / q
         return ((each * weights).sum(-1) / weights.sum(-1).clamp_min(1)).mean()
 
     @torch.no_grad()

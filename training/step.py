@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from muon import Muon
+from small_model import schedule
 from target import Target
 from torch import Tensor
 
@@ -15,7 +16,7 @@ WARM_UP = 3
 
 
 class Step:
-    """Called with windows [batch, context] int64 and a learning rate; `loss` is the last one's, on the device.
+    """Called with windows [batch, context] int64 and how far the training is; `loss` is the last one's, on the device.
 
     Args:
         options: device, batch, context, optimizer, lr, weight_decay, compile, graph.
@@ -24,7 +25,8 @@ class Step:
     def __init__(self, trainer: Any, target: Target, options: argparse.Namespace) -> None:
         self._trainer, self._target, self._device = trainer, target, torch.device(options.device)
         self._windows = torch.zeros(options.batch, options.context, dtype=torch.int64, device=self._device)
-        self._lr, self.loss = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+        self._lr, self._progress, self.loss = (torch.zeros((), device=self._device) for _ in range(3))
+        self._peak = options.lr
         self._optimizers = optimizers_of(trainer, self._lr, options)
         cuda = self._device.type == "cuda"
         self._loss_of = torch.compile(trainer.loss, dynamic=False) if options.compile else trainer.loss
@@ -32,12 +34,13 @@ class Step:
         self._graph = torch.cuda.CUDAGraph() if options.graph and cuda else None
         self._captured = False
 
-    def __call__(self, windows: Tensor, lr: float) -> None:
-        """Update the trainer once."""
+    def __call__(self, windows: Tensor, progress: float) -> None:
+        """Update the trainer once; `progress` rises from 0 to 1."""
         self._windows.copy_(windows)
         if self._graph is not None and not self._captured:
             self._capture()
-        self._lr.fill_(lr)
+        self._lr.fill_(self._peak * schedule(progress))
+        self._progress.fill_(progress)
         if self._graph is not None:
             self._graph.replay()
         else:
@@ -58,7 +61,7 @@ class Step:
 
     def _run(self) -> None:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-            loss = self._loss_of(self._target, self._windows, *self._states_of(self._windows))
+            loss = self._loss_of(self._target, self._windows, *self._states_of(self._windows), self._progress)
         torch.autograd.backward(loss)
         parameters = list(self._trainer.parameters())
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
