@@ -1,0 +1,7 @@
+"""Checks of KV connectors; importing this package registers them."""
+
+from __future__ import annotations
+
+from slotline.conformance.kv_connector import blocks, contract, engine, fuzz, hostile
+
+__all__ = ["blocks", "contract", "engine", "fuzz", "hostile"]

@@ -1,0 +1,35 @@
+"""L1 of KV connectors: what was saved comes back."""
+
+from __future__ import annotations
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.environments.kv_connector import Pool
+
+COUNT = 5
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.blocks.return", Level.NUMERICS, cost=0.02)
+def blocks_return(run: Run) -> None:
+    """Blocks of two groups, saved together, come back bit for bit in other blocks of the pool."""
+    pool = Pool(run)
+    saves = [pool.block(group, f"{group}.{i}", 3 + 2 * i + group) for i in range(COUNT) for group in (0, 1)]
+    pool.step(saves, ())
+    there = [(group, i) for i in range(COUNT) for group in (0, 1) if pool.held(group, [f"{group}.{i}"])[0]]
+    if not there:
+        raise Failed(f"nothing is held of {len(saves)} blocks that were saved")
+    loads = [pool.wanted(group, f"{group}.{i}", 40 + 2 * i + group) for group, i in there]
+    if failed := pool.step((), loads):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.held.each", Level.NUMERICS, cost=0.02)
+def held_each(run: Run) -> None:
+    """Each hash is answered for by itself, in its place, and in the group that it was saved in alone."""
+    pool = Pool(run)
+    if any(pool.held(0, ["a", "b"])) or pool.held(1, []):
+        raise Failed("something is held before anything was saved")
+    pool.step([pool.block(0, "b", 7), pool.block(1, "c", 8)], ())
+    found = [pool.held(0, ["a", "b", "c"]), pool.held(1, ["a", "b", "c"])]
+    if found[0][0] or found[0][2] or found[1][0] or found[1][1]:
+        raise Failed(f"b was saved in group 0 and c in group 1; held says of a, b and c {found}")

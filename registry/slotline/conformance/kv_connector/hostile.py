@@ -1,0 +1,82 @@
+"""L2 of KV connectors: overlapping copies, little room, loads of what is not there."""
+
+from __future__ import annotations
+
+from slotline.registry.descriptor import Kind
+from slotline.testing.check import Failed, Level, Run, check
+from slotline.testing.environments.kv_connector import NUM_BLOCKS, Pool
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.blocks.both", Level.HOSTILE, cost=0.02)
+def blocks_both(run: Run) -> None:
+    """A block of the pool that is saved and loaded at once is read before it is written."""
+    pool = Pool(run)
+    pool.step([pool.block(0, "old", 5)], ())
+    if not pool.held(0, ["old"])[0]:
+        return  # it keeps less than one block, which is no fault of order
+    save, load = pool.block(0, "new", 9), pool.wanted(0, "old", 9)
+    pool.connector.start([save], [load])
+    pool.connector.wait()
+    pool.connector.failed()
+    if pool.held(0, ["new"])[0] and pool.step((), [pool.wanted(0, "new", 11)]):
+        raise Failed("what was saved beside a load failed to load, and was held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.loads.room", Level.HOSTILE, cost=0.05)
+def loads_room(run: Run) -> None:
+    """However much is saved beside them, loads that `held` said yes to arrive."""
+    pool = Pool(run)
+    pool.step([pool.block(0, f"first {i}", 1 + i) for i in range(4)], ())
+    there = [i for i in range(4) if pool.held(0, [f"first {i}"])[0]]
+    saves = [pool.block(0, f"more {i}", 10 + i) for i in range(60)]
+    if failed := pool.step(saves, [pool.wanted(0, f"first {i}", NUM_BLOCKS - 1 - i) for i in there]):
+        raise Failed(f"the loads into blocks {sorted(failed)} failed beside 60 saves; `held` had said yes")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.loads.absent", Level.HOSTILE, cost=0.02)
+def loads_absent(run: Run) -> None:
+    """A load of what is not there is said to have failed, once, or raises; a good one beside it arrives."""
+    pool = Pool(run)
+    pool.step([pool.block(0, "here", 5)], ())
+    here = [pool.wanted(0, "here", 20)] if pool.held(0, ["here"])[0] else []
+    pool.known[0, b"absent"] = pool.bytes[0][60].clone()
+    try:
+        failed = pool.step((), [*here, pool.wanted(0, "absent", 21)])
+    except Failed:
+        raise
+    except Exception:  # which the core takes for a failure of all
+        return
+    if failed != {21}:
+        raise Failed(f"the load into block 21 must fail alone, and {sorted(failed)} are said to have failed")
+    if again := pool.step((), ()):
+        raise Failed(f"blocks {sorted(again)} are said to have failed once more")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.saves.again", Level.HOSTILE, cost=0.02)
+def saves_again(run: Run) -> None:
+    """What is held already can be saved again from another block, alone and with others, and comes back."""
+    pool = Pool(run)
+    for block in (5, 6, 7):
+        pool.step([pool.block(0, "same", block), pool.block(0, f"other {block}", block + 20)], ())
+    names = ["same", "other 5", "other 6", "other 7"]
+    there = [name for name, held in zip(names, pool.held(0, names), strict=True) if held]
+    if failed := pool.step((), [pool.wanted(0, name, 40 + i) for i, name in enumerate(there)]):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")
+
+
+@check(Kind.KV_CONNECTOR, "kv_connector.reset.forgets", Level.HOSTILE, cost=0.02)
+def reset_forgets(run: Run) -> None:
+    """After a reset nothing is held, and what is saved then under the same hashes is what counts."""
+    pool = Pool(run)
+    names = [f"{i}" for i in range(4)]
+    pool.step([pool.block(0, name, 3 + i) for i, name in enumerate(names)], ())
+    pool.connector.reset()
+    if any(found := pool.held(0, names)):
+        raise Failed(f"after a reset held still says {found}")
+    pool.known.clear()  # other weights, other keys
+    pool.step([pool.block(0, name, 3 + i) for i, name in enumerate(names)], ())
+    there = [i for i, held in enumerate(pool.held(0, names)) if held]
+    if not there:
+        raise Failed("nothing is held of what was saved after a reset")
+    if failed := pool.step((), [pool.wanted(0, names[i], 40 + i) for i in there]):
+        raise Failed(f"blocks {sorted(failed)} failed, and were held")

@@ -1,0 +1,160 @@
+"""A made-up pool around a KV connector: what a step does to its blocks, and what each of them must hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+
+import torch
+
+from slotline.registry.contracts import (
+    AttentionLayer,
+    BlockHash,
+    CacheBlock,
+    ConnectorGroup,
+    KVCache,
+    KVConnector,
+    KVConnectorContext,
+)
+from slotline.testing.check import Failed, Run
+
+NUM_BLOCKS = 80
+TOKENS = 4
+LAYERS = ((0, 16), (0, 8), (1, 16))
+"""Of each layer, its group and head size: two groups whose blocks have 768 and 512 bytes."""
+
+
+class Pool:
+    """Blocks of random bytes in two cache groups, and the connector beside them. Implements `BlockCopy`.
+
+    A forward pass overwrites every saved block and reads every loaded one; whatever else a connector writes is a fault.
+
+    Attributes:
+        bytes: of each group, [NUM_BLOCKS, block_bytes] uint8 on the device.
+        known: what a group's block with a hash must hold.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.device = run.subject.device.type
+        self.rng: Random = run.rng
+        layers = [_layer(index, size) for index, (_, size) in enumerate(LAYERS)]
+        owned = [[layer for layer, (of, _) in zip(layers, LAYERS, strict=True) if of == group] for group in (0, 1)]
+        self.groups = tuple(
+            ConnectorGroup(
+                name=f"group {number}",
+                layers=tuple(own),
+                kv_dtype="float32",
+                layout="NHD",
+                block_size=TOKENS,
+                kernel_block_size=TOKENS,
+                block_bytes=sum(map(_page, own)),
+            )
+            for number, own in enumerate(owned)
+        )
+        self.bytes = [self._random(NUM_BLOCKS, group.block_bytes) for group in self.groups]
+        self.known: dict[tuple[int, BlockHash], torch.Tensor] = {}
+        caches: dict[int, KVCache] = {}
+        for group, memory in zip(self.groups, self.bytes, strict=True):
+            first = 0
+            for layer in group.layers:
+                pages = memory[:, first : first + _page(layer)].view(torch.float32)
+                pages = pages.unflatten(1, (2, TOKENS, 1, layer.head_size))
+                caches[layer.index] = KVCache(pages[:, 0], pages[:, 1])
+                first += _page(layer)
+        self.context = KVConnectorContext(
+            contract=1,
+            groups=self.groups,
+            caches=caches,
+            num_blocks=NUM_BLOCKS,
+            copy=self,
+            device=self.device,
+            model="the suite",
+        )
+        self.connector: KVConnector = run.subject.build(self.context)
+
+    def block(self, group: int, name: str, block: int) -> CacheBlock:
+        """A block of the pool that holds what the hash of `name` stands for."""
+        block_hash = name.encode()
+        if (group, block_hash) not in self.known:
+            self.known[group, block_hash] = self._random(1, self.groups[group].block_bytes)[0]
+        self.bytes[group][block] = self.known[group, block_hash]
+        return CacheBlock(group, block_hash, block)
+
+    def wanted(self, group: int, name: str, block: int) -> CacheBlock:
+        """A block of the pool into which the hash of `name` is to be loaded."""
+        return CacheBlock(group, name.encode(), block)
+
+    def held(self, group: int, names: Sequence[str]) -> list[bool]:
+        """What the connector says that it holds.
+
+        Raises:
+            Failed: if it does not answer for each.
+        """
+        found = list(self.connector.held(group, [name.encode() for name in names]))
+        if len(found) != len(names) or not all(isinstance(one, bool) for one in found):
+            raise Failed(f"held answers {found!r} for {len(names)} hashes, expected as many of True and False")
+        return found
+
+    def step(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> set[int]:
+        """One step with its forward pass; blocks whose load the connector says has failed.
+
+        Raises:
+            Failed: if a loaded block has not its content, or another one was written.
+        """
+        before = [memory.clone() for memory in self.bytes]
+        self.connector.start(saves, loads)
+        self.connector.wait()
+        seen = [memory.clone() for memory in self.bytes]
+        for one in saves:  # the pool uses them for something else
+            self.bytes[one.group][one.block] = self._random(1, self.groups[one.group].block_bytes)[0]
+        failed = set(self.connector.failed())
+        if strange := failed - {one.block for one in loads}:
+            raise Failed(f"blocks {sorted(strange)} are said to have failed, and were not to be loaded")
+        for group, (old, new) in enumerate(zip(before, seen, strict=True)):
+            changed = set((old != new).any(1).nonzero().flatten().tolist())
+            if wrong := changed - {one.block for one in loads if one.group == group}:
+                raise Failed(f"blocks {sorted(wrong)} of group {group} were written, and were not to be loaded")
+        for one in loads:
+            good = torch.equal(seen[one.group][one.block], self.known.get((one.group, one.block_hash), seen[0][:0]))
+            if one.block not in failed and not good:
+                raise Failed(
+                    f"block {one.block} of group {one.group} was loaded for {one.block_hash!r}, holds something else "
+                    "when the forward pass reads it, and is not said to have failed"
+                )
+        return failed
+
+    def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """See `BlockCopy`."""
+        self._check(group, blocks, rows)
+        for block, row in zip(blocks, rows, strict=True):
+            row.copy_(self.bytes[group][block])
+
+    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """See `BlockCopy`."""
+        self._check(group, blocks, rows)
+        for block, row in zip(blocks, rows, strict=True):
+            self.bytes[group][block] = row.to(self.device)
+
+    def _check(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        size = self.groups[group].block_bytes
+        if len(blocks) != len(rows) or len(set(blocks)) != len(blocks) or not all(0 < b < NUM_BLOCKS for b in blocks):
+            raise Failed(f"a copy of the blocks {list(blocks)} and {len(rows)} rows: distinct ones, a row for each")
+        for row in rows:
+            if row.shape != (size,) or row.dtype is not torch.uint8 or row.device.type != "cpu":
+                found = f"{row.dtype} {tuple(row.shape)} on {row.device}"
+                raise Failed(f"a row is {found}, expected uint8 ({size},) on cpu")
+
+    def _random(self, count: int, size: int) -> torch.Tensor:
+        data = bytearray(self.rng.randbytes(count * size))
+        return torch.frombuffer(data, dtype=torch.uint8).view(count, size).to(self.device)
+
+
+def _layer(index: int, size: int) -> AttentionLayer:
+    return AttentionLayer(
+        name=f"layer {index}", index=index, num_heads=1, num_kv_heads=1, head_size=size, head_size_v=size, scale=1.0
+    )
+
+
+def _page(layer: AttentionLayer) -> int:
+    """Bytes of a block's keys and values."""
+    return 2 * TOKENS * layer.head_size * 4

@@ -1,0 +1,182 @@
+"""Broken KV connectors, one bug each, and right ones that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import attrs
+import torch
+
+from slotline.registry.contracts import BlockHash, CacheBlock
+from slotline.testing.check import Level
+from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.reference import kv_connector as reference
+from slotline.testing.reference.kv_connector import CAPACITY, FewBlocks, Key
+
+
+class ByHashAlone(FewBlocks):
+    def key(self, group: int, block_hash: BlockHash) -> Key:
+        return 0, block_hash
+
+
+class HoldsAnything(FewBlocks):
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        return [True for _ in hashes]
+
+
+class AnswersForAll(FewBlocks):
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        return [any(super().held(group, hashes))] * len(hashes)
+
+
+class KeepsNothing(FewBlocks):
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        """Too much trouble."""
+
+
+class OneRowForAll(FewBlocks):
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        super().save(saves, wanted)
+        for one in saves:
+            key, last = self.key(one.group, one.block_hash), self.key(one.group, saves[-1].block_hash)
+            self.rows[key] = self.rows.get(last, self.rows[key])
+
+
+class HalfBlocks(FewBlocks):
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        for one in loads:
+            row = self.rows.get(self.key(one.group, one.block_hash))
+            if row is not None:
+                half = row.clone()
+                half[len(row) // 2 :] = 0
+                self.context.copy.to_device(one.group, [one.block], [half])
+
+
+class WritesFirst(FewBlocks):
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self.load(loads)
+        self.save(saves, {self.key(one.group, one.block_hash) for one in loads})
+
+
+class SavesLater(FewBlocks):
+    later: tuple[CacheBlock, ...] = ()
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        super().start(self.later, loads)
+        self.later = tuple(saves)
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        later = {self.key(one.group, one.block_hash) for one in self.later}
+        return [self.key(group, one) in self.rows or self.key(group, one) in later for one in hashes]
+
+
+class LoadsLater(FewBlocks):
+    later: tuple[CacheBlock, ...] = ()
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        self.save(saves, {self.key(one.group, one.block_hash) for one in loads})
+        self.later = tuple(loads)
+
+    def failed(self) -> Collection[int]:
+        self.load(self.later)
+        return super().failed()
+
+
+class MakesRoomOfLoads(FewBlocks):
+    def make_room(self, wanted: Collection[Key]) -> bool:
+        return super().make_room(())
+
+
+class SilentFailures(FewBlocks):
+    def failed(self) -> Collection[int]:
+        return ()
+
+
+class FailsForEver(FewBlocks):
+    def failed(self) -> Collection[int]:
+        return set(self.missing)
+
+
+class AllFailTogether(FewBlocks):
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        super().start(saves, loads)
+        if self.missing:
+            self.missing |= {one.block for one in loads}
+
+
+class DropsWhatIsSavedAgain(FewBlocks):
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        known = [one for one in saves if self.key(one.group, one.block_hash) in self.rows]
+        super().save(saves, wanted)
+        for one in known:
+            self.rows[self.key(one.group, one.block_hash)].zero_()
+
+
+class KeepsThroughReset(FewBlocks):
+    def reset(self) -> None:
+        """The blocks are as good as ever."""
+
+
+class ResetsTheNamesAlone(FewBlocks):
+    old: dict[Key, torch.Tensor]
+
+    def reset(self) -> None:
+        self.old = dict(self.rows)
+        super().reset()
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        super().save(saves, wanted)
+        for key, row in getattr(self, "old", {}).items():
+            if key in self.rows:
+                self.rows[key] = row
+
+
+class ClearsWhatItSaved(FewBlocks):
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        super().save(saves, wanted)
+        for one in saves:
+            empty = torch.zeros(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
+            self.context.copy.to_device(one.group, [one.block], [empty])
+
+
+class ForgetsWhenFull(FewBlocks):
+    def make_room(self, wanted: Collection[Key]) -> bool:
+        newest = next((key for key in reversed(self.rows) if key not in wanted), None)
+        if len(self.rows) == CAPACITY - 1 and newest is not None:  # it writes over a row, and leaves its name
+            self.rows[newest].zero_()
+        return super().make_room(wanted)
+
+
+def _mutant(name: str, summary: str, level: Level, factory: Any) -> Mutant:
+    changed = attrs.evolve(
+        reference.descriptor, name=f"mutant_{name.replace('-', '_')}", summary=summary, factory=factory
+    )
+    return Mutant(name, summary, level, changed)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    _mutant("by-hash-alone", "one group's blocks are found in another", Level.NUMERICS, ByHashAlone),
+    _mutant("holds-anything", "says that it holds what nobody saved", Level.NUMERICS, HoldsAnything),
+    _mutant("answers-for-all", "one hash that is held answers for all", Level.NUMERICS, AnswersForAll),
+    _mutant("keeps-nothing", "saves nothing", Level.NUMERICS, KeepsNothing),
+    _mutant("one-row-for-all", "blocks that are saved together get the last one's bytes", Level.NUMERICS, OneRowForAll),
+    _mutant("half-blocks", "loads the first half of a block", Level.NUMERICS, HalfBlocks),
+    _mutant("saves-later", "saves when the next step starts", Level.NUMERICS, SavesLater),
+    _mutant("loads-later", "loads when the step is done", Level.NUMERICS, LoadsLater),
+    _mutant("clears-saved", "clears what it saved", Level.NUMERICS, ClearsWhatItSaved),
+    _mutant("writes-first", "loads before it saves", Level.HOSTILE, WritesFirst),
+    _mutant("room-of-loads", "makes room of what is about to be loaded", Level.HOSTILE, MakesRoomOfLoads),
+    _mutant("silent-failures", "does not say that a load failed", Level.HOSTILE, SilentFailures),
+    _mutant("fails-for-ever", "says again and again that a load failed", Level.HOSTILE, FailsForEver),
+    _mutant("fail-together", "good loads fail beside a bad one", Level.HOSTILE, AllFailTogether),
+    _mutant("drops-saved-again", "loses what is saved twice", Level.HOSTILE, DropsWhatIsSavedAgain),
+    _mutant("keeps-through-reset", "holds blocks of the old weights", Level.HOSTILE, KeepsThroughReset),
+    _mutant("resets-names", "finds old bytes under new names", Level.HOSTILE, ResetsTheNamesAlone),
+    _mutant("forgets-when-full", "writes over the newest block and keeps its name", Level.STATEFUL, ForgetsWhenFull),
+)
+
+CORRECT: tuple[Correct, ...] = (
+    Correct("the least recently used of a few blocks makes room", reference.descriptor),
+    Correct("the first few blocks stay, copied together", reference.one_copy),
+)

@@ -1,0 +1,107 @@
+"""A KV connector that keeps a few blocks in host memory, the least recently used of which make room."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from slotline.registry.capability import Set
+from slotline.registry.contracts import BlockHash, CacheBlock, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.descriptor import Descriptor, Kind
+
+CAPACITY = 16
+"""Blocks."""
+
+Key = tuple[int, BlockHash]
+
+
+class FewBlocks:
+    """Copies at once, so that there is nothing to wait for."""
+
+    def __init__(self, context: KVConnectorContext) -> None:
+        self.context = context
+        self.rows: OrderedDict[Key, torch.Tensor] = OrderedDict()
+        self.missing: set[int] = set()
+
+    def key(self, group: int, block_hash: BlockHash) -> Key:
+        """What a block is found by."""
+        return group, block_hash
+
+    def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
+        return [self.key(group, one) in self.rows for one in hashes]
+
+    def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
+        wanted = {self.key(one.group, one.block_hash) for one in loads}
+        self.save(saves, wanted)
+        self.load(loads)
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        """Keep blocks, as far as those `wanted` leave room."""
+        for one in saves:
+            key = self.key(one.group, one.block_hash)
+            if key not in self.rows and not self.make_room(wanted):
+                continue
+            row = torch.empty(self.context.groups[one.group].block_bytes, dtype=torch.uint8)
+            self.context.copy.to_host(one.group, [one.block], [row])
+            self.rows[key] = row
+            self.rows.move_to_end(key)
+
+    def load(self, loads: Iterable[CacheBlock]) -> None:
+        """Bring blocks back; what is not here has failed."""
+        for one in loads:
+            row = self.rows.get(self.key(one.group, one.block_hash))
+            if row is None:
+                self.missing.add(one.block)
+            else:
+                self.context.copy.to_device(one.group, [one.block], [row])
+
+    def make_room(self, wanted: Collection[Key]) -> bool:
+        """Whether there is room for a block, now that one may have been dropped."""
+        free = next((key for key in self.rows if key not in wanted), None)
+        if len(self.rows) >= CAPACITY:
+            if free is None:
+                return False
+            del self.rows[free]
+        return True
+
+    def wait(self) -> None:
+        """Nothing: all is copied."""
+
+    def failed(self) -> Collection[int]:
+        missing, self.missing = self.missing, set()
+        return missing
+
+    def reset(self) -> None:
+        self.rows.clear()
+
+
+class OneCopyForAll(FewBlocks):
+    """Reads and writes the blocks of a group in one call."""
+
+    def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
+        for group, own in enumerate(self.context.groups):
+            mine = [one for one in saves if one.group == group and self.key(group, one.block_hash) not in self.rows]
+            mine = mine[: CAPACITY - len(self.rows)]
+            rows = torch.empty((len(mine), own.block_bytes), dtype=torch.uint8)
+            if mine:
+                self.context.copy.to_host(group, [one.block for one in mine], list(rows))
+            self.rows.update({self.key(group, one.block_hash): row for one, row in zip(mine, rows, strict=True)})
+
+
+descriptor = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="few_blocks",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda")), saves="evicted"),
+    factory=FewBlocks,
+    summary="keeps a few blocks in host memory",
+)
+
+one_copy = Descriptor(
+    kind=Kind.KV_CONNECTOR,
+    name="one_copy",
+    capabilities=KVConnectorCapabilities(devices=Set(("cpu", "cuda"))),
+    factory=OneCopyForAll,
+    summary="keeps the first few blocks that are full, copied together",
+)
