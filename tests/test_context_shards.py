@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import everything_returned
+from context_shards_cases import DECODES, MIXED, compare
 from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
 
 from slotline.core import LLM
@@ -32,6 +34,17 @@ def test_each_token_is_in_one_shard_and_its_local_length_counts_those_before_it(
     for shard in range(num_shards):
         want = [int((shard_of[:count] == shard).sum()) for count in range(201)]
         assert local_lens(np.arange(201), shard, num_shards, size).tolist() == want
+
+
+@pytest.mark.parametrize("requests", [DECODES, MIXED], ids=["decodes", "mixed"])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(("backend", "num_shards"), [("torch", 2), ("cpu", 3), ("flex", 2)])
+def test_shards_merge_to_the_attention_and_the_lse_of_the_whole(
+    backend: str, num_shards: int, sinks: bool, requests: list[tuple[int, int]]
+) -> None:
+    output, lse = compare(backend, "cpu", torch.float32, requests, num_shards, sinks=sinks)
+    assert output < 2e-6
+    assert lse < 4e-6
 
 
 @pytest.mark.parametrize(

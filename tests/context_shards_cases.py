@@ -1,0 +1,120 @@
+"""One layer's attention over shards of a cache, beside that of the same backend over the whole cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from slotline.core.execution.context_shards import ContextShards, Shard
+from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+from slotline.registry.descriptor import Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.loading import resolve_factory
+
+SIZE = 16
+DECODES: list[tuple[int, int]] = [(1, 1), (1, 16), (1, 17), (1, 33), (1, 100), (1, 49)]
+"""Query tokens and keys of each request; a shard has no key of the first ones."""
+MIXED: list[tuple[int, int]] = [(1, 40), (1, 1), (5, 5), (20, 70), (33, 33), (2, 18)]
+
+
+def compare(
+    backend: str, device: str, dtype: torch.dtype, requests: list[tuple[int, int]], num_shards: int, *, sinks: bool
+) -> tuple[float, float]:
+    """The largest difference of the outputs, which are of the order of 1, and of the natural LSEs."""
+    torch.manual_seed(0)
+    descriptor = PluginRegistry.discover().load(Kind.ATTENTION, backend, required=True)
+    offer = descriptor.capabilities
+    layer = AttentionLayer(
+        name="one", index=0, num_heads=4, num_kv_heads=2, head_size=64, head_size_v=64, scale=0.125, sinks=sinks
+    )
+    size = SIZE if offer.kernel_block_sizes.refusal(SIZE) is None else 256
+    lens = np.array([query for query, _ in requests])
+    keys = np.array([total for _, total in requests])
+    columns = -(-int(keys.max()) // (size * num_shards)) * num_shards
+    num_blocks = len(requests) * columns // num_shards + 1
+    context = AttentionContext(
+        contract=1,
+        layers=(layer,),
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        kv_dtype=str(dtype).removeprefix("torch."),
+        block_size=size * num_shards,
+        kernel_block_size=size,
+        layout=offer.layouts.options[0],
+        max_query_len=64,
+        max_requests=8,
+        max_tokens=128,
+        max_model_len=1024,
+    )
+    build: Any = resolve_factory(descriptor)
+    whole, (query, key, value) = _cache(context, num_blocks * num_shards), torch.randn(3, lens.sum(), 4, 64).unbind()
+    query, key, value = (part.to(device, dtype) for part in (query, key[:, :2], value[:, :2]))
+    logits = torch.randn(4, device=device).to(dtype) if sinks else None
+    batch = _batch(lens, keys, columns, num_blocks, num_shards, size, device)
+    each = evolve(context, block_size=size, max_requests=128, max_query_len=1)
+    shards = [Shard(build(each), device) for _ in range(num_shards)]
+    parts = [_cache(context, num_blocks) for _ in shards]
+    for index, part in enumerate(parts):
+        for mine, all_of_it in zip(part, whole, strict=True):
+            mine.copy_(all_of_it[index::num_shards])
+    sharded = ContextShards(
+        shards,
+        build(context),
+        _cache(context, 24 if size == SIZE else 8),
+        device,
+        size,
+        offer.lse_base,
+        offer.writes_cache,
+        [{0: part} for part in parts],
+    )
+    found = []
+    for one, cache in ((build(context), whole), (sharded, parts[0])):
+        plan, out = one.plan(batch), torch.empty_like(query)
+        if not offer.writes_cache:
+            one.write(layer, key, value, cache, plan)
+        lse = one.forward(layer, query, key, value, cache, plan, out, logits)
+        found.append((out.float(), lse * (1.0 if one is sharded or offer.lse_base == "e" else float(np.log(2)))))
+    (want, want_lse), (got, got_lse) = found
+    return float((want - got).abs().max()), float((want_lse - got_lse).abs().max())
+
+
+def _cache(context: AttentionContext, num_blocks: int) -> KVCache:
+    """A cache of random keys, in the physical order that was negotiated."""
+    by_head = context.layout == "HND"
+    inner = (2, context.kernel_block_size) if by_head else (context.kernel_block_size, 2)
+    memory = torch.randn(num_blocks, 2, *inner, 64).to(context.device, getattr(torch, context.dtype))
+    keys, values = (part.transpose(1, 2) if by_head else part for part in memory.unbind(1))
+    return KVCache(keys, values)
+
+
+def _batch(
+    lens: np.ndarray, keys: np.ndarray, columns: int, num_blocks: int, num_shards: int, size: int, device: str
+) -> AttentionBatch:
+    """Requests in blocks of the pool in random order, each of which is `num_shards` kernel blocks."""
+    order = np.random.default_rng(0).permutation(np.arange(1, num_blocks)).reshape(len(lens), -1)
+    table = (order[:, :, None] * num_shards + np.arange(num_shards)).reshape(len(lens), columns).astype(np.int32)
+    starts = np.append(0, np.cumsum(lens))
+    of = np.repeat(np.arange(len(lens)), lens)
+    positions = (keys - lens)[of] + np.arange(lens.sum()) - starts[of]
+    slots = table[of, positions // size].astype(np.int64) * size + positions % size
+
+    def sent(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    return AttentionBatch(
+        num_requests=len(lens),
+        num_tokens=int(lens.sum()),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(keys.max()),
+        query_start_loc=sent(starts.astype(np.int32)),
+        seq_lens=sent(keys.astype(np.int32)),
+        block_table=sent(table),
+        slot_mapping=sent(slots),
+        positions=sent(positions),
+        query_start_loc_cpu=starts.astype(np.int32),
+        seq_lens_cpu=keys.astype(np.int32),
+        num_decodes=int((np.cumprod(lens == 1)).sum()),
+    )
