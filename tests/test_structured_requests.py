@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -49,6 +50,12 @@ WRONG: dict[str, dict[str, Any]] = {
     "a choice that is a text": {"choice": "yes"},
     "a schema that is no JSON": {"json": {"a": object()}},
     "a number for an expression": {"regex": 3},
+    "a flag that is no flag": {"json_object": "no"},
+    "white space by a word": {"json_object": True, "disable_any_whitespace": "no"},
+    "half a character in a choice": {"choice": ["a\ud800"]},
+    "half a character in a schema": {"json": {"const": "a\ud800"}},
+    "text nested too deeply": {"json": "[" * 100_000},
+    "a mapping nested too deeply": {"json": functools.reduce(lambda inner, _: {"items": inner}, range(5000), {})},
 }
 
 
@@ -69,6 +76,7 @@ def test_parameters_of_another_class_are_refused() -> None:
 
 
 NESTED = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strin"}}}}
+TAGGED = {"structures": [{"begin": "<f>", "schema": NESTED, "end": "</f>"}], "triggers": ["<f"]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("xgrammar", {"json": NESTED}, "at #/properties/a/items: .*'strin'"),
     ("llguidance", {"json": NESTED}, "at #/properties/a/items: .*strin"),
@@ -91,6 +99,14 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"structural_tag": {"structures": [{"begin": "<a>", "schema": {}, "end": "x"}], "triggers": ["["]}},
         "begins with no trigger",
     ),
+    ("xgrammar", {"structural_tag": {"structures": 5, "triggers": ["<"]}}, "structures is no list"),
+    (
+        "llguidance",
+        {"structural_tag": {"structures": [{"begin": 5, "schema": {}, "end": "x"}], "triggers": ["["]}},
+        "#/structures/0: begin or end is no text",
+    ),
+    ("xgrammar", {"structural_tag": TAGGED}, "structural_tag at #/structures/0/schema/properties/a/items: .*'strin'"),
+    ("llguidance", {"structural_tag": TAGGED}, "structural_tag at #/structures/0/schema/properties/a/items: .*strin"),
 ]
 
 
@@ -115,6 +131,8 @@ XGRAMMAR_WOULD_IGNORE: list[dict[str, Any]] = [
     {"type": "string", "pattern": "^a+$", "minLength": 3},
     {"type": "object", "properties": {"a": {}}, "required": ["b"]},
     {"minimum": 3},
+    {"$ref": "https://example.org/schema.json"},
+    {"type": "object", "properties": {"a": {"$ref": "#anchor"}}, "$defs": {"b": {"$anchor": "anchor"}}},
     {"enum": [1, "a"], "type": "string"},
     {"type": "integer", "multipleOf": 3, "minimum": 5},
     {"anyOf": [{"type": "integer"}, {"type": "string"}], "minimum": 4},
@@ -227,6 +245,35 @@ def test_a_request_waits_for_its_grammar_and_the_others_do_not(mode: str, engine
         engine.step()
     assert held.text in ("held back", "held up")
     assert held.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("plugin", ["xgrammar", "llguidance"])
+def test_one_of_thousands_of_choices_that_begin_alike(plugin: str, engines: Engines) -> None:
+    llm = engines(None, **{"structured_output.backend": plugin})
+    texts = [f"a{number}" for number in range(3000)]
+    (output,) = llm.generate("a = ", choice(*texts))
+    assert output.outputs[0].finish_reason == "stop"
+    assert output.outputs[0].text in texts
+
+
+@pytest.mark.parametrize(
+    ("wanted", "cause"),
+    [
+        ({"regex": r"[^\s\S]"}, "RequestError: no text fits structured_outputs"),
+        ({"json": {"$ref": "#"}}, "RequestError: no text fits structured_outputs"),
+        ({"grammar": 'root ::= "a" root'}, "ContractError: llguidance gave up: parser error: Too many items"),
+    ],
+)
+def test_what_llguidance_cannot_go_on_with_ends_its_request_with_its_own_words(
+    wanted: dict[str, Any], cause: str, engines: Engines, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = engines(None, **{"structured_output.backend": "llguidance"})
+    asked = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(**wanted))
+    with caplog.at_level(logging.CRITICAL):
+        wrong, free = (output.outputs[0] for output in llm.generate([[5, 6, 7]] * 2, [asked, FREE]))
+    assert wrong.finish_reason == "error"
+    assert str(wrong.stop_reason).startswith(cause)
+    assert free.token_ids == llm.generate([[5, 6, 7]], FREE)[0].outputs[0].token_ids
 
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(engines: Engines) -> None:

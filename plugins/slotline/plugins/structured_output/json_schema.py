@@ -29,12 +29,13 @@ def subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
     yield pointer, schema
 
 
-def refuse(text: str, refusal: Callable[[str], str | None], fix: str) -> None:
+def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str) -> None:
     """Refuse a schema that an engine cannot compile, naming the innermost part that it cannot.
 
     Args:
         text: the schema.
         refusal: why the engine cannot compile a schema, or None.
+        place: the parameter that the schema stands in, and where in it, such as ``structured_outputs.json at #``.
 
     Raises:
         RequestError: with the JSON pointer of that part.
@@ -48,8 +49,8 @@ def refuse(text: str, refusal: Callable[[str], str | None], fix: str) -> None:
         if pointer != "#" and not isinstance(part, bool):
             found = refusal(json.dumps({**shared, **part} if isinstance(part, Mapping) else part))
             if found is not None:
-                raise RequestError(f"structured_outputs.json at {pointer}: {found}", fix=fix)
-    raise RequestError(f"structured_outputs.json at #: {why}", fix=fix)
+                raise RequestError(f"{place}{pointer[1:]}: {found}", fix=fix)
+    raise RequestError(f"{place}: {why}", fix=fix)
 
 
 def _escaped(key: str) -> str:

@@ -15,12 +15,16 @@ _FORM = '{"structures": [{"begin": "<a>", "schema": {...}, "end": "</a>"}], "tri
 
 @frozen
 class Structure:
-    """Between `begin` and `end` stands JSON that `schema` accepts; the text that begins with `trigger` is a tag."""
+    """Between `begin` and `end` stands JSON that `schema` accepts; the text that begins with `trigger` is a tag.
+
+    `place` says where the schema stands.
+    """
 
     trigger: str
     begin: str
     schema: Any
     end: str
+    place: str
 
 
 def structures(text: str) -> tuple[Structure, ...]:
@@ -32,13 +36,23 @@ def structures(text: str) -> tuple[Structure, ...]:
     given = json.loads(text)
     if not isinstance(given, Mapping) or not given.get("structures") or not given.get("triggers"):
         raise RequestError("structured_outputs.structural_tag needs structures and triggers", fix=f"give {_FORM}")
+    if not isinstance(given["structures"], list) or not _are_texts(given["triggers"]):
+        raise RequestError(
+            "structured_outputs.structural_tag: structures is no list, or triggers none of texts", fix=f"give {_FORM}"
+        )
     found = []
     for index, item in enumerate(given["structures"]):
         at = f"structured_outputs.structural_tag at #/structures/{index}"
         if not isinstance(item, Mapping) or not {"begin", "schema", "end"} <= set(item):
             raise RequestError(f"{at}: begin, schema and end are needed", fix=f"give {_FORM}")
-        triggers = [trigger for trigger in given["triggers"] if trigger and item["begin"].startswith(trigger)]
+        if not _are_texts([item["begin"]]) or not isinstance(item["end"], str):
+            raise RequestError(f"{at}: begin or end is no text", fix=f"give {_FORM}")
+        triggers = [trigger for trigger in given["triggers"] if item["begin"].startswith(trigger)]
         if not triggers:
             raise RequestError(f"{at}: {item['begin']!r} begins with no trigger", fix="add one to triggers")
-        found.append(Structure(max(triggers, key=len), item["begin"], item["schema"], item["end"]))
+        found.append(Structure(max(triggers, key=len), item["begin"], item["schema"], item["end"], f"{at}/schema"))
     return tuple(found)
+
+
+def _are_texts(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) and value for value in values)

@@ -58,6 +58,8 @@ def _json_text(name: str, value: Any) -> str:
             raise RequestError(
                 f"structured_outputs.{name} is no JSON: {error}", fix="use JSON's types alone"
             ) from error
+        except RecursionError as error:
+            raise _too_deep(name) from error
     try:
         _json.loads(value)
     except _json.JSONDecodeError as error:
@@ -65,7 +67,28 @@ def _json_text(name: str, value: Any) -> str:
             f"structured_outputs.{name} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}",
             fix="correct it there",
         ) from error
+    except RecursionError as error:
+        raise _too_deep(name) from error
     return value
+
+
+def _too_deep(name: str) -> RequestError:
+    return RequestError(f"structured_outputs.{name} is nested too deeply to be read", fix="nest it less deeply")
+
+
+def _check_unicode(name: str, text: str) -> None:
+    """Refuse half of a character, which no text that a tokenizer makes can hold.
+
+    Raises:
+        RequestError: with its position.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"structured_outputs.{name} has {text[error.start]!r} at position {error.start}, a lone surrogate",
+            fix="write whole characters",
+        ) from error
 
 
 def _strings(value: Any) -> Any:
@@ -100,6 +123,11 @@ class StructuredOutputsParams:
 
     @constraint.default
     def _constraint(self) -> Constraint:
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise RequestError(
+                    f"structured_outputs.{name}={value!r:.60} is not allowed", fix=f"{name} must be True or False"
+                )
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None and getattr(self, name) != ""]
         given = [name for name in given if name != "json_object" or self.json_object]
         if len(given) != 1:
@@ -108,7 +136,9 @@ class StructuredOutputsParams:
                 fix=f"give exactly one of {', '.join(CONSTRAINTS)}",
             )
         (kind,) = given
-        return Constraint(kind, self._text(kind), not self.disable_any_whitespace)
+        text = self._text(kind)
+        _check_unicode(kind, text)
+        return Constraint(kind, text, not self.disable_any_whitespace)
 
     def _text(self, kind: str) -> str:
         value = getattr(self, kind)

@@ -20,7 +20,7 @@ from slotline.plugins.structured_output.json_schema import refuse
 from slotline.plugins.structured_output.regex import located
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
-from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.errors import ContractError, RequestError, SlotlineError
 
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
@@ -51,10 +51,10 @@ class LLGuidanceBackend:
         """See the contract: llguidance looks at a whole grammar in about the time that compiling takes."""
         kind, text = constraint.kind, constraint.text
         if kind == "json":
-            refuse(text, lambda part: self._refusal(_grammar(Constraint("json", part))), _OTHER)
+            self._check_schema(text, "structured_outputs.json at #")
         elif kind == "structural_tag":
             for structure in structures(text):
-                self.check(Constraint("json", json.dumps(structure.schema)))
+                self._check_schema(json.dumps(structure.schema), structure.place)
         elif why := self._refusal(_grammar(constraint)):
             if kind == "regex":
                 raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
@@ -85,6 +85,7 @@ class LLGuidanceBackend:
 
         Raises:
             ContractError: if a grammar became too complex for llguidance's limits.
+            RequestError: if no text follows it.
         """
         if bitmask.shape[1] < self._words:
             wide = np.full((len(bitmask), self._words), -1, np.int32)
@@ -107,7 +108,10 @@ class LLGuidanceBackend:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, count)
         for state in states:
             if state.matcher.is_error():
-                raise ContractError(f"llguidance gave up: {_first_line(state.matcher.get_error())}")
+                raise _failure(state.matcher)
+
+    def _check_schema(self, text: str, place: str) -> None:
+        refuse(text, lambda part: self._refusal(_grammar(Constraint("json", part))), _OTHER, place)
 
     def _refusal(self, grammar: str) -> str | None:
         """Why llguidance cannot take a grammar, or None."""
@@ -141,8 +145,15 @@ class LLGuidanceState:
         return self.matcher.is_stopped() and not self.matcher.is_error()
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """See the contract."""
-        taken: int = self.matcher.try_consume_tokens(self.before_end(token_ids))
+        """See the contract.
+
+        Raises:
+            ContractError: if the grammar became too complex for llguidance's limits behind a token.
+        """
+        text = self.before_end(token_ids)
+        taken: int = self.matcher.try_consume_tokens(text)
+        if taken < len(text) and self.matcher.is_error():
+            raise _failure(self.matcher)
         return taken
 
     def count_legal(self, token_ids: Sequence[int]) -> int:
@@ -183,6 +194,10 @@ def _grammar(constraint: Constraint) -> str:
         elif kind == "structural_tag":
             tags = [StructTag(trigger=s.trigger, begin=s.begin, grammar=s.schema, end=s.end) for s in structures(text)]
             grammar = StructTag.to_grammar(tags, assume_special=False)
+        elif kind == "choice":  # one lexeme: a lexeme for each would meet llguidance's limit at 2,000
+            grammar = LLMatcher.grammar_from_lark(
+                f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(text)))}"
+            )
         else:
             grammar = grammar_from("gbnf" if kind == "grammar" else kind, text)
     except RequestError:
@@ -190,6 +205,18 @@ def _grammar(constraint: Constraint) -> str:
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
     return grammar
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _failure(matcher: LLMatcher) -> SlotlineError:
+    """Why a matcher is in an error."""
+    why = _first_line(matcher.get_error())
+    if why == "NoExtensionBias":
+        return RequestError("no text fits structured_outputs", fix="loosen the constraint")
+    return ContractError(f"llguidance gave up: {why}")
 
 
 def _first_line(text: str) -> str:

@@ -61,19 +61,14 @@ class XGrammarBackend:
         """See the contract: parses the constraint, which takes a small part of compiling it."""
         kind, text = constraint.kind, constraint.text
         if kind == "json":
-            for pointer, part in subschemas(json.loads(text)):
-                if why := unenforced(part):
-                    raise RequestError(
-                        f"structured_outputs.json at {pointer}: XGrammar does not enforce {why}", fix=_OTHER
-                    )
-            refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER)
+            _check_schema(text, "structured_outputs.json at #")
         elif kind == "regex":
             self._refuse_regex(text)
         elif kind == "grammar" and (why := _refusal(xgrammar.Grammar.from_ebnf, text)):
             raise RequestError(f"structured_outputs.grammar: {why}", fix="correct it there")
         elif kind == "structural_tag":
             for structure in structures(text):
-                self.check(Constraint("json", json.dumps(structure.schema)))
+                _check_schema(json.dumps(structure.schema), structure.place)
 
     def compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         """See the contract. XGrammar lets go of the interpreter while it compiles."""
@@ -199,6 +194,18 @@ def _fill(
 ) -> None:
     """The masks of some states, without the interpreter's lock."""
     batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
+
+
+def _check_schema(text: str, place: str) -> None:
+    """Refuse a schema that XGrammar does not enforce in full.
+
+    Raises:
+        RequestError: with the place of the innermost part that it does not.
+    """
+    for pointer, part in subschemas(json.loads(text)):
+        if why := unenforced(part):
+            raise RequestError(f"{place}{pointer[1:]}: XGrammar does not enforce {why}", fix=_OTHER)
+    refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER, place)
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:

@@ -62,6 +62,8 @@ def _alone(key: str, keys: set[str], schema: Mapping[str, Any]) -> str | None:
         return f"{_words(keys - {key})} beside {key}"
     if key == "allOf" and len(schema[key]) != 1:
         return "allOf of more than one schema"
+    if key == "$ref" and schema[key] != "#" and not str(schema[key]).startswith("#/"):
+        return f"$ref {schema[key]!r}, which is no pointer into the schema"
     return None
 
 
