@@ -13,7 +13,7 @@ from conftest import DEFAULTS, everything_returned
 from engine_driver import random_prompts
 from transformers import AutoModelForCausalLM
 
-from slotline.core import LLM, BeamSearchParams, StructuredOutputsParams
+from slotline.core import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from slotline.core.planning.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 
@@ -118,7 +118,13 @@ def test_a_sequence_carries_text_log_probabilities_and_why_it_ended(tiny: Tiny, 
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"beam_width": 0}, {"max_tokens": 1.5}, {"length_penalty": "long"}, {"early_stopping": "soon"}],
+    [
+        {"beam_width": 0},
+        {"max_tokens": 1.5},
+        {"length_penalty": "long"},
+        {"length_penalty": 1e6},
+        {"early_stopping": "soon"},
+    ],
     ids=str,
 )
 def test_a_wrong_parameter_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -130,6 +136,8 @@ def test_a_wrong_parameter_is_refused_by_name(wrong: dict[str, Any]) -> None:
 
 def test_what_the_engine_cannot_do_is_refused_and_leaves_nothing(tiny: Tiny, engines: Engines) -> None:
     llm = engines(tiny("llama"))
+    with pytest.raises(RequestError, match="is no BeamSearchParams"):
+        llm.beam_search([[5]], SamplingParams(max_tokens=3))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"beam_width=11 needs 22[\s\S]*sampling.max_logprobs = 22"):
         llm.beam_search([[5]], BeamSearchParams(beam_width=11, max_tokens=3))
     with pytest.raises(RequestError, match=r"max_tokens=60 are 65 tokens[\s\S]*max_model_len=64"):

@@ -631,6 +631,8 @@ def test_names_and_numbers_are_kept_apart(engine, oracle):
         llm.add_lora(LoRARequest("other", 1, str(oracle.folder / "queries")))
     with pytest.raises(RequestError, match="'plain' is known as number 1"):
         llm.add_lora(LoRARequest("plain", 2, str(oracle.folder / "queries")))
+    with pytest.raises(RequestError, match=r"'plain' is no adapter"):
+        llm.add_lora("plain")
     with pytest.raises(RequestError, match=r"lora_int_id=0 is not allowed"):
         LoRARequest("a", 0, "somewhere")
     with pytest.raises(RequestError, match="there is no adapter 'unknown'"):

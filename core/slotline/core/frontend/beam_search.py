@@ -54,8 +54,10 @@ class BeamSearchParams:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be an integer >= 1")
         penalty = self.length_penalty
-        if not isinstance(penalty, int | float) or not float("-inf") < penalty < float("inf"):
-            raise RequestError(f"length_penalty={penalty!r} is not allowed", fix="length_penalty must be a number")
+        if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not -10 <= penalty <= 10:
+            raise RequestError(
+                f"length_penalty={penalty!r} is not allowed", fix="length_penalty must be a number in [-10, 10]"
+            )
         if self.early_stopping not in (True, False, "never"):
             raise RequestError(
                 f"early_stopping={self.early_stopping!r} is not allowed",

@@ -123,6 +123,8 @@ class LLM:
         Raises:
             RequestError: if it cannot be held, or another one has its name or number.
         """
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"{lora_request!r:.60} is no adapter", fix="give LoRARequest(name, number, path)")
         known = lora_request.lora_int_id in self._adapters.numbers
         with device_scope(self.engine.device):
             self._adapters.add(lora_request)
@@ -201,6 +203,10 @@ class LLM:
         Raises:
             RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
         """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"params={params!r:.60} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
+            )
         fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
         for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
             if adapter is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -49,7 +49,8 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
     kind, what = type(default), "sampling" if isinstance(default, SamplingParams) else "pooling"
     if params is None or isinstance(params, kind):
         return [default if params is None else params] * count
-    listed = [params] if isinstance(params, SamplingParams | PoolingParams) else list(params)
+    given: Any = params
+    listed = list(given) if isinstance(given, Iterable) else [given]  # parameters are none
     wrong = [one for one in listed if not isinstance(one, kind)]
     if wrong:
         raise RequestError(f"{what}_params={wrong[0]!r:.60} is no {kind.__name__}", fix=f"give {kind.__name__}(...)")

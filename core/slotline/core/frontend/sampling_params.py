@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from numbers import Real
 from typing import Any
 
 from attrs import asdict, field, fields, frozen
@@ -11,6 +12,10 @@ from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
 
 _Check = Callable[[Any, Any, Any], None]
+_MOST = 16384
+"""Outputs of a prompt; each is a request of its own."""
+_LARGEST = 1e9
+"""Of factors: what comes of it and any logit stays finite in float32."""
 
 
 def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
@@ -21,14 +26,22 @@ def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
             accepted = accepts(value)
         except TypeError:
             accepted = False
-        if not accepted:
-            raise RequestError(f"{attribute.name}={value!r} is not allowed", fix=f"{attribute.name} must be {allowed}")
+        wide = isinstance(value, int) and not -(2**63) <= value < 2**63  # the rows' arrays would not take it
+        if wide or not accepted:
+            raise RequestError(
+                f"{attribute.name}={value!r:.80} is not allowed",
+                fix=f"{attribute.name} must be {allowed}" + (", of 64 bits at most" if wide else ""),
+            )
 
     return validate
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def _tuple(value: Any) -> Any:
@@ -55,6 +68,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 _is_flag = _check(lambda v: isinstance(v, bool), "True or False")
+_is_penalty = _check(lambda v: _is_number(v) and -2 <= v <= 2, "a number in [-2, 2]")
 
 
 @frozen(kw_only=True)
@@ -62,7 +76,7 @@ class SamplingParams:
     """How to sample one request's output.
 
     Attributes:
-        n: outputs per prompt, sampled independently.
+        n: outputs per prompt, sampled independently; 16,384 at most.
         best_of: sample so many and give the `n` with the highest `cumulative_logprob`, best first; None for n.
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
@@ -75,7 +89,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the output.
         ignore_eos: go on past the model's end-of-sequence tokens.
         max_tokens: most output tokens; None for as many as the model's length allows.
-        min_tokens: no stop token before so many output tokens.
+        min_tokens: no stop token before so many output tokens; the prompt must leave room for them.
         logprobs: return the log-probabilities of the sampled token and of so many top tokens.
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: token id to a number added to its logit.
@@ -97,22 +111,34 @@ class SamplingParams:
         RequestError: naming the parameter, its value and what is allowed.
     """
 
-    n: int = field(default=1, validator=_check(lambda v: _is_int(v) and v >= 1, "an integer >= 1"))
-    best_of: int | None = field(
-        default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 1), "an integer >= 1 or None")
+    n: int = field(
+        default=1, validator=_check(lambda v: _is_int(v) and 1 <= v <= _MOST, f"an integer from 1 to {_MOST}")
     )
-    temperature: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
+    best_of: int | None = field(
+        default=None,
+        validator=_check(
+            lambda v: v is None or (_is_int(v) and 1 <= v <= _MOST), f"an integer from 1 to {_MOST}, or None"
+        ),
+    )
+    temperature: float = field(
+        default=1.0, validator=_check(lambda v: _is_number(v) and 0 <= v <= _LARGEST, f"a number in [0, {_LARGEST:g}]")
+    )
     top_k: int = field(
         default=0, validator=_check(lambda v: _is_int(v) and v >= -1, "an integer >= 1, or 0 or -1 for all tokens")
     )
-    top_p: float = field(default=1.0, validator=_check(lambda v: 0 < v <= 1, "in (0, 1]"))
-    min_p: float = field(default=0.0, validator=_check(lambda v: 0 <= v <= 1, "in [0, 1]"))
-    presence_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
-    frequency_penalty: float = field(default=0.0, validator=_check(lambda v: -2 <= v <= 2, "in [-2, 2]"))
-    repetition_penalty: float = field(default=1.0, validator=_check(lambda v: 0 < v < float("inf"), "a number > 0"))
+    top_p: float = field(default=1.0, validator=_check(lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"))
+    min_p: float = field(default=0.0, validator=_check(lambda v: _is_number(v) and 0 <= v <= 1, "a number in [0, 1]"))
+    presence_penalty: float = field(default=0.0, validator=_is_penalty)
+    frequency_penalty: float = field(default=0.0, validator=_is_penalty)
+    repetition_penalty: float = field(
+        default=1.0,
+        validator=_check(
+            lambda v: _is_number(v) and 1 / _LARGEST <= v <= _LARGEST, f"a number in [{1 / _LARGEST:g}, {_LARGEST:g}]"
+        ),
+    )
     seed: int | None = field(
         default=None,
-        validator=_check(lambda v: v is None or (_is_int(v) and -(2**63) <= v < 2**63), "a 64-bit integer or None"),
+        validator=_check(lambda v: v is None or _is_int(v), "an integer or None"),
     )
     stop: tuple[str, ...] = field(
         default=(),
@@ -164,7 +190,9 @@ class SamplingParams:
             lambda v: v is None or isinstance(v, StructuredOutputsParams), "a StructuredOutputsParams or None"
         ),
     )
-    guidance_scale: float = field(default=1.0, validator=_check(lambda v: 0 <= v < float("inf"), "a number >= 0"))
+    guidance_scale: float = field(
+        default=1.0, validator=_check(lambda v: _is_number(v) and 0 <= v <= _LARGEST, f"a number in [0, {_LARGEST:g}]")
+    )
     negative_prompt: str | None = field(
         default=None,
         validator=_check(lambda v: v is None or (isinstance(v, str) and bool(v)), "a non-empty string, or None"),

@@ -54,6 +54,14 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
             f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",
             fix="use this model's tokenizer",
         )
+    if params.min_tokens > (room := limits.max_model_len - length):
+        raise RequestError(
+            f"min_tokens={params.min_tokens} does not fit: the prompt has {length} tokens and leaves {room} of "
+            f"max_model_len={limits.max_model_len}",
+            fix="lower min_tokens, shorten the prompt or raise scheduler.max_model_len",
+        )
+    if (highest := max(params.stop_token_ids, default=0)) >= limits.vocab_size:
+        raise RequestError(f"stop_token_ids names token {highest}", fix=f"token ids are 0 to {limits.vocab_size - 1}")
     if not limits.chunked_prefill and length > limits.max_batched_tokens:
         raise RequestError(
             f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",

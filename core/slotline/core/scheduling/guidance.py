@@ -42,7 +42,7 @@ def pair(request: Request, tokenizer: Tokenizer | None, max_model_len: int) -> R
     """The companion of a request that asks for guidance; limits the request to the length that both can have.
 
     Raises:
-        RequestError: if the negative prompt is text and the model has no tokenizer.
+        RequestError: if the negative prompt is text and the model has no tokenizer, or leaves no room for `min_tokens`.
     """
     params = request.params
     negative = list(params.negative_prompt_token_ids or request.prompt_token_ids[-1:])
@@ -53,8 +53,14 @@ def pair(request: Request, tokenizer: Tokenizer | None, max_model_len: int) -> R
             )
         negative = tokenizer.encode(params.negative_prompt)
     room = max(1, max_model_len - max(len(negative), len(request.prompt_token_ids)))
+    if params.min_tokens > room:
+        raise RequestError(
+            f"min_tokens={params.min_tokens} does not fit: the negative prompt has {len(negative)} tokens and leaves "
+            f"{room} of max_model_len={max_model_len}",
+            fix="lower min_tokens, shorten the negative prompt or raise scheduler.max_model_len",
+        )
     most = room if params.max_tokens is None else min(params.max_tokens, room)
-    request.params = evolve(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
+    request.params = evolve(params, max_tokens=most)
     request.companion = Request(
         request_id=f"{request.request_id} (negative prompt)",
         prompt_token_ids=negative,

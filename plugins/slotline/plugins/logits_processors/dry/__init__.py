@@ -28,6 +28,8 @@ descriptor = Descriptor(
             {"dry_multiplier": -1.0},
             {"dry_multiplier": 1.0, "dry_base": 0.5},
             {"dry_multiplier": 1.0, "dry_allowed_length": 0},
+            {"dry_multiplier": 1.0, "dry_allowed_length": 10**30},
+            {"dry_multiplier": 10**400},
             {"dry_multiplier": 1.0, "dry_penalty_last_n": -2},
             {"dry_multiplier": 1.0, "dry_sequence_breaker_ids": ["."]},
         ),

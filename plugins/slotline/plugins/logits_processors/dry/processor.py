@@ -15,6 +15,7 @@ from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 
 Int = npt.NDArray[np.int64]
+_LARGEST = 1e9
 _LONGEST = 50
 """Longer passages are penalised as one of this length, which bounds the work and keeps the penalty finite."""
 
@@ -109,11 +110,11 @@ class Dry:
 
 def _number(params: Mapping[str, Any], name: str, least: float, allowed: str) -> None:
     value = params.get(name, least)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < float("inf"):
-        raise RequestError(f"{name}={value!r} is not allowed", fix=f"give a number, {allowed}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _LARGEST:
+        raise RequestError(f"{name}={value!r:.80} is not allowed", fix=f"give a number, {allowed}, up to {_LARGEST:g}")
 
 
 def _whole(params: Mapping[str, Any], name: str, least: int) -> None:
     value = params.get(name, least)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise RequestError(f"{name}={value!r} is not allowed", fix=f"give an integer >= {least}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+        raise RequestError(f"{name}={value!r:.80} is not allowed", fix=f"give an integer from {least} to 2147483647")

@@ -25,11 +25,11 @@ class LogitBias:
     def validate(self, params: Mapping[str, Any]) -> None:
         """Token ids must be in the vocabulary, biases numbers in [-100, 100]."""
         for token, bias in (params.get("logit_bias") or {}).items():
-            if not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 raise RequestError(
                     f"logit_bias names token {token!r}", fix=f"token ids are 0 to {self._vocab_size - 1}"
                 )
-            if not isinstance(bias, int | float) or not -100 <= bias <= 100:
+            if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
                 raise RequestError(
                     f"logit_bias[{token}]={bias!r} is not allowed", fix="a bias is a number in [-100, 100]"
                 )

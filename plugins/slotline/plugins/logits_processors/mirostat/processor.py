@@ -43,9 +43,11 @@ class Mirostat:
         for name in ("mirostat_tau", "mirostat_eta"):
             value = params.get(name)
             if value is not None and (
-                not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf")
+                not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e9
             ):
-                raise RequestError(f"{name}={value!r} is not allowed", fix="give a number > 0, or leave it out")
+                raise RequestError(
+                    f"{name}={value!r:.80} is not allowed", fix="give a number in (0, 1e9], or leave it out"
+                )
         if params.get("mirostat_tau") is None:
             if params.get("mirostat_eta") is not None:
                 raise RequestError(

@@ -14,7 +14,12 @@ descriptor = Descriptor(
         speculation=Flag(True),
         order=60,
         examples=({"no_repeat_ngram_size": 1}, {"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 3}),
-        bad_examples=({"no_repeat_ngram_size": -1}, {"no_repeat_ngram_size": 1.5}, {"no_repeat_ngram_size": "two"}),
+        bad_examples=(
+            {"no_repeat_ngram_size": -1},
+            {"no_repeat_ngram_size": 1.5},
+            {"no_repeat_ngram_size": "two"},
+            {"no_repeat_ngram_size": 10**30},
+        ),
     ),
     factory="slotline.plugins.logits_processors.no_repeat_ngram.processor:NoRepeatNGram",
 )

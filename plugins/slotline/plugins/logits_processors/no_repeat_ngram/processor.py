@@ -22,9 +22,10 @@ class NoRepeatNGram:
     def validate(self, params: Mapping[str, Any]) -> None:
         """The size must be a whole number; 0 is none."""
         size = params.get("no_repeat_ngram_size", 0)
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
             raise RequestError(
-                f"no_repeat_ngram_size={size!r} is not allowed", fix="give an integer >= 1, or 0 for no limit"
+                f"no_repeat_ngram_size={size!r} is not allowed",
+                fix="give an integer from 1 to 2147483647, or 0 for no limit",
             )
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:

@@ -21,6 +21,7 @@ descriptor = Descriptor(
         ),
         bad_examples=(
             {"thinking_token_budget": -1, "thinking_start_token_ids": [3], "thinking_end_token_ids": [4]},
+            {"thinking_token_budget": 10**30, "thinking_start_token_ids": [3], "thinking_end_token_ids": [4]},
             {"thinking_token_budget": 3, "thinking_start_token_ids": [3], "thinking_end_token_ids": [10**9]},
             {"thinking_token_budget": 3, "thinking_start_token_ids": [], "thinking_end_token_ids": [4]},
             {"thinking_token_budget": 3},

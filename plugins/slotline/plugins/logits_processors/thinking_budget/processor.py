@@ -38,8 +38,11 @@ class ThinkingBudget:
         budget = params.get("thinking_token_budget")
         if budget is None:
             return
-        if not isinstance(budget, int) or isinstance(budget, bool) or budget < 0:
-            raise RequestError(f"thinking_token_budget={budget!r} is not allowed", fix="give an integer >= 0 or None")
+        if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget < 2**31:
+            raise RequestError(
+                f"thinking_token_budget={budget!r:.80} is not allowed",
+                fix="give an integer from 0 to 2147483647, or None",
+            )
         for name, mark in zip(("start", "end"), self._marks_of(params), strict=True):
             if not isinstance(mark, list | tuple) or not mark or not all(map(self._is_token, mark)):
                 raise RequestError(
