@@ -13,6 +13,7 @@ import pytest
 import torch
 from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
+from safetensors.torch import save_file
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from slotline.core.adapters.use import AdapterUse
@@ -585,12 +586,39 @@ def changed(folder: Path, to: Path, **settings: Any) -> Path:
     return to
 
 
+def without_matrices(folder: Path, to: Path) -> Path:
+    """A copy of an adapter whose file of weights holds none."""
+    shutil.copytree(folder, to)
+    save_file({}, to / "adapter_model.safetensors")
+    return to
+
+
 FAULTS: dict[str, tuple[Callable[[Path, Path], Path], str]] = {
     "missing": (lambda folder, to: to / "nothing", "cannot read adapter_config.json"),
     "dora": (lambda folder, to: changed(folder, to / "x", use_dora=True), "use_dora = True is not supported: DoRA"),
     "rank": (lambda folder, to: changed(folder, to / "x", r=64), "rank 64 .* above the highest, 8"),
     "bias": (lambda folder, to: changed(folder, to / "x", bias="all"), "biases are not adapted"),
     "modules": (lambda folder, to: changed(folder, to / "x", modules_to_save=["lm_head"]), "modules_to_save"),
+    "an alpha that is no number": (
+        lambda folder, to: changed(folder, to / "x", lora_alpha=float("nan")),
+        "alpha = nan",
+    ),
+    "an infinite alpha": (
+        lambda folder, to: changed(folder, to / "x", alpha_pattern={"q_proj": float("inf")}),
+        "alpha_pattern has inf for 'q_proj'",
+    ),
+    "a rank that is no number": (
+        lambda folder, to: changed(folder, to / "x", rank_pattern={"q_proj": "four"}),
+        "rank_pattern has 'four' for 'q_proj'",
+    ),
+    "patterns that are none": (lambda folder, to: changed(folder, to / "x", rank_pattern=[4]), r"rank_pattern = \[4\]"),
+    "a wrong pattern": (lambda folder, to: changed(folder, to / "x", rank_pattern={"(": 4}), "rank_pattern has '\\('"),
+    "other weights": (
+        lambda folder, to: changed(folder, to / "x", init_lora_weights="pissa_niter_4"),
+        "init_lora_weights = 'pissa_niter_4': the adapter belongs to weights that PEFT changes",
+    ),
+    "blocks": (lambda folder, to: changed(folder, to / "x", use_bdlora={"nblocks": 2}), "use_bdlora"),
+    "nothing": (lambda folder, to: without_matrices(folder, to / "x"), "has no matrices of an adapter"),
     "other kind": (lambda folder, to: changed(folder, to / "x", peft_type="IA3"), "IA3"),
 }
 

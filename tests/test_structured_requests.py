@@ -55,6 +55,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "half a character in a choice": {"choice": ["a\ud800"]},
     "half a character in a schema": {"json": {"const": "a\ud800"}},
     "text nested too deeply": {"json": "[" * 100_000},
+    "text that plugins would take long for": {"json": '{"items":' * 100 + "{}" + "}" * 100},
     "a mapping nested too deeply": {"json": functools.reduce(lambda inner, _: {"items": inner}, range(5000), {})},
 }
 

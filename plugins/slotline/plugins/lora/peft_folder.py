@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ _UNSUPPORTED: Mapping[str, str] = {
     "alora_invocation_tokens": "an adapter holds for whole requests",
     "arrow_config": "an adapter is chosen by the request",
     "ensure_weight_tying": "embedding and output projection are adapted apart",
+    "use_bdlora": "its matrices are made of blocks",
+    "monteclora_config": "its matrices are drawn anew in each forward pass",
+    "kasa_config": "it cuts singular values off the base model's weights",
 }
 """What PEFT's configuration may ask for and no plugin here does, and why."""
+_CHANGES_WEIGHTS = ("pissa", "corda", "olora", "loftq")
+"""Beginnings of `init_lora_weights` under which PEFT takes something off the base model's weights, also when it loads
+such an adapter (PEFT 0.21, ``tuners/lora/layer.py``)."""
 
 
 @frozen(eq=False)
@@ -110,14 +117,42 @@ def _config(path: str) -> dict[str, Any]:
         kind = config.get("peft_type") if isinstance(config, dict) else config
         raise RequestError(f"{path}: {CONFIG} is of type {kind!r:.40}", fix="use a LoRA adapter")
     rank, alpha = config.get("r"), config.get("lora_alpha")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+    if not _is_rank(rank) or not _is_alpha(alpha):
         raise RequestError(f"{path}: {CONFIG} has r = {rank!r}, lora_alpha = {alpha!r}", fix="save the adapter again")
+    _check_patterns(path, "rank_pattern", config.get("rank_pattern") or {}, _is_rank)
+    _check_patterns(path, "alpha_pattern", config.get("alpha_pattern") or {}, _is_alpha)
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_WEIGHTS):
+        raise RequestError(
+            f"{path}: init_lora_weights = {start!r}: the adapter belongs to weights that PEFT changes at the start",
+            fix="save it as a plain adapter, with path_initial_model_for_weight_conversion where PEFT has that",
+        )
     if config.get("bias", "none") != "none":
         raise RequestError(f"{path}: bias = {config['bias']!r}: biases are not adapted", fix='train with bias = "none"')
     for key, why in _UNSUPPORTED.items():
         if config.get(key):
             raise RequestError(f"{path}: {key} = {config[key]!r:.60} is not supported: {why}", fix="train without it")
     return config
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_alpha(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+
+
+def _check_patterns(path: str, name: str, patterns: Any, fits: Callable[[Any], bool]) -> None:
+    if not isinstance(patterns, dict):
+        raise RequestError(f"{path}: {name} = {patterns!r:.60} is no table", fix="save the adapter again")
+    for pattern, value in patterns.items():
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise RequestError(f"{path}: {name} has {pattern!r}: {error}", fix="save the adapter again") from error
+        if not fits(value):
+            raise RequestError(f"{path}: {name} has {value!r} for {pattern!r}", fix="save the adapter again")
 
 
 def _tensors(path: str) -> dict[str, torch.Tensor]:
@@ -151,6 +186,8 @@ def _by_module(
         if not bool(tensor.isfinite().all()):
             raise RequestError(f"{path}: {key} has values that are not finite", fix="train the adapter again")
         found.setdefault(module, {})[part] = tensor
+    if not found:
+        raise RequestError(f"{path}: {WEIGHTS} has no matrices of an adapter", fix="save the adapter again")
     return found
 
 
