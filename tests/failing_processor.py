@@ -13,7 +13,12 @@ from slotline.registry.descriptor import Descriptor, Kind
 
 
 class Failing:
-    """Right for requests whose `fail` is not due; also counts how often it is called."""
+    """Right for requests whose `fail` is not due; also counts how often it is called.
+
+    Cannot be built for engines of `unbuildable` requests.
+    """
+
+    unbuildable = 13
 
     descriptor = Descriptor(
         kind=Kind.LOGITS_PROCESSOR,
@@ -25,6 +30,8 @@ class Failing:
     )
 
     def __init__(self, context: LogitsProcessorContext) -> None:
+        if context.max_requests == self.unbuildable:
+            raise KeyError("no such table")
         self.calls = 0
         self.asked: dict[int, tuple[str, int]] = {}
         self.released: list[int] = []

@@ -101,6 +101,37 @@ def test_stats_time_the_parts_of_a_step(small: list[str], capsys: pytest.Capture
     assert "start, weights, s" in shown
 
 
+def test_a_request_that_fails_on_the_way_says_so_with_its_exit_code(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ban_all.py").write_text(BAN_ALL)
+    options = [f"--set=plugins.inline=['{tmp_path / 'ban_all.py'}:BanAll']", "--set=logits_processors.ban_all={}"]
+    assert main(["generate", *small, *options, "a"]) == 2
+    assert "ended by error ('RequestError: no token is left to sample" in capsys.readouterr().err
+
+
+BAN_ALL = """
+import torch
+from slotline.registry import Descriptor, Kind
+from slotline.registry.contracts import LogitsProcessorCapabilities
+
+class BanAll:
+    descriptor = Descriptor(
+        kind=Kind.LOGITS_PROCESSOR, name="ban_all", factory="", capabilities=LogitsProcessorCapabilities(parameters=())
+    )
+    def __init__(self, context):
+        pass
+    def validate(self, params):
+        pass
+    def admit(self, row, params, prompt_token_ids):
+        return True
+    def apply(self, logits, batch):
+        return torch.full_like(logits, -torch.inf)
+    def release(self, row):
+        pass
+"""
+
+
 def errors() -> Iterator[tuple[list[str], str]]:
     yield ["--temperature", "-1", "a"], "temperature=-1.0 is not allowed"
     yield ["--chat", "a"], "has no chat template"

@@ -89,6 +89,11 @@ def test_a_processor_that_fails_to_check_a_request_refuses_it_alone(llm: LLM) ->
     assert tokens_of(llm, PROMPTS, params()) == want
 
 
+def test_a_processor_that_cannot_be_built_is_an_error_with_its_cause(tiny: Tiny, engines: Engines) -> None:
+    with pytest.raises(PluginError, match=r"logits_processor:failing cannot be built for this model: KeyError"):
+        engines(tiny("llama"), **{"plugins.inline": (FAILING,), "max_num_seqs": 13})
+
+
 def test_the_first_token_may_fail_and_several_requests_at_once(llm: LLM) -> None:
     mixed = [params(fail=how) for how in ("raise", "nan", "ban", "shape")]
     found = llm.generate(PROMPTS, [*mixed, params()])

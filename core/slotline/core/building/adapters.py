@@ -13,6 +13,7 @@ from slotline.core.adapters.slots import Adapters
 from slotline.core.adapters.source import AdapterSource
 from slotline.core.adapters.staged import StagedLora, StagePlugin
 from slotline.core.adapters.use import AdapterUse
+from slotline.core.building.fits import fits
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
@@ -20,7 +21,7 @@ from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import AdaptableModel, LoraContext, Model
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ConfigError
-from slotline.registry.loading import bind_contract, resolve_factory
+from slotline.registry.loading import bind_contract, label_of, resolve_factory, typed_failures
 
 OUTPUT_PROJECTION = "lm_head"
 
@@ -30,6 +31,8 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
 
     Raises:
         ConfigError: if a target module is none of the model's, or an embedding that the plugin does not serve.
+        PluginError: if the plugin cannot be built.
+        CapacityError: if its slots take more memory than there is.
     """
     descriptor = planned.lora
     if descriptor is None:
@@ -74,7 +77,11 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
     )
     factory = resolve_factory(descriptor)
     divided = [stage.device for stage in planned.stages.divided]
-    lora: Any = _staged(factory, context, divided, adaptable.adapter_stages) if divided else factory(context)
+    with (
+        typed_failures(f"{label_of(descriptor)} cannot be built for this model", fix="take another LoRA plugin"),
+        fits(f"{label_of(descriptor)} with its slots", "lower lora.max_adapters or lora.max_rank"),
+    ):
+        lora: Any = _staged(factory, context, divided, adaptable.adapter_stages) if divided else factory(context)
     if config.merge:
         dtype = getattr(torch, planned.plan.dtype)
         return MergedAdapter(

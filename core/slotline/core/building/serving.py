@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from slotline.core.building.fits import fits
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.plan import Planned
 from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
@@ -11,7 +12,7 @@ from slotline.core.sampling.structured_output import StructuredOutputs, build_st
 from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext
-from slotline.registry.loading import bind_contract, resolve_factory
+from slotline.registry.loading import bind_contract, label_of, resolve_factory, typed_failures
 
 _PROCESSED = frozenset(
     {
@@ -36,7 +37,12 @@ def load_tokenizer(planned: Planned) -> Tokenizer | None:
 
 
 def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
-    """The logits processors that the plan names, in their order."""
+    """The logits processors that the plan names, in their order.
+
+    Raises:
+        PluginError: if one cannot be built.
+        CapacityError: if it takes more memory than there is.
+    """
     facts, slots = planned.facts, []
     for descriptor in planned.processors:
         context = LogitsProcessorContext(
@@ -48,7 +54,14 @@ def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
             device=planned.device,
             options=planned.options(descriptor),
         )
-        processor = resolve_factory(descriptor)(context)
+        with (
+            typed_failures(
+                f"{label_of(descriptor)} cannot be built for this model",
+                fix="correct its table in the configuration, or do without it",
+            ),
+            fits(label_of(descriptor), "lower scheduler.max_requests"),
+        ):
+            processor = resolve_factory(descriptor)(context)
         active = np.zeros(rows.max_requests, bool)
         slots.append(
             ProcessorSlot(

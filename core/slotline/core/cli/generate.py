@@ -73,7 +73,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print(_summary(llm, output, seconds), file=sys.stderr)
     if arguments.stats:
         print(plain_table(("part", "value"), list(_stats(llm, output)), right=(1,)), file=sys.stderr)
-    return 0
+    return 2 if output.outputs[0].finish_reason == "error" else 0
 
 
 def _params(arguments: argparse.Namespace) -> SamplingParams:
