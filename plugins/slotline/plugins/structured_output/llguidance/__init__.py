@@ -24,10 +24,9 @@ class LLGuidanceOptions:
     """Options of the plugin, in `[structured_output.llguidance]`."""
 
     threads: int = field(
-        default=0,
+        default=1,
         metadata={
-            "doc": "threads that make the masks of a step; 1 for the one that asks, 0 for four of them where a step's "
-            "masks have two million bits or more"
+            "doc": "threads that make the masks of a step; 1 for the one that asks, 0 for one on each core, 4 at most"
         },
     )
 

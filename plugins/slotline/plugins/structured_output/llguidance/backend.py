@@ -25,8 +25,6 @@ from slotline.registry.errors import ContractError, RequestError, SlotlineError
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
 _MOST_THREADS = 4
-_WORTH_THREADS = 2**21
-"""Bits of a step's masks."""
 _WORTH_WAKING = 16
 """States: fewer are asked in less time than it takes to wake threads."""
 
@@ -43,8 +41,7 @@ class LLGuidanceBackend:
         width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
         self._tokenizer = from_tokenizer(context.tokenizer, n_vocab=width, eos_token=list(context.eos_token_ids))
         self._words = -(-width // 32)
-        worth = context.max_requests * context.vocab_size >= _WORTH_THREADS
-        self._threads = context.options.threads or (min(_MOST_THREADS, num_cores()) if worth else 1)
+        self._threads = context.options.threads or min(_MOST_THREADS, num_cores())
         self._executor = LLExecutor(self._threads)
 
     def check(self, constraint: Constraint) -> None:
