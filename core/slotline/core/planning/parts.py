@@ -271,6 +271,7 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
         "chunked": layer.chunk is not None,
         "soft_cap": layer.soft_cap is not None,
         "sinks": layer.sinks,
+        "alibi": layer.alibi_slopes is not None,
     }
     return tuple(name for name, needed in features.items() if needed)
 

@@ -54,10 +54,11 @@ def by_prefix(subject: Subject) -> Iterable[Case]:
 
 
 def by_feature(subject: Subject) -> Iterable[Case]:
-    """What joining the two parts can get wrong: sinks, soft caps, scales of the cache, scores in the hundreds."""
+    """What joining the two parts can get wrong: sinks, soft caps, ALiBi, scores in the hundreds."""
     rows: list[dict[str, Any]] = [{"amplitude": 100.0}]
     offers: dict[str, dict[str, Any]] = {
         "sinks": {"sinks": True},
+        "alibi": {"alibi": True},
         "soft_cap": {"soft_cap": 5.0, "amplitude": 6.0},
     }
     rows += [fields for name, fields in offers.items() if refusal(subject, {name: True, "cascade": True}) is None]
@@ -95,7 +96,7 @@ def cascade(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.cascade.features", Level.NUMERICS, needs=CASCADE, cases=by_feature)
 def features(run: Run) -> None:
-    """The parts are joined by LSE: a sink counts once, a cap holds in both, large scores do not overflow."""
+    """The parts are joined by LSE: a sink counts once, a cap and ALiBi hold in both, large scores do not overflow."""
     for batch in BATCHES:
         if batch == "mixed" and refusal(run.subject, {"query_len": 5}) is not None:
             continue

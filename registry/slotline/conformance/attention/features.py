@@ -1,4 +1,4 @@
-"""Right values of declared features: windows, soft caps, sinks, the LSE, other attention types."""
+"""Right values of declared features: windows, soft caps, sinks, ALiBi, the LSE, other attention types."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ FEATURES: dict[str, tuple[str, Any]] = {
     "window": ("sliding_window", 20),
     "soft_cap": ("soft_cap", 9.0),
     "sinks": ("sinks", True),
+    "alibi": ("alibi", True),
 }
 """Field of a case -> (capability, value in combinations)."""
 WINDOW = {"sliding_window": True}
@@ -115,6 +116,18 @@ def sinks(run: Run) -> None:
     prove(run, chosen(run, _shape(run), sinks=True).friendly())
 
 
+@check(Kind.ATTENTION, "attention.alibi", Level.NUMERICS, needs={"alibi": True}, cases=by_shape)
+def alibi(run: Run) -> None:
+    """A score loses the head's slope for each token between query and key, by position, in each kind of batch."""
+    prove(run, chosen(run, _shape(run), alibi=True).friendly())
+
+
+@check(Kind.ATTENTION, "attention.alibi.long", Level.NUMERICS, needs={"alibi": True})
+def alibi_long(run: Run) -> None:
+    """The same where distances reach the hundreds: the steep heads see a few keys, the flat ones all."""
+    prove(run, chosen(run, ((1, 700), (1, 130), (20, 400), (150, 300)), alibi=True).friendly())
+
+
 def combinations(subject: Subject) -> Iterable[Case]:
     """Pairwise combinations of two declared features at least."""
     axes: dict[str, list[Any]] = {"shape": ["decode", "mixed"]}
@@ -131,7 +144,7 @@ def combinations(subject: Subject) -> Iterable[Case]:
 
 @check(Kind.ATTENTION, "attention.features.together", Level.NUMERICS, cases=combinations)
 def together(run: Run) -> None:
-    """Windows, soft caps and sinks work together, but for the limits that are declared."""
+    """Windows, soft caps, sinks and ALiBi work together, but for the limits that are declared."""
     prove(run, chosen(run, _shape(run), amplitude=3.0).friendly())
 
 
@@ -155,7 +168,7 @@ def lse(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.lse.scores", Level.NUMERICS, needs={"lse": True}, cases=combinations)
 def lse_of_features(run: Run) -> None:
-    """The LSE counts capped scores, only what a window shows, and a sink as one more key."""
+    """The LSE counts capped and biased scores, only what a window shows, and a sink as one more key."""
     _lse(run, amplitude=3.0)
 
 
@@ -203,6 +216,13 @@ def tree_mask(run: Run) -> None:
 def tree_mask_window(run: Run) -> None:
     """Among a tree's nodes a window counts places in a text, not in the cache: one shorter than the tree, too."""
     case = chosen(run, tuple(request for request, _ in NODES), window=run["window"])
+    prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
+
+
+@check(Kind.ATTENTION, "attention.tree_mask.alibi", Level.NUMERICS, needs={"tree_mask": True, "alibi": True})
+def tree_mask_alibi(run: Run) -> None:
+    """Among a tree's nodes ALiBi counts places in a text, not in the cache."""
+    case = chosen(run, tuple(request for request, _ in NODES), alibi=True)
     prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
 
 

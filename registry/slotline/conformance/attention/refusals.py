@@ -37,6 +37,7 @@ FLAGS = (
     "sliding_window",
     "soft_cap",
     "sinks",
+    "alibi",
     "mla",
     "tree_mask",
     "cascade",
@@ -107,6 +108,7 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
         "sliding_window": {"window": 32, "kv_kind": "sliding"},
         "soft_cap": {"soft_cap": 30.0},
         "sinks": {"sinks": True},
+        "alibi": {"alibi_slopes": (0.5,) * layer.num_heads},
         "mla": _latent(layer, layer.head_size),
         "latent_sizes": _latent(layer, value),
     }

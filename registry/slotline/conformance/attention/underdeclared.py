@@ -17,6 +17,7 @@ FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = MappingProxyType(
         "sliding_window": (True, {"window": 9}),
         "soft_cap": (True, {"soft_cap": 5.0, "amplitude": 6.0}),
         "sinks": (True, {"sinks": True}),
+        "alibi": (True, {"alibi": True}),
         "lse": (True, {}),
         "attention_types": ("encoder_only", {"attention_type": "encoder_only", "causal": False}),
     }

@@ -25,6 +25,9 @@ What the payload means:
   and `max_model_len` bounds them. They are stored in the step that computes the request's first token: `slot_mapping`
   has an entry for each that the step stores, request after request, so none in most steps and more than query tokens in
   some; `write` gets as many keys and values.
+* ALiBi (`AttentionLayer.alibi_slopes`; Press et al. 2021, arXiv 2108.12409): behind the soft cap, a query at position
+  i adds ``slope * (j - i)`` to its score with the key at position j, each query head by its own slope. The LSE counts
+  such scores; nodes of a tree count their place in a text. It is defined for causal attention of type ``decoder``.
 * A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
 * An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
 * A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
@@ -97,8 +100,8 @@ class AttentionCapabilities:
         layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
         attention_types: of ``decoder``, ``encoder_only``, ``cross``.
         query_len: most query tokens of one request in a batch.
-        sliding_window, chunked, soft_cap, sinks, tree_mask: features by name; `chunked` is attention within chunks
-            (`AttentionLayer.chunk`).
+        sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: features by name; `chunked` is attention within
+            chunks (`AttentionLayer.chunk`), `alibi` a bias by distance (`AttentionLayer.alibi_slopes`).
         mla: whether it serves multi-head latent attention, and `latent_sizes` with which sizes of a key (latent and
             position part together); `head_sizes` and `different_value_head` are not asked for then.
         cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
@@ -137,6 +140,7 @@ class AttentionCapabilities:
     chunked: Flag = Flag(Support.NOT_IMPLEMENTED)
     soft_cap: Flag = Flag(False)
     sinks: Flag = Flag(False)
+    alibi: Flag = Flag(Support.NOT_IMPLEMENTED)
     tree_mask: Flag = Flag(Support.NOT_IMPLEMENTED)
     mla: Flag = Flag(Support.NOT_IMPLEMENTED)
     latent_sizes: Range = Range()
@@ -172,6 +176,8 @@ class AttentionLayer:
             where it does not. A layer has a window or a chunk, not both.
         soft_cap: scores become ``cap * tanh(score / cap)``; None for none.
         sinks: whether the layer has a learned sink logit per query head.
+        alibi_slopes: of each query head, what a score loses for each token between query and key; None for no such
+            bias. The layers of a group have the same.
         mla: whether keys are latents that hold their own values: one KV head, the value of a key is its first
             `head_size_v` numbers.
         kv_kind: what kind of cache it needs, e.g. ``full`` or ``sliding``.
@@ -190,6 +196,7 @@ class AttentionLayer:
     chunk: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi_slopes: tuple[float, ...] | None = None
     mla: bool = False
     kv_kind: str = "full"
     attention_type: str = "decoder"

@@ -16,7 +16,7 @@ from slotline.registry.negotiation.changes import (
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GraphPlan, GroupPlan
 from slotline.registry.negotiation.measured import UNMEASURED, figures, in_words, told_cases
-from slotline.registry.negotiation.offers import Offer, cascade_state, kv_reasons
+from slotline.registry.negotiation.offers import Offer, cascade_refusal, cascade_state, kv_reasons
 from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note, Reason, Rejection
 from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, Setting
@@ -152,6 +152,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
         max_query_len=max(request.max_query_len.value, request.query_len.value),
         graphs=offer.graphs,
         cascade=_cascade(search, solution, index),
+        cascade_refusal=_cascade_refusal(search, solution, index),
         kv_scales=(request.kv_scales.value or "1") if solution.pair[1] in EIGHT_BIT and group.has_cache else "",
         fast_prefill=group.fast_prefill,
         last_queries=group.last_queries and offered.several_plans and not offered.writes_cache,
@@ -166,6 +167,13 @@ def _cascade(search: Search, solution: Solution, index: int) -> str:
         return NONE
     group, candidate = search.problem.request.groups[index], solution.offer(index).candidate
     return cascade_state(search.problem, group, candidate, solution.pair)
+
+
+def _cascade_refusal(search: Search, solution: Solution, index: int) -> str:
+    if not _shares(search, solution):
+        return ""
+    group, candidate = search.problem.request.groups[index], solution.offer(index).candidate
+    return cascade_refusal(search.problem, group, candidate, solution.pair)
 
 
 def _shares(search: Search, solution: Solution) -> bool:

@@ -277,6 +277,14 @@ _ALL = (
         "Graphs of all batches were asked for by name, and the backend's forward can never be captured.",
         "Choose another backend, or set `graphs.mode` to 'auto'.",
     ),
+    _code(
+        "N181",
+        _R,
+        "ALiBi",
+        "Layers lower their scores by the distance between query and key, each head by a slope of its own, and the "
+        "backend does not.",
+        "Choose a backend that does, such as `torch`.",
+    ),
     # --- drafters, logits processors, state backends, LoRA
     _code(
         "N112",
@@ -546,6 +554,7 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
         "sliding_window": "N170",
         "soft_cap": "N171",
         "sinks": "N172",
+        "alibi": "N181",
         "chunked": "N169",
         "mla": "N168",
         "latent_sizes": "N130",

@@ -134,6 +134,7 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     facts += [f"chunk {layer.chunk}"] if layer.chunk is not None else []
     facts += [f"soft cap {layer.soft_cap:g}"] if layer.soft_cap is not None else []
     facts += ["sinks"] if layer.sinks else []
+    facts += ["ALiBi"] if layer.alibi_slopes is not None else []
     facts += [f"MLA, latent {layer.head_size_v}"] if layer.mla else []
     inline = ", inline" if group.inline else ""
     chosen = f"{_named(group.backend, group)}, contract {group.contract}{inline}: {group.reason}"
@@ -145,6 +146,9 @@ def _group(group: GroupPlan, width: int) -> list[str]:
     lines += row("graphs", ", ".join(f"{phase} {state}" for phase, state in group.graphs), width, indent=2)
     if group.cascade != NONE:
         lines += row("cascade", f"a prefix that all requests share is read once, {group.cascade}", width, indent=2)
+    elif group.cascade_refusal:
+        text = f"a prefix that all requests share is read for each of them: {group.cascade_refusal}"
+        lines += row("cascade", text, width, indent=2)
     if group.fast_prefill:
         text = "runs only for the tokens whose logits are wanted, in steps without a graph"
         lines += row("prefill", text, width, indent=2)

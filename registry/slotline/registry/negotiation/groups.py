@@ -106,7 +106,7 @@ class GroupPlan:
         query_len: most query tokens of a uniform decode batch; max_query_len: of any batch.
         graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
         cascade: how a prefix that all requests share is served apart: ``captured`` where graphs hold it, ``eager``, or
-            ``none`` where it is not.
+            ``none`` where it is not; `cascade_refusal` says why a backend that could does not for these layers.
         kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``; empty for other caches.
         fast_prefill: whether the layers, which all read other layers' caches, are run for the tokens alone whose logits
             are wanted, in steps that run without a graph.
@@ -134,6 +134,7 @@ class GroupPlan:
     max_query_len: int = 1
     graphs: tuple[tuple[str, str], ...] = ()
     cascade: str = NONE
+    cascade_refusal: str = ""
     kv_scales: str = ""
     fast_prefill: bool = False
     last_queries: bool = False
@@ -170,7 +171,13 @@ class GroupPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
-        return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
+        refused = {"cascade_refusal": self.cascade_refusal} if self.cascade_refusal else {}
+        return {
+            **self.decision(),
+            **refused,
+            "reason": self.reason,
+            "rejected": [item.to_json() for item in self.rejected],
+        }
 
 
 @frozen(kw_only=True)

@@ -94,6 +94,7 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
         "chunked": layer.chunk is not None,
         "soft_cap": layer.soft_cap is not None,
         "sinks": layer.sinks,
+        "alibi": layer.alibi_slopes is not None,
     }
     for capability, value in facts.items():
         key = model_key(capability, group.name)

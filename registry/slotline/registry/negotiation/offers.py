@@ -306,6 +306,17 @@ def cascade_state(problem: Problem, group: GroupRequest, candidate: Candidate, p
     )
 
 
+def cascade_refusal(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> str:
+    """What keeps a backend that serves common prefixes apart from doing so for such a group; "" if nothing does."""
+    request = problem.request
+    wanted = request.cascade.value and not request.batch_invariant.value and sees_all(group)
+    if not (wanted and candidate.capabilities.cascade.support):
+        return ""
+    active = conditions(group_needs(problem, group, pair), request.query_len.value, pair)
+    need = Need(capability="cascade", value=True, origin=request.cascade.origin)
+    return "; ".join(reason.text for reason in refusals_of(candidate.capabilities, need, active, "backend"))
+
+
 def _loss(problem: Problem, states: Sequence[tuple[str, str]]) -> int:
     request = problem.request
     mode = graphs.effective_mode(request)

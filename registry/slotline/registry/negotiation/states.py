@@ -97,7 +97,7 @@ def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates:
     off = {"cache.prefix_caching", "attention.cascade"}  # no blocks are shared, so no step has a common prefix
     return evolve(
         plan,
-        groups=tuple(evolve(group, cascade=NONE) for group in plan.groups),
+        groups=tuple(evolve(group, cascade=NONE, cascade_refusal="") for group in plan.groups),
         settings=tuple(evolve(s, resolved="false") if s.key in off else s for s in plan.settings),
         downgrades=(*plan.downgrades, note),
     )

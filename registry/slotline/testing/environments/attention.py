@@ -365,9 +365,11 @@ class World:
                 window=case.window,
                 soft_cap=case.soft_cap,
                 sinks=sinks,
+                slopes=case.alibi_slopes,
                 causal=case.causal,
                 dtype=dtype,
                 seen=case.seen(request),
+                positions=torch.tensor(case.positions(request)),
             )
             for request, (query, (keys, values)) in enumerate(zip(self.queries, self.dense, strict=True))
         ]

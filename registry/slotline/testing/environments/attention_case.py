@@ -30,6 +30,7 @@ class Case:
         scale: None for ``head_size ** -0.5``.
         mla: whether keys are latents that hold their values; there is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
+        alibi: whether query heads have slopes, those of ALiBi's section 3 for any number of heads.
         beginning: requests whose encoder's keys the step stores, where the type is ``cross``.
         parents, num_nodes: of a tree of drafts, and how many of its first nodes are each request's last query tokens.
         amplitude: factor on the queries.
@@ -59,6 +60,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
+    alibi: bool = False
     mla: bool = False
     causal: bool = True
     attention_type: str = "decoder"
@@ -117,6 +119,11 @@ class Case:
         return max(wide, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
+    def alibi_slopes(self) -> tuple[float, ...] | None:
+        """Of each query head: ``2 ** (-8 / num_heads)`` and its powers (Press et al. 2021, section 3)."""
+        return tuple(2 ** (-8 * n / self.num_heads) for n in range(1, self.num_heads + 1)) if self.alibi else None
+
+    @property
     def part_scales(self) -> tuple[float, float]:
         """What stored keys and stored values count times; values of latents are keys."""
         scale_k, scale_v = self.kv_scales or (1.0, 1.0)
@@ -139,6 +146,7 @@ class Case:
             window=self.window,
             soft_cap=self.soft_cap,
             sinks=self.sinks,
+            alibi_slopes=self.alibi_slopes,
             mla=self.mla,
             kv_kind="mla" if self.mla else "full" if self.window is None else "sliding",
             attention_type=self.attention_type,

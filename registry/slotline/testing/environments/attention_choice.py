@@ -96,6 +96,7 @@ def needs_of(case: Case) -> dict[str, Any]:
         "sliding_window": case.window is not None,
         "soft_cap": case.soft_cap is not None,
         "sinks": case.sinks,
+        "alibi": case.alibi,
         "kv_scales": case.kv_scales is not None,
     }
 
@@ -202,6 +203,7 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "sliding_window": wanted.get("window") is not None,
         "soft_cap": wanted.get("soft_cap") is not None,
         "sinks": bool(wanted.get("sinks")),
+        "alibi": bool(wanted.get("alibi")),
         "different_value_head": wanted.get("head_size_v") is not None and not wanted.get("mla"),
         "mla": bool(wanted.get("mla")),
         "attention_types": wanted.get("attention_type", "decoder"),

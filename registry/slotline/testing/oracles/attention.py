@@ -7,6 +7,7 @@ and accept wrong ones at long contexts. docs/decisions/tolerance.md holds the me
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -68,9 +69,11 @@ def attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    slopes: Sequence[float] | None = None,
     causal: bool = True,
     dtype: torch.dtype = torch.float64,
     seen: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> Answer:
     """Attention of a request's last tokens over all of its tokens, all arithmetic in `dtype`.
 
@@ -82,9 +85,11 @@ def attention(
         window: a query sees this many keys, its own included; None for all.
         soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: [H], a logit that takes part in the softmax and has no value.
+        slopes: [H], what a score loses behind the soft cap for each token between query and key (ALiBi).
         causal: whether a query sees no key after its own.
         dtype: of the computation; inputs are converted, not rounded again.
         seen: [q, L] bool, which keys each query sees, where that follows from more than `window` and `causal`.
+        positions: [L], the tokens' places in a text, for `slopes`; None for 0 to L - 1.
     """
     group = query.shape[1] // keys.shape[1]
     q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -92,6 +97,10 @@ def attention(
     scores = torch.matmul(q.transpose(0, 1), k.permute(1, 2, 0)) * scale  # [H, q, L]
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
+    if slopes is not None:
+        place = torch.arange(len(k)) if positions is None else positions
+        distance = (place[None, :] - place[len(k) - len(q) :, None]).double()  # [q, L]
+        scores = scores + (torch.tensor(slopes, dtype=torch.float64)[:, None, None] * distance).to(scores)
     seen = visible(len(q), len(k), window=window, causal=causal) if seen is None else seen
     seen = seen.to(scores.device)
     largest = float(scores.masked_fill(~seen, 0.0).abs().max()) if scores.numel() else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slotline.testing.mutants.attention import (
+    alibi,
     arithmetic,
     cascade,
     contract,
@@ -25,7 +26,8 @@ MUTANTS = (
     *scales.MUTANTS,
     *cascade.MUTANTS,
     *latents.MUTANTS,
+    *alibi.MUTANTS,
 )
-CORRECT = (*correct.CORRECT, *cascade.CORRECT)
+CORRECT = (*correct.CORRECT, *cascade.CORRECT, *alibi.CORRECT)
 
 __all__ = ["CORRECT", "MUTANTS"]
