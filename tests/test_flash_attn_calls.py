@@ -30,6 +30,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "scale": {"scale": 0.5},
     "heads first": {"layout": "HND"},
+    "alibi": {"alibi": True},
+    "alibi, soft cap, sinks": {"alibi": True, "soft_cap": 5.0, "amplitude": 6.0, "sinks": True},
 }
 VERSIONS = {"backend:FlashAttnBackend": 256, "hopper:FlashAttn3Backend": 16}
 """Class -> smallest page."""
@@ -45,6 +47,10 @@ def attention(
     scores = query.double().transpose(0, 1) @ keys.permute(1, 2, 0) * options["softmax_scale"]
     if cap := options["softcap"]:
         scores = cap * torch.tanh(scores / cap)
+    if (slopes := options.get("alibi_slopes")) is not None:
+        assert options["window_size"] == (-1, -1)
+        assert slopes.dtype == torch.float32
+        scores = scores + slopes.double()[:, None, None] * torch.arange(length)  # causal: by column alone
     own = torch.arange(length - count, length)[:, None]
     seen = torch.arange(length) <= own
     if (left := options["window_size"][0]) >= 0:
@@ -149,9 +155,13 @@ def made(version: str, world: World) -> Any:
     return getattr(import_module(f"slotline.backends.flash_attn.{module}"), attribute)(world.case.context())
 
 
-@pytest.mark.parametrize("features", FEATURES)
+BOTH = [(version, features) for version in VERSIONS for features in FEATURES if not features.startswith("alibi")]
+ALIBI = [("backend:FlashAttnBackend", features) for features in FEATURES if features.startswith("alibi")]
+"""FlashAttention 3 takes no slopes."""
+
+
+@pytest.mark.parametrize(("version", "features"), BOTH + ALIBI)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("version", VERSIONS)
 def test_the_calls_give_the_oracles_attention(version: str, shape: str, features: str) -> None:
     size = VERSIONS[version]
     requests = with_empty_rows(SHAPES[shape](16))

@@ -34,6 +34,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "window": {"window": 17},
     "soft cap": {"soft_cap": 3.0, "amplitude": 6.0},
     "sinks": {"sinks": True},
+    "alibi": {"alibi": True},
+    "alibi, soft cap, sinks": {"alibi": True, "soft_cap": 4.0, "amplitude": 6.0, "sinks": True, "dtype": torch.float16},
     "all": {"window": 16, "sinks": True, "soft_cap": 20.0},
     "heads first": {"layout": "HND"},
     "float16": {"dtype": torch.float16},
@@ -68,7 +70,9 @@ def test_the_kernels_agree_with_the_oracle(batch: str, features: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("features", [{}, {"window": 100, "sinks": True}, {"soft_cap": 4.0, "head_size": 24}])
+@pytest.mark.parametrize(
+    "features", [{}, {"alibi": True}, {"window": 100, "sinks": True}, {"soft_cap": 4.0, "head_size": 24}]
+)
 def test_large_blocks_of_queries_walk_whole_tiles_without_a_mask(
     features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +170,8 @@ TREES: dict[str, tuple[tuple[tuple[tuple[int, int], int], ...], dict[str, Any]]]
     "sinks and soft cap": ((((9, 40), 8), ((20, 90), 0), ((9, 70), 8)), {"sinks": True, "soft_cap": 5.0}),
     "eight-bit cache": ((((9, 40), 8), ((7, 70), 6)), {"kv_dtype": torch.float8_e4m3fn, "kv_scales": (0.25, 8.0)}),
     "short window": ((((9, 40), 8), ((1, 30), 0), ((7, 70), 6)), {"window": 3}),
+    "alibi": ((((9, 40), 8), ((12, 60), 8), ((5, 5), 4)), {"alibi": True}),
+    "alibi and a window": ((((9, 140), 8), ((7, 70), 6)), {"alibi": True, "window": 9}),
     "long window": ((((9, 140), 8), ((1, 30), 0), ((7, 70), 6)), {"window": 40}),
 }
 

@@ -24,6 +24,7 @@ CAPABILITIES = AttentionCapabilities(
     sliding_window=Flag(True),
     soft_cap=Flag(True),
     sinks=Flag(True),
+    alibi=Flag(True),
     lse=Flag(True, "natural log; a sink counts as one more key"),
     batch_invariant=Flag(True, "every query token by itself"),
     bounded_lengths=True,

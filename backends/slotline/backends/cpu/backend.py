@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.backends.alibi import slopes_of
 from slotline.backends.cpu import kernels
 from slotline.backends.cpu.prefill import Prefill, cut_prefills, run_prefill
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
@@ -54,8 +55,10 @@ class CpuBackend:
         self._block_size = context.kernel_block_size
         self._kv_heads = layer.num_kv_heads
         self._window = layer.window or 0
-        # Flash attention knows no soft cap, and no value head of another size.
-        flash = layer.soft_cap is None and layer.head_size == layer.head_size_v
+        slopes = slopes_of(context)
+        self._slopes = kernels.NO_SLOPES if slopes is None else slopes.numpy()
+        # Flash attention knows no soft cap, no ALiBi, and no value head of another size.
+        flash = layer.soft_cap is None and slopes is None and layer.head_size == layer.head_size_v
         self._longest = MAX_KERNEL_QUERY if flash else context.max_model_len
         self._piece, self._min_split = MAX_KERNEL_QUERY, kernels.MIN_SPLIT
         if context.batch_invariant:  # every query token by itself, its keys in one go: nothing else has a say in it
@@ -142,7 +145,9 @@ class CpuBackend:
         addresses = (query.data_ptr(), *bound.addresses, target.data_ptr(), lse.data_ptr())
         strides = (query.stride(0), target.stride(0), lse.stride(0))
         logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().numpy()
-        self._kernels.attend(plan.arrays, (bound.shape, bound.scalars, logits), addresses, strides, bound.tags)
+        self._kernels.attend(
+            plan.arrays, (bound.shape, bound.scalars, logits, self._slopes), addresses, strides, bound.tags
+        )
         if target is not out:
             out.copy_(target)
 

@@ -37,6 +37,7 @@ TAGS = {
 }
 """The element tag of each dtype."""
 NO_SINKS = np.empty(0, np.float32)
+NO_SLOPES = np.empty(0, np.float32)
 
 # A piece: query tokens of one request that share one pass over its keys [START, END).
 REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
@@ -260,8 +261,13 @@ def _score_tile(
 
 
 @_inner(fastmath=True)
-def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any) -> None:
-    """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date."""
+def _soften_tile(
+    scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any
+) -> None:
+    """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date.
+
+    `own` is the place in the tile of the row's own key, from which ALiBi's `slope` counts.
+    """
     for j in range(low):
         scores[j] = NO_SCORE
     for j in range(high, TILE):
@@ -269,6 +275,9 @@ def _soften_tile(scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any
     if soft_cap > np.float32(0.0):
         for j in range(low, high):
             scores[j] = soft_cap * _tanh(scores[j] / soft_cap)
+    if slope != np.float32(0.0):
+        for j in range(low, high):
+            scores[j] += slope * np.float32(j - own)
     best = top[0]
     for j in range(TILE):
         best = max(best, scores[j])
@@ -330,7 +339,7 @@ def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offs
 @_inner(fastmath=True)
 def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
     """One item by online softmax; leaves acc [rows * group, size_v], top and norm [rows * group] unnormalised."""
-    shape, scalars, _ = layer
+    shape, scalars, _, slopes = layer
     keys, values = cache
     query, scores, offsets = work
     acc, top, norm = result
@@ -357,7 +366,9 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
                         line[j] = np.float32(0.0)
                 else:
                     sums = acc[row * size_v : row * size_v + size_v]
-                    _soften_tile(line, sums, top[row : row + 1], norm[row : row + 1], low, high, scalars[1])
+                    slope = slopes[head * group + row - i * group] if slopes.shape[0] > 0 else np.float32(0.0)
+                    best, total = top[row : row + 1], norm[row : row + 1]
+                    _soften_tile(line, sums, best, total, low, high, scalars[1], slope, last - at)
         _add_values(scores, acc, v_offsets, values, count, rows * group, size_v_tag)
 
 
@@ -530,7 +541,7 @@ def compile_for(group: int, size: int, size_v: int) -> Kernels:
         Args:
             plan: items [n, 5], starts [threads + 1], pieces [p, 5] int64, block tables [requests, blocks] int32,
                 work [threads, .] and partial results [., max_rows * (size_v + 2)] float32.
-            layer: shape int64, (scale, soft cap or 0) float32, sinks [heads] float32 or empty.
+            layer: shape int64, (scale, soft cap or 0) float32, sinks and slopes [heads] float32 or empty.
             addresses: of query, first key, first value, output, log-sum-exp.
             strides: of a token in query and output, of a head in the log-sum-exp, in elements.
             tags: element tags of query and cache.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
-from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Range, Set
+from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
@@ -44,10 +44,19 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True, "applied to the output by the log-sum-exp"),
+        alibi=Flag(True),
         # Query lengths are an argument of the launch, so that only batches of equal ones can be replayed.
         graphs=Level(GraphSupport.UNIFORM),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         bounded_lengths=True,
+        limits=(
+            Limit(
+                when="alibi",
+                capability="sliding_window",
+                offer=Flag(Support.NOT_IMPLEMENTED),
+                note="the library counts distances from another place then",
+            ),
+        ),
         priority=8,
         priority_reason="two faults that the suite found on a GPU are mended, and it has not run again there",
     ),

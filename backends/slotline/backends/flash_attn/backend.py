@@ -5,17 +5,27 @@ from __future__ import annotations
 import torch
 from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
+from slotline.backends.alibi import slopes_of
 from slotline.backends.flash_attn.common import FlashBackend, Part, shared_arguments
-from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 
 class FlashAttnBackend(FlashBackend):
-    """Paged attention by FlashAttention 2."""
+    """Paged attention by FlashAttention 2.
+
+    It counts ALiBi from the request's first key, which changes no weight: the log-sum-exp is mended.
+    """
+
+    def __init__(self, context: AttentionContext) -> None:
+        super().__init__(context)
+        self._slopes = slopes_of(context)
 
     def _attend(
         self, layer: AttentionLayer, query: torch.Tensor, cache: KVCache, batch: AttentionBatch, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
         shared = shared_arguments(layer, batch) | {"block_table": batch.block_table[part.first : part.end]}
+        if self._slopes is not None:
+            shared["alibi_slopes"] = self._slopes
         if part.query_len:
             found, lse = flash_attn_with_kvcache(
                 query.unflatten(0, (-1, part.query_len)),
@@ -25,7 +35,8 @@ class FlashAttnBackend(FlashBackend):
                 return_softmax_lse=True,
                 **shared,
             )
-            return found.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)  # lse: [requests, num_heads, query_len]
+            norms = lse.transpose(1, 2).flatten(0, 1)  # of [requests, num_heads, query_len]
+            return found.flatten(0, 1), self._from_own_key(norms, batch, part)
         found, lse, _ = flash_attn_varlen_func(
             query,
             cache.key,
@@ -37,4 +48,10 @@ class FlashAttnBackend(FlashBackend):
             return_attn_probs=True,
             **shared,
         )
-        return found, lse.T  # lse: [num_heads, tokens]
+        return found, self._from_own_key(lse.T, batch, part)  # lse: [num_heads, tokens]
+
+    def _from_own_key(self, lse: torch.Tensor, batch: AttentionBatch, part: Part) -> torch.Tensor:
+        """The log-sum-exp [tokens, num_heads] with distances counted from the query's own key."""
+        if self._slopes is None:
+            return lse
+        return lse - batch.positions[part.first_token : part.end_token, None] * self._slopes

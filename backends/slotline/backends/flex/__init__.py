@@ -36,6 +36,7 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True, "applied to the output by the log-sum-exp"),
+        alibi=Flag(True),
         lse=Flag(True, "natural log; a sink counts as one more key"),
         several_plans=True,
         priority=5,

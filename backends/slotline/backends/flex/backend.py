@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from slotline.backends.alibi import slopes_of
 from slotline.backends.sinks import add_sinks
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
         pages: [P] int64, gathered pages in the order of their requests.
         owned: [P * page, 1, 1] bool, slots that hold a key of their request.
         mask: who sees what; None if nobody sees anything.
+        score: what becomes of a score; None if it stays as it is.
     """
 
     num_tokens: int
@@ -62,6 +64,7 @@ class Plan(NamedTuple):
     pages: torch.Tensor
     owned: torch.Tensor
     mask: BlockMask | None
+    score: Callable[..., torch.Tensor] | None
 
 
 class FlexBackend:
@@ -72,6 +75,7 @@ class FlexBackend:
         self._page, self._window = context.kernel_block_size, layer.window
         self._device = torch.device(context.device)
         self._score = _capped(layer.soft_cap) if layer.soft_cap else None
+        self._slopes = slopes_of(context)
         compiler = "inductor" if self._device.type == "cuda" else "eager"
         self._attend: Callable[..., Any] = torch.compile(flex_attention, dynamic=True, backend=compiler)
 
@@ -86,6 +90,7 @@ class FlexBackend:
         counts, lens = counts[requests], lens[requests]
         owner, place = _ragged(counts)
         tokens = batch.query_start_loc_cpu[requests][owner] + place
+        position = (lens - counts)[owner] + place
         keys = self._keys(batch, requests, counts, lens)
         return Plan(
             batch.num_tokens,
@@ -95,7 +100,10 @@ class FlexBackend:
             None if len(tokens) == batch.num_tokens else self._put(tokens),
             keys.pages,
             self._put(keys.owner >= 0)[:, None, None],
-            self._mask(keys, owner, (lens - counts)[owner] + place, batch.causal) if len(tokens) else None,
+            self._mask(keys, owner, position, batch.causal) if len(tokens) else None,
+            self._score
+            if self._slopes is None
+            else _biased(self._score, self._slopes, self._put(position), self._put(keys.position)),
         )
 
     def _keys(self, batch: AttentionBatch, requests: Int, counts: Int, lens: Int) -> Keys:
@@ -159,7 +167,7 @@ class FlexBackend:
                 query[tokens].transpose(0, 1)[None],
                 keys,
                 values,
-                score_mod=self._score,
+                score_mod=plan.score,
                 block_mask=plan.mask,
                 scale=layer.scale,
                 enable_gqa=layer.num_heads != layer.num_kv_heads,
@@ -246,5 +254,19 @@ def _capped(cap: float) -> Callable[..., torch.Tensor]:
 
     def score(value: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(value / cap)
+
+    return score
+
+
+def _biased(
+    capped: Callable[..., torch.Tensor] | None, slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> Callable[..., torch.Tensor]:
+    """FlexAttention's score with ALiBi behind the cap: `queries` and `keys` are the positions of each."""
+
+    def score(
+        value: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        value = value if capped is None else capped(value)
+        return value + slopes[head] * (keys[key] - queries[query])
 
     return score

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.backends.alibi import slopes_of
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 MAX_QUERY_ROWS = 512
@@ -48,12 +49,14 @@ class Group(NamedTuple):
         tokens: [B, q] int64, rows of the query.
         blocks, offsets: [B, L] int64, where the keys lie; beyond what a piece sees, its first or last key again.
         mask: by reach, [B, 1, 1, q, L] bool, True where a query sees a key.
+        distance: [B, 1, 1, q, L] int64, the key's place in a text less the query's; None where no layer asks.
     """
 
     tokens: torch.Tensor
     blocks: torch.Tensor
     offsets: torch.Tensor
     mask: dict[Reach, torch.Tensor]
+    distance: torch.Tensor | None = None
 
 
 class Plan(NamedTuple):
@@ -81,6 +84,7 @@ class TorchBackend:
         self._encoder = context.layers[0].attention_type == "encoder_only"
         self._cross = context.layers[0].attention_type == "cross"
         self._scales = context.kv_scales
+        self._slopes = slopes_of(context)
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -144,11 +148,15 @@ class TorchBackend:
         else:
             blocks = batch.block_table[request, position // self._block_size].long()
             offsets = position % self._block_size
+        places = keys  # in a text
         if batch.tree is None or not causal:
             visible = {reach: _visible(keys, last_seen, reach) for reach in self._reaches}
         else:
-            visible = _visible_in_tree(batch, pieces, keys, query, self._reaches)
-        return Group(tokens, blocks, offsets, visible)
+            visible, places = _visible_in_tree(batch, pieces, keys, query, self._reaches)
+        if self._slopes is None:
+            return Group(tokens, blocks, offsets, visible)
+        distance = places.expand(len(pieces), -1)[:, None, :] - batch.positions[tokens][:, :, None]  # [B, q, L]
+        return Group(tokens, blocks, offsets, visible, distance[:, None, None])
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         if self._encoder or not plan.blocks.numel():
@@ -178,17 +186,26 @@ class TorchBackend:
             keys, values = (
                 (key[group.blocks], value[group.blocks]) if self._encoder else self._read(layer, cache, group)
             )
-            result, group_lse = _attend(layer, query[group.tokens], keys, values, group.mask[_reach(layer)], sinks)
+            result, group_lse = _attend(
+                layer, query[group.tokens], keys, values, group.mask[_reach(layer)], self._bias(group), sinks
+            )
             target[group.tokens] = result.to(target.dtype)
             lse[:, group.tokens] = group_lse
         for group in plan.prefix:
+            keys, values = self._read(layer, cache, group)
             shared = _attend(
-                layer, query[group.tokens], *self._read(layer, cache, group), group.mask[_reach(layer)], None
+                layer, query[group.tokens], keys, values, group.mask[_reach(layer)], self._bias(group), None
             )
             _join(target, lse, group.tokens, *shared)
         if plan.prefix:
             out.copy_(target)
         return lse
+
+    def _bias(self, group: Group) -> torch.Tensor | None:
+        """What ALiBi adds to the scores of a group, [B, H, 1, q, L]; None for layers without it."""
+        if self._slopes is None or group.distance is None:
+            return None
+        return self._slopes[:, None, None, None] * group.distance
 
     def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, scaled back where the cache has scales."""
@@ -251,8 +268,11 @@ def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch
 
 def _visible_in_tree(
     batch: AttentionBatch, pieces: list[Piece], keys: torch.Tensor, query: torch.Tensor, reaches: Iterable[Reach]
-) -> dict[Reach, torch.Tensor]:
-    """The same where the last tokens of requests are nodes of a tree: by place up to them, by path among them."""
+) -> tuple[dict[Reach, torch.Tensor], torch.Tensor]:
+    """The same where the last tokens of requests are nodes of a tree: by place up to them, by path among them.
+
+    And the places in a text of the keys, [B, L].
+    """
     tree, query_len = batch.tree, pieces[0].query_len
     assert tree is not None
     ends = batch.seq_lens_cpu
@@ -267,10 +287,11 @@ def _visible_in_tree(
     path = tree.sees[node.clamp(0, most)[:, :, None], key_node.clamp(0, most)[:, None, :]]  # [B, q, L]
     below = (keys <= slots[:, :, None]) & (keys < num_keys)[:, None, :]
     seen = below & ((key_node < 0)[:, None, :] | (path & (node >= 0)[:, :, None]))
-    return {
+    visible = {
         reach: (seen & (key_position[:, None, :] >= _first_seen(position, reach)[:, :, None]))[:, None, None]
         for reach in reaches
     }
+    return visible, key_position
 
 
 def _attend(
@@ -279,9 +300,12 @@ def _attend(
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor,
+    bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of query [B, q, H, D] over keys [B, L, Hkv, D], values [B, L, Hkv, Dv], all in float32.
+
+    `bias` [B, H, 1, q, L] float32 is added to the scores.
 
     Returns the output [B, q, H, Dv] and the natural log-sum-exp [H, B, q]. A sink is a key of that logit without value.
     """
@@ -293,6 +317,8 @@ def _attend(
     scores = scores.view(batch, layer.num_kv_heads, groups, length, -1)  # [B, Hkv, G, q, L]
     if layer.soft_cap is not None:
         scores = torch.tanh(scores.div_(layer.soft_cap)).mul_(layer.soft_cap)
+    if bias is not None:
+        scores.add_(bias.view(bias.shape[0], layer.num_kv_heads, groups, length, -1))
     scores = scores.masked_fill_(~mask, -torch.inf)
     lse = torch.logsumexp(scores, -1, keepdim=True)  # [B, Hkv, G, q, 1]
     if sinks is not None:

@@ -23,7 +23,16 @@ HOPPER_BLOCKS = Limit(
     offer=Align(multiple_of=64),
     note="the copy engine fetches 64 latents at a time",
 )
-NOT_WITH_LATENTS = ("sliding_window", "soft_cap", "sinks", "tree_mask", "cascade", "kv_scales", "batch_invariant")
+NOT_WITH_LATENTS = (
+    "sliding_window",
+    "soft_cap",
+    "sinks",
+    "alibi",
+    "tree_mask",
+    "cascade",
+    "kv_scales",
+    "batch_invariant",
+)
 
 
 @frozen(kw_only=True)
@@ -67,6 +76,7 @@ descriptor = Descriptor(
         sliding_window=Flag(True),
         soft_cap=Flag(True),
         sinks=Flag(True),
+        alibi=Flag(True),
         tree_mask=Flag(True),
         mla=Flag(True),
         latent_sizes=Range(minimum=1, maximum=576),
@@ -82,6 +92,12 @@ descriptor = Descriptor(
         limits=(
             Limit(when="mla", capability="dtypes", offer=Set(product(FLOATS, FLOATS))),
             *(Limit(when="mla", capability=name, offer=Flag(Support.NOT_IMPLEMENTED)) for name in NOT_WITH_LATENTS),
+            Limit(
+                when="alibi",
+                capability="cascade",
+                offer=Flag(Support.NOT_IMPLEMENTED),
+                note="the prefix's kernel knows no query's position",
+            ),
             Limit(
                 when="batch_invariant",
                 capability="tree_mask",

@@ -10,6 +10,7 @@ import torch
 import triton
 from attrs import evolve, frozen
 
+from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
@@ -106,6 +107,7 @@ class TritonBackend:
         self._cores = cores
         self._large = self._exact or max(layer.head_size, layer.head_size_v) > 128
         self._scales = context.kv_scales
+        self._slopes = slopes_of(context)
         self._invariant = context.batch_invariant
         early = self._on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
         self._early = early
@@ -379,6 +381,7 @@ class TritonBackend:
             batch.seq_lens,
             batch.query_start_loc,
             lse if sinks is None else sinks,
+            lse if self._slopes is None else self._slopes,
             nodes,
             sees,
             depths,
@@ -415,6 +418,7 @@ class TritonBackend:
             has_window=layer.window is not None,
             has_cap=layer.soft_cap is not None,
             has_sinks=sinks is not None,
+            has_slopes=self._slopes is not None,
             has_scales=scales is not None,
             causal=batch.causal and launch.cascade != "prefix",
             has_tree=tree is not None,

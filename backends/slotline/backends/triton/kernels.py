@@ -67,6 +67,7 @@ def _attend_tile(
     scale,
     soft_cap,
     window,
+    slope,
     k_block,
     k_token,
     v_block,
@@ -84,6 +85,7 @@ def _attend_tile(
     masked: tl.constexpr,
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
+    has_slopes: tl.constexpr,
     causal: tl.constexpr,
     has_tree: tl.constexpr,
     exact: tl.constexpr,
@@ -122,6 +124,13 @@ def _attend_tile(
         capped = soft_cap * (1.0 - small) / (1.0 + small)
         scores = tl.where(scores < 0, -capped, capped)
         scale = 1.4426950408889634
+    key_place = key
+    if has_tree and masked and (has_window or has_slopes):
+        is_node = real & (key >= known)
+        key_place = tl.where(is_node, known + tl.load(depths + key - known, mask=is_node, other=0).to(tl.int32), key)
+    if has_slopes:  # ALiBi, in base 2
+        scores = scores * scale + slope[:, None] * (key_place[None, :] - place[:, None])
+        scale = 1.0
     if masked:
         seen = real[None, :]
         if causal:
@@ -133,11 +142,6 @@ def _attend_tile(
             path = tl.load(sees + node[:, None] * num_nodes + key_node[None, :], mask=both, other=0)
             seen = seen & ((key_node < 0)[None, :] | (path != 0))
         if has_window:
-            key_place = key
-            if has_tree:
-                key_place = tl.where(
-                    drafted, known + tl.load(depths + key_node, mask=drafted, other=0).to(tl.int32), key
-                )
             seen = seen & (key_place[None, :] > place[:, None] - window)
         scores = tl.where(seen, scores, -float("inf"))
     best = tl.maximum(top, tl.max(scores, 1) * scale)
@@ -173,6 +177,7 @@ def attend(
     seq_lens,
     starts,
     sinks,
+    slopes,
     nodes,
     sees,
     depths,
@@ -214,6 +219,7 @@ def attend(
     has_window: tl.constexpr,
     has_cap: tl.constexpr,
     has_sinks: tl.constexpr,
+    has_slopes: tl.constexpr,
     has_scales: tl.constexpr,
     causal: tl.constexpr,
     has_tree: tl.constexpr,
@@ -233,7 +239,8 @@ def attend(
     parts [tokens, heads, num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale`
     counts in base 2 unless capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of
     all requests, "rest" for the keys behind them. `has_tree`: the last nodes [requests] query tokens of each request
-    are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `peel` walks
+    are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are
+    ALiBi's, where `has_slopes`. `peel` walks
     tiles that need no mask in a loop of their own. `early`: the kernel behind may start, this one waits for the one
     in front.
     """
@@ -287,7 +294,7 @@ def attend(
         known = length - tl.load(nodes + request)
         node = position - known
         first_place = tl.minimum(first_place, known)
-        if has_window:
+        if has_window or has_slopes:
             drafted = (node >= 0) & (node < num_nodes)
             place = tl.where(drafted, known + tl.load(depths + node, mask=drafted, other=0).to(tl.int32), position)
     if has_window:
@@ -302,6 +309,10 @@ def attend(
         each = tl.cdiv(last_tile - first_tile, num_splits)
         first_tile += index * each
         last_tile = tl.minimum(last_tile, first_tile + each)
+
+    slope = scale
+    if has_slopes:
+        slope = tl.load(slopes + query_head, mask=used, other=0.0) * 1.4426950408889634
 
     table += request.to(tl.int64) * table_row
     keys += head * k_head
@@ -349,6 +360,7 @@ def attend(
                 scale,
                 soft_cap,
                 window,
+                slope,
                 k_block,
                 k_token,
                 v_block,
@@ -366,6 +378,7 @@ def attend(
                 masked=not (peel and part == 1),
                 has_window=has_window,
                 has_cap=has_cap,
+                has_slopes=has_slopes,
                 causal=causal,
                 has_tree=has_tree,
                 exact=exact,

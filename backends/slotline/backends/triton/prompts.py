@@ -45,7 +45,7 @@ class PromptAttention:
     def __init__(self, context: AttentionContext, group: int) -> None:
         layer = context.layers[0]
         fits = layer.head_size == layer.head_size_v and layer.head_size in SIZES and group <= SHAPE.rows
-        plain = layer.window is None and layer.soft_cap is None and not context.kv_scales
+        plain = layer.window is None and layer.soft_cap is None and layer.alibi_slopes is None and not context.kv_scales
         self._serves = fits and plain and context.dtype in ("bfloat16", "float16")
         if context.device.startswith("cuda"):
             self._serves &= torch.cuda.get_device_capability(context.device) >= COPY_ENGINE
