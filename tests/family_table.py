@@ -28,6 +28,7 @@ FAMILIES = (
     *tiny_models.SHARING_FAMILIES,
     "llama4",
     *tiny_models.LATENT_FAMILIES,
+    *tiny_models.OWN_FAMILIES,
     *tiny_models.STATE_FAMILIES,
 )
 PROMPTS = random_prompts([3, 33, 17, 40, 1, 25])

@@ -17,7 +17,6 @@ import family_table
 import pytest
 import tiny_models
 import torch
-import transformers
 from attrs import evolve, frozen
 from engine_driver import GREEDY, random_prompts
 
@@ -100,8 +99,7 @@ def _errors(served: Path, path: Path) -> tuple[Errors, Errors, str]:
     llm, every = LLM(served, **SETTINGS), tiny_models.VOCAB_SIZE
     outputs = llm.generate(PROMPTS, evolve(GREEDY, max_tokens=12, logprobs=every, prompt_logprobs=every))
     sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    rounded = load(path, dtype=torch.bfloat16, attn_implementation="eager").eval().to(DEVICE)
+    rounded = tiny_models.oracle(path, torch.bfloat16).to(DEVICE)
     baseline = _logits(rounded, sequences)
     exact = _logits(rounded.float(), sequences)
     used = sorted({group.backend for group in (*llm.plan.groups, *llm.plan.state_groups)})

@@ -22,6 +22,7 @@ from slotline.plugins.model_families.decoder import (
     CLASSIFIERS,
     EMBEDDERS,
     LATENT,
+    OWN_ATTENTION,
     SHARING,
     STATE_ARCHITECTURES,
     DecoderOptions,
@@ -99,6 +100,8 @@ def dense_attention(
         scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     keys = torch.arange(key.shape[0], device=key.device)
     queries = keys[-query.shape[0] :, None]
+    if layer.alibi_slopes is not None:
+        scores = scores + torch.tensor(layer.alibi_slopes, device=key.device)[:, None, None] * (keys - queries)
     first = queries - layer.window + 1 if layer.window is not None else torch.zeros_like(queries)
     scores = scores.masked_fill((keys > queries) | (keys < first), -torch.inf)
     if sinks is not None:
@@ -479,6 +482,7 @@ def test_the_descriptor_offers_every_tested_architecture_and_task() -> None:
         *CHUNKED,
         *LATENT,
         *SHARING,
+        *OWN_ATTENTION,
         *STATE_ARCHITECTURES,
         *EMBEDDERS,
         *CLASSIFIERS,

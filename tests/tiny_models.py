@@ -63,6 +63,8 @@ class TinyFamily:
         windows: the window of each layer.
         soft_cap: of the attention scores.
         sinks: whether layers learn sink logits.
+        slopes: of ALiBi, head by head.
+        without: common sizes that the configuration has no place for.
     """
 
     architecture: str
@@ -71,6 +73,8 @@ class TinyFamily:
     windows: tuple[int | None, ...] = (None,) * 4
     soft_cap: float | None = None
     sinks: bool = False
+    slopes: tuple[float, ...] | None = None
+    without: tuple[str, ...] = ()
 
 
 _FAMILIES: Mapping[str, TinyFamily] = {
@@ -425,6 +429,43 @@ _STATE_FAMILIES: Mapping[str, TinyFamily] = {
     ),
 }
 
+_SLOPES = (0.25, 0.0625, 0.015625, 0.00390625)
+_OWN_FAMILIES: Mapping[str, TinyFamily] = {
+    "bloom": TinyFamily(
+        architecture="BloomForCausalLM",
+        config="BloomConfig",
+        settings={"n_layer": 4, "n_head": 4, "seq_length": MAX_LEN},
+        slopes=_SLOPES,
+        without=("num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    ),
+    "falcon": TinyFamily(
+        architecture="FalconForCausalLM",
+        config="FalconConfig",
+        settings={"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True},
+        slopes=tuple(slope / 4 for slope in _SLOPES),  # the square root of the head's size
+        without=("head_dim",),
+    ),
+    "falcon_rotary": TinyFamily(
+        architecture="FalconForCausalLM",
+        config="FalconConfig",
+        settings={"new_decoder_architecture": True, "num_kv_heads": 2},
+        without=("head_dim",),
+    ),
+    "falcon_multi_query": TinyFamily(
+        architecture="FalconForCausalLM", config="FalconConfig", settings={"alibi": False}, without=("head_dim",)
+    ),
+    "mpt": TinyFamily(
+        architecture="MptForCausalLM",
+        config="MptConfig",
+        settings={"d_model": 48, "n_heads": 3, "n_layers": 4, "max_seq_len": MAX_LEN, "attn_config": {"clip_qkv": 2.0}},
+        slopes=(0.0625, 0.00390625, 0.25),
+        without=("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"),
+    ),
+}
+
+OWN_FAMILIES: tuple[str, ...] = tuple(_OWN_FAMILIES)
+"""The families whose attention transformers computes inside their modules."""
+
 STATE_FAMILIES: tuple[str, ...] = tuple(_STATE_FAMILIES)
 """The families with state layers."""
 
@@ -439,7 +480,7 @@ _LINES = (
 
 def family(name: str) -> TinyFamily:
     """What is known of a family."""
-    return {**_FAMILIES, **_STATE_FAMILIES}[name]
+    return {**_FAMILIES, **_OWN_FAMILIES, **_STATE_FAMILIES}[name]
 
 
 def build(name: str, path: Path, seed: int = 0, architecture: str = "", **settings: Any) -> Path:
@@ -448,7 +489,8 @@ def build(name: str, path: Path, seed: int = 0, architecture: str = "", **settin
     `architecture` names another transformers class than the family's causal language model.
     """
     known = family(name)
-    config = getattr(transformers, known.config)(**{**_SIZES, **known.settings, **settings})
+    sizes = {name: size for name, size in _SIZES.items() if name not in known.without}
+    config = getattr(transformers, known.config)(**{**sizes, **known.settings, **settings})
     torch.manual_seed(seed)
     model = getattr(transformers, architecture or known.architecture)(config)
     _widen(model)
@@ -501,10 +543,17 @@ def logits_reference(path: Path, token_ids: list[int]) -> torch.Tensor:
     return logits
 
 
-def oracle(path: Path) -> Any:
-    """The checkpoint in transformers: float32 and eager, since other attention functions may leave out a soft cap."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()
+def oracle(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint in transformers, in float32 unless said."""
+    attention = attention_of(path)
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
+
+
+def attention_of(path: Path) -> str:
+    """Which of transformers' attention functions is right: eager, since others may leave out a soft cap; but Falcon's
+    eager one adds ALiBi's biases twice, with the scores and with the mask.
+    """
+    return "sdpa" if transformers.AutoConfig.from_pretrained(path).model_type == "falcon" else "eager"
 
 
 def forget(model: Any) -> None:

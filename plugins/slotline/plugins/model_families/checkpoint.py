@@ -12,15 +12,7 @@ import transformers
 from attrs import frozen
 
 from slotline.plugins.model_families import sentence_transformers
-from slotline.plugins.model_families.decoder import (
-    ARCHITECTURES,
-    CHUNKED,
-    CLASSIFIERS,
-    LATENT,
-    SERVED,
-    SHARING,
-    STATE_ARCHITECTURES,
-)
+from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.errors import ModelError
 
@@ -28,6 +20,9 @@ WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 EXTENDING_ROPE_TYPES = ("linear", "yarn")
 """Rope scalings that stretch the positions by `factor`. Others state the stretched length in the configuration, and
 `dynamic` is not stretched at all: see `rope`."""
+
+LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
+"""Where configurations state the longest sequence; MPT's and BLOOM's, which have ALiBi, what they were trained with."""
 
 LENGTH_WITHOUT_POSITIONS = 2**20
 """Tokens; what is reported for models that have no positions and so no longest sequence."""
@@ -73,12 +68,16 @@ class Checkpoint:
         """The longest sequence that the positions allow, rope scaling included."""
         return _scaled_length(self.config)
 
+    def attention(self, name: str) -> str:
+        """The attention implementation to name in the configuration, where layers are to call the one called `name`."""
+        return "eager" if self.architecture in OWN_ATTENTION else name
+
     @property
     def tasks(self) -> tuple[str, ...]:
         """What it can do; first what it was made for."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
-        if self.architecture not in (*ARCHITECTURES, *CHUNKED, *LATENT, *SHARING, *STATE_ARCHITECTURES):
+        if self.architecture not in GENERATING:
             return ("embed",)
         return ("embed", "generate") if sentence_transformers.present(self.path) else ("generate", "embed")
 
@@ -207,7 +206,8 @@ def _stored_dtype(path: Path) -> str:
 
 
 def _scaled_length(config: Any) -> int:
-    length = int(getattr(config, "max_position_embeddings", None) or LENGTH_WITHOUT_POSITIONS)
+    stated = next(filter(None, (getattr(config, name, None) for name in LENGTHS)), LENGTH_WITHOUT_POSITIONS)
+    length = int(stated)
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type")
     # Rope parameters by layer type (Gemma 3) come with a configuration that already states the full length.

@@ -59,6 +59,10 @@ LATENT: tuple[str, ...] = (
 )
 """Decoders with multi-head latent attention, which not every backend has; compared as the others are."""
 
+OWN_ATTENTION: tuple[str, ...] = ("BloomForCausalLM", "FalconForCausalLM", "MptForCausalLM")
+"""Decoders whose attention transformers computes inside their modules, with ALiBi but for some Falcons; compared as the
+others are."""
+
 EMBEDDERS: tuple[str, ...] = (
     "Gemma2Model",
     "Gemma3TextModel",
@@ -93,7 +97,8 @@ CLASSIFIERS: tuple[str, ...] = (
 )
 """The same decoders with a `score` head."""
 
-SERVED: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *STATE_ARCHITECTURES, *EMBEDDERS, *CLASSIFIERS)
+GENERATING: tuple[str, ...] = (*ARCHITECTURES, *CHUNKED, *SHARING, *LATENT, *OWN_ATTENTION, *STATE_ARCHITECTURES)
+SERVED: tuple[str, ...] = (*GENERATING, *EMBEDDERS, *CLASSIFIERS)
 
 
 @frozen(kw_only=True)

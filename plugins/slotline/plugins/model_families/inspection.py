@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from attrs import define, field
 
-from slotline.plugins.model_families import binding, checkpoint, kv_scales, latents, rope, state_mixers
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    kv_scales,
+    latents,
+    own_attention,
+    rope,
+    state_mixers,
+)
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.registry.contracts.attention import AttentionLayer
@@ -70,6 +78,7 @@ class Recorder:
                 chunk=chunk,
                 soft_cap=asked.get("softcap"),
                 sinks=asked.get("s_aux") is not None,
+                alibi_slopes=asked.get("alibi_slopes"),
                 mla=mla,
                 kv_kind=_kv_kind(mla, window, chunk),
                 shares_kv_with=owner,
@@ -145,10 +154,12 @@ def _model_without_memory(found: Checkpoint) -> Any:
     """The model on the meta device: shapes and dtypes, no storage."""
     binding.register(INSPECT_NAME, recording_attention)
     config = found.config
-    config._attn_implementation = INSPECT_NAME
+    config._attn_implementation = found.attention(INSPECT_NAME)
     config._experts_implementation = "batched_mm"  # the only expert loop whose shapes do not depend on routing
+    own_attention.refuse_ignored_settings(found.path, config)
     with torch.device("meta"):
-        return binding.find_body(found.model_class(config).eval())
+        model = binding.find_body(found.model_class(config).eval())
+    return own_attention.adopt(model, recording_attention)
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from slotline.plugins.model_families import binding, checkpoint
+from slotline.plugins.model_families import binding, checkpoint, own_attention
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.errors import ModelError
@@ -51,7 +51,7 @@ def load_transformers_model(
                 path,
                 config=found.config,
                 dtype=torch_dtype(context.dtype),
-                attn_implementation=attention,
+                attn_implementation=found.attention(attention),
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -63,7 +63,8 @@ def load_transformers_model(
         del model.lm_head  # nobody reads logits, and its weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
-    return binding.find_body(model.eval().requires_grad_(False))
+    model = binding.find_body(model.eval().requires_grad_(False))
+    return own_attention.adopt(model, binding.slot_attention)
 
 
 def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], path: Path) -> None:

@@ -159,7 +159,7 @@ def _own(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[tuple[Any
     for name, child in base.named_children():
         if name.startswith(ROTARY):
             is_own = name == part.rotary
-        elif name == "norm":
+        elif child is base.norm:
             is_own = is_last
         else:
             is_own = index == 0 and child is not base.layers
