@@ -52,6 +52,18 @@ def on_the_cpu(path: Path) -> list[list[int]]:
     return tokens(engine(path, "cpu", backend="torch", optimize=False))
 
 
+@pytest.mark.behaviour(91, 98)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_steps_in_pieces_give_the_cpus_text(pipeline: tuple[str, ...], tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path, 0)
+    pieces = {"scheduler.microbatches": 2, "scheduler.microbatch_tokens": 2}
+    llm = engine(path, "cuda", **{"parallel.pipeline": pipeline, **pieces})
+    for _ in range(2):
+        assert tokens(llm) == on_the_cpu(path)
+    whole = engine(path, "cuda", **{"parallel.pipeline": pipeline})
+    assert tokens(llm, SEEDED) == tokens(whole, SEEDED)
+
+
 @pytest.mark.behaviour(9, 43, 98)
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("optimize", [False, True])

@@ -26,6 +26,7 @@ from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.compiling import counting
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.microbatches import Microbatches
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
@@ -233,6 +234,7 @@ class EngineBuilder:
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
             earlier=stagings[:-1],
+            microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
         )
         self.groups.set_router(runner, gatherer, runner.router)
         return gatherer, runner

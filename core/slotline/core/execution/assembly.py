@@ -154,6 +154,7 @@ class StepAssembler:
             input_ids=input_ids,
             positions=sent[0].positions,
             logits_indices=logits_indices,
+            logits_indices_cpu=host.logits_indices,
             logits_rows=host.logits_rows,
             draft_positions=judged.draft_positions,
             draft_nodes=host.draft_nodes,

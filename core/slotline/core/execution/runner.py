@@ -18,8 +18,9 @@ from slotline.core.adapters.source import AdapterSource
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates
 from slotline.core.drafting.verification import reject, standing
-from slotline.core.execution.attention import Attend, AttentionRouter
+from slotline.core.execution.attention import Attend, AttentionRouter, StepPlans
 from slotline.core.execution.graphs import GraphRunner
+from slotline.core.execution.microbatches import Microbatches, cut, places_in
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.states import StateRouter
@@ -50,6 +51,7 @@ class Runner:
         states: serves the model's state layers, where it has any.
         grammars: says which tokens structured output lets come next, where a plugin for it is there.
         adapters: joins adapters to the model, where any may be used.
+        microbatches: which steps' forward passes are cut into pieces.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Runner:
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
         earlier: Sequence[Staging] = (),
+        microbatches: Microbatches | None = None,
     ) -> None:
         self.model = model
         self.router = router
@@ -77,6 +80,7 @@ class Runner:
         self.pipeline = pipeline
         self.staging = staging
         self.earlier = tuple(earlier)
+        self.microbatches = microbatches or Microbatches()
         self.profiler = profiler
         self.drafting = drafting
         self.last_tokens = last_tokens
@@ -100,7 +104,9 @@ class Runner:
         """Plan attention and start the forward pass."""
         scope = self.profiler.scope
         with scope("plan"):
-            attend = self.router.plan(inputs.batches, inputs.wanted)
+            pieces = self._pieces(inputs)
+            plans = [self.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
+            attend = self.router.under(plans[0]) if pieces else self.router.plan(inputs.batches, inputs.wanted)
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
@@ -114,7 +120,10 @@ class Runner:
         whole = self.rows.score_prompts(inputs.rows)
         whole |= self.drafting is not None and self.drafting.observing
         with scope("forward"):
-            hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
+            if pieces:
+                hidden, logits, layers = self._forward_pieces(inputs, pieces, plans, whole=whole), None, None
+            else:
+                hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
         return Launched(
             inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
         )
@@ -254,6 +263,28 @@ class Runner:
         hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
         self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
         return hidden, None, None if self.taps is None else self.taps.take()
+
+    def _pieces(self, inputs: StepInputs) -> tuple[slice, ...]:
+        """The token slices that the forward pass is cut into; empty for a replay, and where it gives scales."""
+        if self.router.calculating is not None or (inputs.shape is not None and self.graphs is not None):
+            return ()
+        return self.microbatches.pieces(inputs.num_tokens, inputs.num_padded_tokens)
+
+    def _forward_pieces(
+        self, inputs: StepInputs, pieces: Sequence[slice], plans: Sequence[StepPlans], *, whole: bool
+    ) -> torch.Tensor:
+        """Hidden states as of `forward`: of the wanted tokens, or of all if `whole`, piece after piece."""
+        token_ids, hidden, embeds = self.token_ids(inputs), [], None
+        if inputs.embeds is not None:
+            model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
+            embeds = inputs.embeds.merged(model.embed, token_ids)
+        for piece, own in zip(pieces, plans, strict=True):
+            there = places_in(inputs.logits_indices_cpu, piece)
+            wanted = None if whole else inputs.logits_indices[there] - piece.start
+            some = () if embeds is None else (embeds[piece],)
+            attend = self.router.under(own)
+            hidden.append(self.model.forward(token_ids[piece], inputs.positions[piece], attend, wanted, *some))
+        return torch.cat(hidden)
 
     def _states_for(self, drafting: Drafting, launched: Launched, states: torch.Tensor) -> dict[str, Any]:
         """What a drafter reads of the model: of the logits rows, and of all tokens where it reads these."""

@@ -32,7 +32,7 @@ class StepInputs:
         input_ids, positions: [num_padded_tokens] int64 on the device; over several stages on the first one's.
         logits_indices: [num_logits] int64 on the device, over several stages on the last one's: the last token of each
             request whose known tokens all are computed by this step, and each of its drafts; other requests are
-            mid-prompt and sample nothing.
+            mid-prompt and sample nothing. `logits_indices_cpu` is the same on the host.
         logits_rows: [num_logits] int64, the permanent rows of those.
         draft_positions: [num_logits] int64, drafts that each assumes: 0 for the known tokens' last, 1 for the first
             draft and so on; None where nothing is drafted.
@@ -70,6 +70,7 @@ class StepInputs:
     input_ids: torch.Tensor
     positions: torch.Tensor
     logits_indices: torch.Tensor
+    logits_indices_cpu: Int
     logits_rows: Int
     draft_positions: Int | None
     draft_nodes: Int | None

@@ -18,6 +18,7 @@ from slotline.core.planning.drafter import draft_layers
 from slotline.core.planning.fast_prefill import choose_fast_prefill, last_queries
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
+from slotline.core.planning.microbatches import choose_microbatches, refuse_single_plans, without_cascade
 from slotline.core.planning.overlap import choose_async, overlap_drafts
 from slotline.core.planning.parts import (
     StructuredOutputChoice,
@@ -170,6 +171,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     asynchronous = choose_async(loaded, devices[0], drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
     connector = choose_connector(loaded, registry, info)
+    microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))
     parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora, connector)))
     request = prepare_request(
         loaded,
@@ -182,9 +184,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
         needs=shards.needs,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings),
+        settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings, *microbatches),
     )
-    request = for_shards(evolve(request, stages=stages.divided), shards)
+    request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
     if whole_prompts(facts):
         refuse_cache_dtype(loaded, facts)
         request = evolve(request, prefix_caching=refuse_sharing(loaded))
@@ -203,6 +205,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
+    refuse_single_plans(loaded, plan, registry)
     plan = with_shards(plan, loaded, shards)
     plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)

@@ -149,6 +149,14 @@ class SchedulerConfig:
     async_: bool | Literal["auto"] = field(
         default="auto", alias="async_", metadata=_doc("prepare step n+1 while step n runs", key="async")
     )
+    microbatches: int = field(
+        default=1,
+        validator=positive,
+        metadata=_doc("pieces that a step's forward pass is cut into, so that pipeline stages work at the same time"),
+    )
+    microbatch_tokens: int = field(
+        default=512, validator=positive, metadata=_doc("fewest tokens of a piece; steps with fewer stay whole")
+    )
 
 
 @frozen(kw_only=True)
