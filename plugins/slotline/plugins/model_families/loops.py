@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slotline.plugins.model_families import own_attention
 from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
@@ -150,8 +151,8 @@ def choose_loop(
     """
     crossing = Crossing(hf_model, parts)
     probe = _Probe(hf_model, holder, head, crossing, parts[0].device)
-    reason = "asked for by lean = false"
-    if lean:
+    reason = "asked for by lean = false" if not lean else "the decoder is one of ours that is as short"
+    if lean and not own_attention.is_bound(hf_model):
         try:
             candidate = LeanLoop(hf_model, parts)
             difference = probe.difference(candidate)

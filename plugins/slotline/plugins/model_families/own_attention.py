@@ -45,6 +45,11 @@ def adopt(hf_model: Any, function: Attention) -> Any:
     return hf_model
 
 
+def is_bound(hf_model: Any) -> bool:
+    """Whether a model's decoder is one of these."""
+    return isinstance(hf_model.base_model, (BoundBloom, BoundFalcon, BoundMpt))
+
+
 def refuse_ignored_settings(path: Path, config: Any) -> None:
     """Refuse an MPT checkpoint that asks for what transformers' class leaves out.
 
