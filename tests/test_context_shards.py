@@ -116,6 +116,8 @@ def test_a_backend_that_returns_no_lse_is_refused_with_the_reason(tiny: Tiny, en
 REFUSED: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "window": ("mistral", {}, NegotiationError, "layers of kind sliding"),
     "states": ("jamba", {}, NegotiationError, "keeps states"),
+    "alibi": ("bloom", {}, NegotiationError, "BloomForCausalLM biases scores by distance"),
+    "microbatches": ("llama", {"scheduler.microbatches": 2}, NegotiationError, "a step passes the shards whole"),
     "drafter": ("llama", {"drafter.name": "ngram"}, NegotiationError, "drafts are not verified over shards"),
     "connector": ("llama", {"kv_connector.name": "host_memory"}, NegotiationError, "sees the blocks of one cache"),
     "cascade": ("llama", {"attention.cascade": True}, NegotiationError, "attention.cascade = true"),

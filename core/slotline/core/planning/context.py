@@ -85,6 +85,10 @@ def refuse_context(
         texts.append(f"{facts.architecture} has layers of kind {', '.join(others)}, and only full ones are divided")
     if facts.state_layers:
         texts.append(f"{facts.architecture} keeps states, which are not divided")
+    if any(layer.alibi_slopes is not None for layer in facts.layers):
+        texts.append(f"{facts.architecture} biases scores by distance, and a shard does not know where its keys stand")
+    if config.scheduler.microbatches > 1:
+        texts.append(f"scheduler.microbatches = {config.scheduler.microbatches}: a step passes the shards whole")
     if drafter is not None:
         texts.append(f"drafter.name = {drafter.name!r}: drafts are not verified over shards")
     if config.attention.cascade is True:
