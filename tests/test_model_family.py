@@ -555,8 +555,33 @@ def test_broken_and_missing_weights_are_refused(llama: Path) -> None:
 
 def test_weights_of_another_shape_are_refused(llama: Path) -> None:
     _edit(llama / "config.json", intermediate_size=80)
-    with pytest.raises(ModelError, match=str(llama)):
+    named = r"mlp\.down_proj\.weight \[64, 96\], where config.json makes it \[64, 80\].* and 8 more"
+    with pytest.raises(ModelError, match=rf"mismatched weights in {llama}: .*{named}"):
         load(llama)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", {"hidden_size": -4}),
+        ("llama", {"head_dim": 0}),
+        ("qwen3_next", {"linear_num_value_heads": 3}),
+        ("nemotron_h", {"n_groups": 3}),
+        ("mixtral", {"num_experts_per_tok": 9}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_sizes_that_no_model_can_have_are_refused(
+    name: str, change: dict[str, int], checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    shutil.copytree(checkpoints(name), path)
+    _edit(path / "config.json", **change)
+    with pytest.raises(
+        ModelError, match=rf"{path}/config.json describes no \w+ForCausalLM that runs: \w+Error: "
+    ) as caught:
+        TransformersDecoder().inspect(path)
+    assert caught.value.fix == "correct the sizes in config.json, or download it again"
 
 
 def test_an_unknown_dtype_is_refused(checkpoints: Callable[[str], Path]) -> None:

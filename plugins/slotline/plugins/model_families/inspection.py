@@ -24,6 +24,7 @@ from slotline.plugins.model_families.host_copies import HostCopies
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import ModelFacts, ModelParts
 from slotline.registry.contracts.state import StateLayer
+from slotline.registry.errors import ModelError, SlotlineError
 
 INSPECT_NAME = "slotline_inspect"
 """The recording attention function's name in transformers' configurations."""
@@ -128,10 +129,22 @@ def inspect(path: Path) -> ModelFacts:
 
 
 def facts_of(found: Checkpoint) -> ModelFacts:
-    """The facts of a decoder's configuration."""
-    model = _model_without_memory(found)
-    state_layers = state_mixers.find(model)
-    layers, host_copies = _watch(model, found.max_model_len, state_layers)
+    """The facts of a decoder's configuration.
+
+    Raises:
+        ModelError: if no model can be made of it, or none that runs: transformers does not check that all numbers fit.
+    """
+    try:
+        model = _model_without_memory(found)
+        state_layers = state_mixers.find(model)
+        layers, host_copies = _watch(model, found.max_model_len, state_layers)
+    except SlotlineError:
+        raise
+    except Exception as error:  # whatever a model's own code says of sizes that do not fit
+        raise ModelError(
+            f"{found.path}/config.json describes no {found.architecture} that runs: {type(error).__name__}: {error}",
+            fix="correct the sizes in config.json, or download it again",
+        ) from error
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,

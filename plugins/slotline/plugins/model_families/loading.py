@@ -54,6 +54,7 @@ def load_transformers_model(
                 attn_implementation=found.attention(attention),
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
             )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(
@@ -97,10 +98,18 @@ def _no_progress_bars() -> Iterator[None]:
 
 def _refuse_incomplete(context: ModelContext, report: dict[str, Any]) -> None:
     for what in ("missing_keys", "mismatched_keys"):
-        names = sorted(map(str, report.get(what) or ()))
+        names = sorted(_said(entry) for entry in report.get(what) or ())
         if names:
             shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ModelError(
                 f"{what.replace('_keys', '')} weights in {context.facts.path}: {shown}",
                 fix="download the checkpoint again, or use the config.json that belongs to these weights",
             )
+
+
+def _said(entry: str | tuple[str, torch.Size, torch.Size]) -> str:
+    """A weight's name; of one that does not fit the two shapes, too."""
+    if isinstance(entry, str):
+        return entry
+    name, stored, own = entry
+    return f"{name} {list(stored)}, where config.json makes it {list(own)}"
