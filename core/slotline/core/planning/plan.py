@@ -197,8 +197,9 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         request = with_measurements(request, measured, attention)
     states = state_candidates(registry, info) if facts.state_layers else ()
     plan = negotiate(request, attention, specs, states)
-    refusal = shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
-    if plan.graphs.resolved != "none" and refusal is not None:
+    if plan.graphs.resolved != "none" and (
+        refusal := shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
+    ):
         _refuse_explicit_graphs(request.graphs, refusal)
         if task == "generate":
             request = evolve(request, uncaptured=refusal)
