@@ -234,6 +234,7 @@ def test_a_step_runs_no_more_python_for_more_requests(settings: dict[str, Any], 
     """From the schedule to the hand-out of a decoding step; blocks and the torch backend go by request."""
     wanted = {"top_k": 20, "top_p": 0.9, "min_p": 0.01, "presence_penalty": 0.3, "repetition_penalty": 1.1}
     wanted |= {"logit_bias": {7: 1.0}, "min_tokens": 30, "allowed_token_ids": list(range(300)), "bad_words": ["x"]}
+    wanted |= {"stop_token_ids": list(range(350, 380))}
     llm = engines(tiny("llama"), **{"block_size": 64, "max_num_seqs": 24, **settings})
     lines = []
     for count in (4, 20):
@@ -252,6 +253,7 @@ BATCHED = (
     "core/execution/",
     "core/sampling/",
     "core/scheduling/rows.py",
+    "core/requests/stops.py",
     "plugins/logits_processors/",
 )
 

@@ -31,9 +31,10 @@ class StopRules:
         at_eos = self._is_eos[tokens] & ~rows.ignore_eos[which] & may_stop
         too_long = known >= rows.length_limit[which]
         ended: Ended = dict.fromkeys(which[too_long].tolist(), ("length", None))
-        for i in np.flatnonzero(rows.has_stop_tokens[which] & may_stop).tolist():
-            if int(tokens[i]) in rows.request(int(which[i])).params.stop_token_ids:
-                ended[int(which[i])] = ("stop", int(tokens[i]))
+        at_stop = (rows.stop_token_ids[which] == tokens[:, None]).any(axis=1) & may_stop
+        ended |= {
+            row: ("stop", token) for row, token in zip(which[at_stop].tolist(), tokens[at_stop].tolist(), strict=True)
+        }
         ended |= dict.fromkeys(which[at_eos].tolist(), ("stop", None))
         for i in np.flatnonzero(rows.streams[which]).tolist():
             self._detokenize(int(which[i]), int(tokens[i]), bool(may_stop[i]), ended)

@@ -8,6 +8,7 @@ whatever the number of requests.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,7 +52,8 @@ class Rows:
         partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
         guidance_scale: float32, of the leader of a pair; 1 elsewhere.
         lora_slot: slot of the request's adapter, -1 for none.
-        ignore_eos, has_stop_tokens, streams: flags; `streams` rows are detokenised in every step.
+        stop_token_ids: [max_requests, width] int32, filled up with -1; as wide as the longest list so far.
+        ignore_eos, streams: flags; `streams` rows are detokenised in every step.
         requests: the request of each row, or None.
     """
 
@@ -86,7 +88,7 @@ class Rows:
         self.guidance_scale = np.ones(max_requests, np.float32)
         self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
-        self.has_stop_tokens = np.zeros(max_requests, bool)
+        self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
         self.streams = np.zeros(max_requests, bool)
         self.requests: list[Request | None] = [None] * max_requests
         self._free = list(range(max_requests))  # a heap: the lowest free row is taken first
@@ -224,5 +226,12 @@ class Rows:
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
         self.ignore_eos[row] = params.ignore_eos
-        self.has_stop_tokens[row] = bool(params.stop_token_ids)
+        self._write_stops(row, params.stop_token_ids)
         self.streams[row] = request.detokenizer is not None
+
+    def _write_stops(self, row: int, token_ids: Sequence[int]) -> None:
+        missing = len(token_ids) - self.stop_token_ids.shape[1]
+        if missing > 0:
+            self.stop_token_ids = np.pad(self.stop_token_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_token_ids[row] = -1
+        self.stop_token_ids[row, : len(token_ids)] = token_ids
