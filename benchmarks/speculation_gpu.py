@@ -6,10 +6,10 @@
 
 All models have the shapes of their folders and count (benchmarks/counting_models.py): the target's greedy text is
 known, and the draft model, drafter `draft_model`, is wrong about every (`right` + 1)th token of it; so is an EAGLE-3
-head, which a folder may be of, too. Texts keep to the smallest draft vocabulary. So the acceptance
-is what was asked for, and a text that is not the known one ends the run. A step is wall time by the runs' number of
-steps; the speedup is in tokens a second. With `--profile`, where a step's time goes: on the host by part, and on the
-device by kind of kernel, each from the end of the one in front of it.
+head, which a folder may be of, too. Texts keep to the smallest draft vocabulary. So the acceptance is what was asked
+for, and a text that is not the known one ends the run. A step is wall time by the runs' number of steps, before any
+text is near its end; the speedup is in tokens a second. With `--profile`, where a step's time goes: on the host by
+part, and on the device by kind of kernel, each from the end of the one in front of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import counting_models
 import step_gpu
@@ -40,6 +40,8 @@ from slotline.proposers.eagle import heads
 from slotline.proposers.eagle.drafter import Eagle3Drafter
 
 PROMPT = 128
+ROOM = 32
+"""Tokens that a request may have beyond those that are timed: near its limit fewer drafts fit than graphs hold."""
 PROFILED = 8
 """Steps that are profiled."""
 
@@ -108,19 +110,40 @@ def begin(llm: LLM, prompts: list[list[int]], tokens: int) -> list[Any]:
     return requests
 
 
-def timed(llm: LLM, prompts: list[list[int]], tokens: int) -> tuple[float, int]:
-    """Seconds of decoding behind the prompts, and its steps."""
-    requests = begin(llm, prompts, tokens)
-    start, steps = time.perf_counter(), 0
-    while llm.engine.has_work:
+class Run(NamedTuple):
+    """Seconds and steps of decoding, and the tokens that they gave."""
+
+    seconds: float
+    steps: int
+    tokens: int
+
+    @property
+    def milliseconds(self) -> float:
+        """Of a step."""
+        return 1e3 * self.seconds / self.steps
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def timed(llm: LLM, prompts: list[list[int]], tokens: int) -> Run:
+    """Decoding behind the prompts until each text has `tokens` tokens; none of them is near its limit then."""
+    requests = begin(llm, prompts, tokens + ROOM)
+    start, steps, before = time.perf_counter(), 0, sum(len(request.output_token_ids) for request in requests)
+    while any(len(request.output_token_ids) < tokens for request in requests):
         llm.engine.step()
         steps += 1
     torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
-    for request, prompt in zip(requests, prompts, strict=True):
-        if request.output_token_ids != list(range(prompt[-1] + 1, prompt[-1] + 1 + tokens)):
-            raise SystemExit(f"a text is not the known one: {prompt[-1]} -> {request.output_token_ids}")
-    return seconds, steps
+    seconds, given = time.perf_counter() - start, [request.output_token_ids for request in requests]
+    for request in requests:
+        llm.engine.abort(request.request_id)
+    step_gpu.finish(llm)
+    for text, prompt in zip(given, prompts, strict=True):
+        if text != list(range(prompt[-1] + 1, prompt[-1] + 1 + len(text))):
+            raise SystemExit(f"a text is not the known one: {prompt[-1]} -> {text}")
+    return Run(seconds, steps, sum(map(len, given)) - before)
 
 
 def show_profile(llm: LLM, prompts: list[list[int]], tokens: int) -> None:
@@ -193,19 +216,18 @@ def main() -> None:
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
     most, drafts, tokens = max(arguments.batches), arguments.drafts, arguments.tokens
-    folder, longest = arguments.model, PROMPT + tokens + drafts + 1
+    folder, longest = arguments.model, PROMPT + tokens + ROOM + drafts + 1
     sizes = sorted({length * number for length in (1, 1 + drafts) for number in arguments.batches})
     settings = ["cache.memory=16GiB", f"graphs.sizes={sizes}", *arguments.settings]
     plain = counting_engine(folder, None, longest, most, settings)
     vocabularies = [plain.engine.limits.vocab_size, *filter(None, map(eagle3_vocabulary, arguments.draft))]
-    prompts = {n: counting_models.prompts(n, PROMPT, min(vocabularies), tokens + 1) for n in arguments.batches}
+    prompts = {n: counting_models.prompts(n, PROMPT, min(vocabularies), tokens + ROOM + 1) for n in arguments.batches}
     print(f"plain: {plain.plan.summary()}, asynchronous: {plain.engine.asynchronous}", flush=True)
-    results = {}
+    results: dict[int, Run] = {}
     for number, own in prompts.items():
         timed(plain, own, 9)
         results[number] = timed(plain, own, tokens)
-        seconds, steps = results[number]
-        print(f"batch {number:3}, no drafts: a step {seconds / steps * 1e3:6.2f} ms", flush=True)
+        print(f"batch {number:3}, no drafts: a step {results[number].milliseconds:6.2f} ms", flush=True)
         if number in arguments.profile:
             show_profile(plain, own, tokens)
     del plain
@@ -219,10 +241,8 @@ def main() -> None:
         torch.cuda.empty_cache()
 
 
-def show(
-    llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, tuple[float, int]], arguments: argparse.Namespace
-) -> None:
-    """Time an engine that drafts against `results`, seconds and steps of one that does not, by batch."""
+def show(llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, Run], arguments: argparse.Namespace) -> None:
+    """Time an engine that drafts against `results` of one that does not, by batch."""
     drafting, drafts, tokens = llm.engine.drafting, arguments.drafts, arguments.tokens
     assert drafting is not None
     print(f"drafted: {llm.plan.summary()}, asynchronous: {llm.engine.asynchronous}")
@@ -244,24 +264,24 @@ def show(
                 drafting.control = None
 
 
-def compare(llm: LLM, prompts: list[list[int]], plain: tuple[float, int], tokens: int) -> str:
-    """A run beside that without drafts, of so many seconds and steps."""
-    drafting, (seconds, steps) = llm.engine.drafting, plain
+def compare(llm: LLM, prompts: list[list[int]], plain: Run, tokens: int) -> str:
+    """A run beside that without drafts."""
+    drafting = llm.engine.drafting
     assert drafting is not None
     before = (drafting.counts.steps, drafting.counts.accepted)
-    with_drafts, verifying = timed(llm, prompts, tokens)
+    run = timed(llm, prompts, tokens)
     done, stood = drafting.counts.steps - before[0], drafting.counts.accepted - before[1]
     line = (
-        f"a step {with_drafts / verifying * 1e3:6.2f} ms against {seconds / steps * 1e3:6.2f} "
-        f"({with_drafts / verifying * steps / seconds:.2f}), {1 + stood / max(done, 1):.2f} tokens a verifying step, "
-        f"speedup {seconds / with_drafts:.2f}x, {drafting.counts.failures} failures {drafting.counts.last_failure}"
+        f"a step {run.milliseconds:6.2f} ms against {plain.milliseconds:6.2f} "
+        f"({run.milliseconds / plain.milliseconds:.2f}), {1 + stood / max(done, 1):.2f} tokens a verifying step, "
+        f"speedup {run.rate / plain.rate:.2f}x, {drafting.counts.failures} failures {drafting.counts.last_failure}"
     )
     if drafting.control is None:
         return line
     decided = drafting.control.to_json()
     step, token, draft = (decided[name] * 1e3 for name in ("step_seconds", "step_seconds_per_token", "draft_seconds"))
     return (
-        f"{line}; {done / len(prompts):.0f} of {verifying} steps verified drafts, acceptance "
+        f"{line}; {done / len(prompts):.0f} of {run.steps} steps verified drafts, acceptance "
         f"{decided['acceptance']:.2f}, a step {step:.2f} ms + {token:.4f} ms a token, drafts {draft:.2f} ms"
     )
 

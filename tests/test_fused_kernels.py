@@ -240,6 +240,8 @@ def test_products_of_few_rows_under_large_weights(
     x, weight = random(1, rows, k, dtype=dtype), random(n, k, dtype=dtype) / k
     shift = random(n, dtype=dtype) if bias else None
     expected = functional.linear(x.double(), weight.double(), None if shift is None else shift.double())
+    assert close(GATED.linear(x, weight, shift), expected, dtype)
+    assert GATED._products.suits_single(x, weight) == (n < 300)  # a program for each of three multiprocessors
     found = GATED.linear_parts(x, weight, shift)
     assert len(found) == parts
     assert relative_difference(found.sum(0), expected) <= ROUNDINGS[dtype]

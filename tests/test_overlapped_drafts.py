@@ -76,6 +76,39 @@ def test_outputs_equal_those_without_drafts_one_step_after_the_other(
     assert accepted(llm) - before > 10
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", ["foreseeing", "draft_model"])
+def test_requests_that_are_about_to_end_leave_a_batch_uniform(
+    kind: str, asynchronous: bool, tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where verifying batches are captured, each request has as many drafts as the others, near its end too."""
+    path = tiny("llama")
+    settings = FORESEEING if kind == "foreseeing" else {"drafter.name": kind, "drafter.path": str(path)}
+    prompts = random_prompts([3, 12, 17, 9], seed=2)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 14, 30, 40)]
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    expected = [output.outputs[0].token_ids for output in engines(path).generate(inputs, params)]
+    llm = engines(path, **{**settings, "drafter.tokens": 3, "scheduler.async": asynchronous})
+    if kind == "foreseeing":
+        foresee(llm, prompts, expected)
+    drafting, schedule, counts = llm.engine.drafting, llm.engine.scheduler.schedule, list[list[int]]()
+    assert drafting is not None
+    monkeypatch.setattr(drafting, "uniform", True)
+
+    def record() -> Any:
+        made = schedule()
+        counts.append(made.num_scheduled.tolist())
+        return made
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", record)
+    assert [output.outputs[0].token_ids for output in llm.generate(inputs, params)] == expected
+    assert drafting.counts.failures == 0
+    assert drafting.counts.accepted > 20
+    verifying = [each for each in counts[1:] if each]
+    assert len(verifying) > 9
+    assert all(set(each) in ({1}, {4}) for each in verifying), verifying
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "deepseek_v3", "gpt_oss", "llama4"])
 def test_windows_chunks_and_latents_are_served_too(family: str, tiny: Tiny, engines: Engines) -> None:
     path = tiny(family)

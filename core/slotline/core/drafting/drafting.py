@@ -224,7 +224,7 @@ class Drafting:
         self._rows.draft(rows, token_ids, counts)
         self._rows.tree = tree
         if self.uniform and tree is None and counts.any():
-            self._fill(rows, known, room)
+            self._fill(rows, known)
         whole = self._rows.num_guesses[rows] == self._rows.num_drafts[rows]  # what fills is not in the drafter's cache
         self.caught_up(rows[whole], known[whole] - 1)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
@@ -234,10 +234,15 @@ class Drafting:
     def wanted(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
         """Which of `rows` [n] the drafter is asked for, if it is, where `room` [n] drafts of each fit.
 
-        One that catches up is asked for all if for any, so that it need not see what the others compute.
+        One that catches up is asked for all if for any, so that it need not see what the others compute; so is any
+        where all requests get equally many drafts.
         """
         wanted: npt.NDArray[np.bool_] = self.served[rows] & (room > 0)
-        return self.served[rows] if self.catches_up and wanted.any() else wanted
+        return self.served[rows] if (self.catches_up or self.uniform) and wanted.any() else wanted
+
+    def most(self, known: Int) -> Int:
+        """The most drafts behind `known` [n] tokens, [n]: those and the token behind them must fit into a row."""
+        return np.clip(self._rows.max_model_len - known - 1, 0, self.num_tokens)
 
     def caught_up(self, rows: Int, bounds: Int) -> None:
         """`rows` [n], whose newest tokens are at `bounds` [n] at most, have just been proposed for.
@@ -311,13 +316,13 @@ class Drafting:
             "graphs": None if self.graphs is None else self.graphs.report.to_json(),
         }
 
-    def _fill(self, rows: Int, known: Int, room: Int) -> None:
+    def _fill(self, rows: Int, known: Int) -> None:
         """Make all requests' drafts equally many, so that a captured graph fits: with the newest token again and again.
 
-        Any token may stand behind the guesses, since none stands that the model would not have sampled.
+        Any token may stand behind the guesses, since none stands that the model would not have sampled; and a text ends
+        at its limit, whatever stands behind.
         """
-        guesses = self._rows.num_guesses[rows]
-        most = np.minimum(np.minimum(room, self.num_tokens), self._rows.max_model_len - known)
+        guesses, most = self._rows.num_guesses[rows], self.most(known)
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
         left_open = (guesses[:, None] <= places) & (places < most[:, None])
         self._rows.write_drafts(rows, np.broadcast_to(newest[:, None], left_open.shape), left_open)

@@ -227,9 +227,10 @@ class Overlap:
             return None
         found = draft.token_ids
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
-        used = settled.room if drafting.uniform and counts.any() else counts
+        used = drafting.most(self._bounds(settled)) if drafting.uniform and counts.any() else counts
         self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
-        drafting.caught_up(rows, self._bounds(settled) - 1)
+        if found.shape[1] == drafting.num_tokens:  # else what fills is not in the drafter's cache
+            drafting.caught_up(rows, self._bounds(settled) - 1)
         return Proposal(
             rows=rows,
             generations=self._rows.generation[rows],

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from slotline.registry.errors import ModelError
 
@@ -160,9 +160,9 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, layer, config.hidden_size)
         self.mlp = LlamaMLP(config)
-        norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm = norm if layer else nn.Identity()
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
         """[n, hidden_size] to the same."""
@@ -229,9 +229,9 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = norm_before_residual
         self.self_attn = Attention(config, 0, 2 * config.hidden_size)
         self.mlp = LlamaMLP(config)
-        self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(
         self,
@@ -256,7 +256,7 @@ class Eagle3Head(Head):
         size = config.llama.hidden_size
         self.fc = nn.Linear(num_states * (target_size or size), size, bias=bias)
         self.midlayer = Eagle3Layer(config.llama, norm_before_residual=config.norm_before_residual)
-        self.norm = LlamaRMSNorm(size, eps=config.llama.rms_norm_eps)
+        self.norm = nn.RMSNorm(size, eps=config.llama.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:

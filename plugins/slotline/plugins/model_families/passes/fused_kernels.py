@@ -8,7 +8,7 @@ from torch.nn import functional
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
-from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, Products
+from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, SINGLE, Products
 from slotline.registry.contracts.attention import CacheSlots
 
 ACTIVATION_BLOCK = 1024
@@ -198,6 +198,8 @@ class TritonKernels:
         x = self._normed(x, norm)
         if self._products.suits(x, weight):
             return self._products.dot(x, weight, bias)[0]
+        if self._products.suits_single(x, weight):
+            return self._products.dot(x, weight, bias, shape=SINGLE)[0]
         return functional.linear(x, weight, bias)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
