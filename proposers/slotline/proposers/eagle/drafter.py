@@ -17,6 +17,7 @@ from slotline.core.sampling.likeliest import likeliest
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
+    Head,
     fill,
     read_config,
     read_weights,
@@ -116,8 +117,10 @@ class EagleDrafter:
         fill(head, weights, config.path)
         return self._placed(head)
 
-    def _placed(self, head: torch.nn.Module) -> torch.nn.Module:
-        return head.to(self._device, self._dtype).eval().requires_grad_(False)
+    def _placed(self, head: Head) -> torch.nn.Module:
+        placed = head.to(self._device, self._dtype).eval().requires_grad_(False)
+        placed.merge()
+        return placed
 
     def _states(self, computed: ComputedTokens) -> torch.Tensor | None:
         return computed.hidden_states

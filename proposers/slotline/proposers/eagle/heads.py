@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import nn
+from torch.nn import functional
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from slotline.registry.errors import ModelError
 
@@ -131,8 +132,19 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, 
     module.load_state_dict({name: weights[name] for name in own}, assign=assign)
 
 
+def merge(*projections: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """One weight and bias of several projections of the same input, which keep views of their parts."""
+    weight = torch.cat([projection.weight.data for projection in projections])
+    bias = None if projections[0].bias is None else torch.cat([projection.bias.data for projection in projections])
+    for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
+        projection.weight.data = part
+    return weight, bias
+
+
 class Attention(nn.Module):
     """Projections and rotary positions around somebody else's attention."""
+
+    merged: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def __init__(self, config: LlamaConfig, layer: int, input_size: int) -> None:
         super().__init__()
@@ -145,12 +157,30 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
         """[n, input_size] to [n, hidden_size]; `rotary` are cosines and sines [n, head_size]."""
-        query, key, value = (
-            projection(x).view(len(x), -1, self.head_size) for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = apply_rotary_pos_emb(query, key, *rotary, unsqueeze_dim=1)
+        if self.merged is None:
+            states = torch.cat([projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj)], -1)
+        else:
+            states = functional.linear(x, *self.merged)
+        states = states.view(len(x), -1, self.head_size)
+        queries, keys = (p.out_features // self.head_size for p in (self.q_proj, self.k_proj))
+        turning, value = states.split([queries + keys, keys], 1)
+        cosines, sines = (part[:, None] for part in rotary)
+        query, key = (turning * cosines + rotate_half(turning) * sines).split([queries, keys], 1)
         out: torch.Tensor = self.o_proj(attend(self.layer, query, key, value).flatten(1))
         return out
+
+
+class MLP(LlamaMLP):  # type: ignore[misc]  # transformers has no types
+    """A Llama's, whose gate and up may be one product."""
+
+    merged: tuple[torch.Tensor, torch.Tensor | None] | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[n, hidden_size] to the same."""
+        if self.merged is None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        gate, up = functional.linear(x, *self.merged).chunk(2, -1)
+        return self.down_proj(functional.silu(gate) * up)  # type: ignore[no-any-return]
 
 
 class EagleLayer(nn.Module):
@@ -159,7 +189,7 @@ class EagleLayer(nn.Module):
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer, config.hidden_size)
-        self.mlp = LlamaMLP(config)
+        self.mlp = MLP(config)
         norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.input_layernorm = norm if layer else nn.Identity()
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -186,6 +216,14 @@ class Head(nn.Module):
             rotary.to(positions.device)
         cosines, sines = rotary(like, positions[None])
         return cosines[0], sines[0]
+
+    def merge(self) -> None:
+        """Join products of the same input, once the head is where it serves; its weights may still be written to."""
+        for module in self.modules():
+            if isinstance(module, Attention):
+                module.merged = merge(module.q_proj, module.k_proj, module.v_proj)
+            elif isinstance(module, MLP):
+                module.merged = merge(module.gate_proj, module.up_proj)
 
 
 class EagleHead(Head):
@@ -228,7 +266,7 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         self.norm_before_residual = norm_before_residual
         self.self_attn = Attention(config, 0, 2 * config.hidden_size)
-        self.mlp = LlamaMLP(config)
+        self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
