@@ -201,7 +201,7 @@ class Overlap:
             accepted = torch.ones_like(slots)
             accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
-        drafting.forget()
+        self._rows.num_drafts[settled.rows] = 0  # those of a row that waits for its exact number stay
         drafting.behind(settled.rows)
         # What the drafter reads is taken here: `finish` would pick it with places that the host sends, and wait.
         states, computed = sampling.states, sampling.computed

@@ -166,7 +166,7 @@ class Scheduler:
             if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
                 self.rows.num_drafts[rows] = 0  # every decode goes before any guess
             else:
-                left = left + drafts
+                left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
         if most is not None:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         if self.encoder_cache is not None:
