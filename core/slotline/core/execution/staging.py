@@ -52,7 +52,7 @@ class Staging(Protocol):
         ...
 
     def download(self, tensor: torch.Tensor) -> Download:
-        """Start bringing a tensor to the host; nothing may write to it from now on."""
+        """Start bringing a tensor to the host."""
         ...
 
 
@@ -111,16 +111,11 @@ class _Copy:
 
 
 class CudaStaging:
-    """One pinned buffer on the way there; pinned buffers in turn and events on the way back.
-
-    Copies run on streams of their own: between two kernels of one stream a copy takes some ten microseconds, whatever
-    its size. What arrives is taken from there into the buffer whose addresses never change, once nothing reads that.
-    """
+    """One pinned buffer on the way there; pinned buffers in turn and events on the way back."""
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        self._up, self._down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
-        self._copied, self._arrived, self._taken = (torch.cuda.Event() for _ in range(3))
+        self._copied = torch.cuda.Event()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
         self._results: dict[torch.dtype, list[torch.Tensor]] = {}
         self._used = 0
@@ -130,7 +125,7 @@ class CudaStaging:
         """One device buffer and one pinned host buffer."""
         self._pinned = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
         self._host = self._pinned.numpy()
-        self._device, self._arrival = torch.empty(2, num_bytes, dtype=torch.uint8, device=self.device)
+        self._device = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._views.clear()
 
     def begin(self) -> None:
@@ -153,15 +148,8 @@ class CudaStaging:
         return view
 
     def flush(self) -> None:
-        """One copy to the device, beside what runs there, and one on it."""
-        current, used = torch.cuda.current_stream(self.device), self._used
-        self._up.wait_event(self._taken)  # of the flush before
-        with torch.cuda.stream(self._up):
-            self._arrival[:used].copy_(self._pinned[:used], non_blocking=True)
-            self._arrived.record(self._up)
-        current.wait_event(self._arrived)
-        self._device[:used].copy_(self._arrival[:used])
-        self._taken.record(current)
+        """One copy."""
+        self._device[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
 
     def mark(self) -> None:
         """Record the event that `begin` waits for."""
@@ -169,14 +157,10 @@ class CudaStaging:
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Copy to pinned memory, and an event behind it."""
-        flat, made, done = tensor.reshape(-1), torch.cuda.Event(), torch.cuda.Event()
         host = self._result(tensor.dtype, tensor.numel())
-        made.record(torch.cuda.current_stream(self.device))
-        self._down.wait_event(made)
-        with torch.cuda.stream(self._down):
-            host.copy_(flat, non_blocking=True)
-            done.record(self._down)
-        flat.record_stream(self._down)  # its memory is in use until then
+        host.copy_(tensor.reshape(-1), non_blocking=True)
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.device))
         return _Copy(host, tensor.shape, done)
 
     def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:
