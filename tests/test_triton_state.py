@@ -109,7 +109,9 @@ def test_segments_of_long_prompts_give_the_same(
 def test_a_convolution_read_in_words_is_the_one_read_in_numbers(
     channels: int, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for a request that starts, a padded row, and channels that are no whole words, which words do not serve."""
+    """Also for a request that starts, a padded row, requests that share a program or do not, and channels that are no
+    whole words, which words do not serve.
+    """
     generator = torch.Generator().manual_seed(0)
     sizes = {"x": (5, channels), "weight": (channels, width), "bias": (channels,)}
     inputs = {name: torch.randn(size, generator=generator).half().to(DEVICE) for name, size in sizes.items()}
@@ -127,13 +129,46 @@ def test_a_convolution_read_in_words_is_the_one_read_in_numbers(
     tensors = (inputs["x"], inputs["weight"], inputs["bias"], before, inputs["x"])
     assert convolution.in_words(facts, tensors) == (channels != 13)
     found = []
-    for words in (channels != 13, False):
+    for words, few in ((channels != 13, 5), (channels != 13, 6), (False, 6)):
         monkeypatch.setattr(convolution, "in_words", lambda *_, words=words: words)
+        monkeypatch.setattr(convolution, "FEW", few)
         state, out = before.clone(), torch.full_like(inputs["x"], float("nan"))
         convolution.Convolution().decode(facts, inputs, {"conv": state}, out, rows)
         found.append((out, state))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=2e-3, atol=2e-3)
-    assert torch.equal(found[0][1], found[1][1])
+    for out, state in found[:2]:
+        torch.testing.assert_close(out, found[2][0], rtol=2e-3, atol=2e-3)
+        assert torch.equal(state, found[2][1])
+
+
+@pytest.mark.parametrize(("channels", "size"), [(6, 5), (64, 16), (80, 16)])
+def test_mambas_programs_give_the_same_whether_they_are_few_or_many(
+    channels: int, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that are full, and with channels and columns too many."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"x": (4, channels), "dt": (4, channels), "B": (4, size), "C": (4, size), "z": (4, channels)}
+    shapes |= {"A": (channels, size), "D": (channels,), "dt_bias": (channels,)}
+    inputs = {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in shapes.items()}
+    inputs["A"] = -inputs["A"].abs()
+    before = torch.randn(7, channels, size, generator=generator).to(DEVICE)
+    rows = Rows(
+        starts=torch.arange(5, device=DEVICE).int(),
+        slots=torch.tensor([3, -1, 5, 0], device=DEVICE).int(),
+        has_state=torch.tensor([1, 1, 0, 1], device=DEVICE).to(torch.int8),
+        first=0,
+        end=4,
+        num_tokens=4,
+        cores=1,
+    )
+    facts = {"channels": channels, "state_size": size, "dt_softplus": True}
+    found = []
+    for few in (16, 0):
+        monkeypatch.setattr(mamba1, "FEW", few)
+        state, out = before.clone(), torch.full_like(inputs["x"], float("nan"))
+        mamba1.Mamba1().decode(facts, inputs, {"ssm": state}, out, rows)
+        found.append((out, state))
+    torch.testing.assert_close(found[0], found[1])
+    assert torch.equal(found[0][1][[1, 2, 4, 6]], before[[1, 2, 4, 6]])
 
 
 def outputs(

@@ -14,8 +14,9 @@ from slotline.backends.triton_state.rows import Rows, Tensors, given, padded
 
 BLOCK = 128
 """Channels of a program where each request has one token."""
-WORDS, LANES = 128, 32
-"""Words of four channels that a program takes, where numbers have 16 bits, and those of a warp."""
+WORDS, LANES, GROUP, FEW = 128, 32, 2, 16
+"""Words of four channels that a program takes, where numbers have 16 bits, those of a warp, requests that share a
+program's weights, and how many requests there must be for that."""
 CHUNK, CHUNK_BLOCK = 16, 256
 """Tokens and channels of a program for longer ones."""
 
@@ -28,13 +29,16 @@ class Convolution:
         tensors = (x, inputs["weight"], given(inputs, "bias", x), conv, out)
         if in_words(facts, tensors):
             block = min(WORDS, padded(channels // 4))
-            kernels.update_words[(rows.count, triton.cdiv(channels // 4, block))](
+            group = GROUP if rows.count >= FEW else 1
+            kernels.update_words[(triton.cdiv(channels // 4, block), triton.cdiv(rows.count, group))](
                 *tensors,
                 rows.slots,
                 rows.has_state,
                 x.stride(0) // 4,
                 conv.stride(0) // 4,
                 channels // 4,
+                rows.count,
+                group=group,
                 block=block,
                 num_warps=max(1, block // LANES),
                 **_options(facts, inputs),

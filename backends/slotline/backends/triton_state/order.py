@@ -16,8 +16,9 @@ class Order:
 
     That one is the first launch behind the begin of a step (the batch's slots are new, and anybody may have written
     states between two steps), behind a prompt, a copy or a return from drafts; and every launch for states that were
-    written since. What a captured graph holds is such a sequence too, for it starts when all before its replay has
-    ended.
+    written since. A convolution's weights are read ahead by the same launches: by the contract nothing of a step writes
+    them but copies, and no kernel starts beside a copy in front. What a captured graph holds is such a sequence too,
+    for it starts when all before its replay has ended.
     """
 
     def __init__(self) -> None:

@@ -7,8 +7,10 @@ in one page.
 
 **Inputs.** What `inputs` holds for each kind. T is the number of tokens; tensors over T have the activation dtype
 unless marked f32, and their last dimension is contiguous, the others have any stride. What has no T is a parameter:
-contiguous, f32 but for `weight` and `bias`, which have the activation dtype. Names in brackets may be absent, and are
-then not in the mapping. Names that a backend does not know, in `inputs` and in `facts`, are to be ignored.
+contiguous, f32 but for `weight` and `bias`, which have the activation dtype. Those two are the model's own tensors: no
+kernel of a step writes them, so they may be read while the kernels in front still run; other parameters may be made
+anew by each forward. Names in brackets may be absent, and are then not in the mapping. Names that a backend does not
+know, in `inputs` and in `facts`, are to be ignored.
 
 ============  ==================================================  ========================================  ==========
 kind          inputs                                              facts                                     output

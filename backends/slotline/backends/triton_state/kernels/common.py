@@ -57,7 +57,7 @@ def limit(has_state, size):
 @triton.jit
 def silu(x):
     """x * sigmoid(x)."""
-    return x / (1.0 + tl.exp(-x))
+    return x / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
 @triton.jit
@@ -93,8 +93,8 @@ def before_states(waits, ahead: tl.constexpr):
 
 @triton.jit
 def before_inputs(ahead: tl.constexpr):
-    """Wait for what is in front: nothing of the step's own may be read before, and nothing written. A second wait would
-    hold up what follows until the states have come.
+    """Wait for what is in front: nothing that the step computes may be read before, and nothing written. A second wait
+    would hold up what follows until the states have come.
     """
     if ahead:
         gdc_wait()

@@ -46,15 +46,16 @@ def update(
     window = ()
     for tap in tl.static_range(width - 1):
         window = window + (tl.load(state + tap * s_tap, mask=known, other=0.0),)
-    if early:
-        before_inputs(ahead)
-    window = window + (tl.load(x + row * x_token + channel, mask=inside, other=0.0),)
-    acc = tl.zeros([block], tl.float32)
+    acc, factors = tl.zeros([block], tl.float32), ()
     if has_bias:
         acc = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
     for tap in tl.static_range(width):
-        factor = tl.load(weight + channel * width + tap, mask=inside, other=0.0).to(tl.float32)
-        acc += window[tap].to(tl.float32) * factor
+        factors = factors + (tl.load(weight + channel * width + tap, mask=inside, other=0.0),)
+    if early:
+        before_inputs(ahead)
+    window = window + (tl.load(x + row * x_token + channel, mask=inside, other=0.0),)
+    for tap in tl.static_range(width):
+        acc += window[tap].to(tl.float32) * factors[tap].to(tl.float32)
     if has_silu:
         acc = silu(acc)
     acc = tl.where(slot >= 0, acc, 0.0)
@@ -65,18 +66,53 @@ def update(
 
 
 @triton.jit
-def _number(words, index: tl.constexpr, dtype: tl.constexpr):
-    """Number `index` of 16-bit numbers that lie four to a word, in float32."""
-    return (words[index // 4] >> (index % 4 * 16)).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+def _halves(word):
+    """A word of 64 bits as two of 32: everything else is done with those, of which a register holds one."""
+    return word.to(tl.uint32), (word >> 32).to(tl.uint32)
 
 
 @triton.jit
-def _bits(words, index: tl.constexpr, place: tl.constexpr):
-    """The bits of number `index`, at `place` of another word."""
-    return ((words[index // 4] >> (index % 4 * 16)) & 0xFFFF) << (place * 16)
+def _whole(low, high):
+    return (low.to(tl.uint64) | (high.to(tl.uint64) << 32)).to(tl.int64)
 
 
-@triton.jit(do_not_specialize=["waits"])
+@triton.jit
+def _number(halves, index: tl.constexpr, dtype: tl.constexpr):
+    """Number `index` of 16-bit numbers that lie two to a half, in float32."""
+    if dtype == tl.bfloat16:  # the upper 16 bits of the same number in float32
+        number = _bits(halves, index, 1).to(tl.float32, bitcast=True)
+    else:
+        number = _bits(halves, index, 0).to(tl.uint16).to(dtype, bitcast=True).to(tl.float32)
+    return number
+
+
+@triton.jit
+def _bits(halves, index: tl.constexpr, place: tl.constexpr):
+    """The bits of number `index`, at `place` of another half."""
+    half = halves[index // 2]
+    if place == 0:
+        half = (half >> (index % 2 * 16)) & 0xFFFF
+    elif index % 2 == 0:
+        half = half << 16
+    else:
+        half = half & 0xFFFF0000
+    return half
+
+
+@triton.jit
+def _moved(window, new, index: tl.constexpr, taps: tl.constexpr):
+    """The half at `index` of the new state."""
+    return _next(window, new, index * 2, taps, 0) | _next(window, new, index * 2 + 1, taps, 1)
+
+
+@triton.jit
+def _next(window, new, index: tl.constexpr, taps: tl.constexpr, place: tl.constexpr):
+    """The bits of what number `index` of the state becomes: the next tap's, or in a channel's last tap the new one."""
+    last: tl.constexpr = index % taps == taps - 1
+    return _bits(new, index // taps, place) if last else _bits(window, index + 1, place)
+
+
+@triton.jit(do_not_specialize=["waits", "rows"])
 def update_words(
     x,
     weight,
@@ -88,8 +124,10 @@ def update_words(
     x_token,
     s_slot,
     words,
+    rows,
     waits,
     width: tl.constexpr,
+    group: tl.constexpr,
     block: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
@@ -99,53 +137,81 @@ def update_words(
     """As `update` with numbers of 16 bits, of which four channels' are read at a time: their taps are whole words.
 
     With a load for each number it is the loads that take the time, not the bytes. `words`, `x_token` and `s_slot`
-    count words, of a token's channels and between tokens and slots. Grid: (requests, blocks of words).
+    count words, of a token's channels and between tokens and slots. The requests of a group share the weights that a
+    program reads. Grid: (blocks of words, groups of requests).
     """
     dtype: tl.constexpr = out.dtype.element_ty
     whole: tl.constexpr = tl.pointer_type(tl.int64)
-    row = tl.program_id(0).to(tl.int64)
-    word = tl.program_id(1) * block + tl.arange(0, block)
+    first = tl.program_id(1) * group
+    word = tl.program_id(0) * block + tl.arange(0, block)
     inside = word < words
     if early:
         before_states(waits, ahead)
-    slot = tl.load(slots + row).to(tl.int64)
-    kept = word < tl.where(slot >= 0, words, 0)
-    known = kept & (word < limit(has_state + row, words))
-    taps = state.to(whole, bitcast=True) + slot * s_slot + word * (width - 1)
-    window, factors = (), ()
-    for tap in tl.static_range(width - 1):
-        window = window + (tl.load(taps + tap, mask=known, other=0),)
-    if early:
-        before_inputs(ahead)
-    new = (tl.load(x.to(whole, bitcast=True) + row * x_token + word, mask=inside, other=0),)
+    numbers, places, windows, factors, inputs = (), (), (), (), ()
+    for index in tl.static_range(group):
+        row = first + index
+        slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)
+        begun = tl.load(has_state + row, mask=row < rows, other=0) != 0
+        taps = state.to(whole, bitcast=True) + slot * s_slot
+        known = word < tl.where(begun, tl.where(slot >= 0, words, 0), 0)
+        window = ()
+        for tap in tl.static_range(width - 1):
+            window = window + _halves(tl.load(taps + word * (width - 1) + tap, mask=known, other=0))
+        numbers, places, windows = numbers + (slot,), places + (taps,), windows + (window,)
     factors_at = weight.to(whole, bitcast=True) + word * width
     for tap in tl.static_range(width):
-        factors = factors + (tl.load(factors_at + tap, mask=inside, other=0),)
+        factors = factors + _halves(tl.load(factors_at + tap, mask=inside, other=0))
     if has_bias:
-        offsets = (tl.load(bias.to(whole, bitcast=True) + word, mask=inside, other=0),)
-    result = tl.zeros([block], tl.int64)
-    for channel in tl.static_range(4):
-        acc = _number(new, channel, dtype) * _number(factors, channel * width + width - 1, dtype)
-        if has_bias:
-            acc += _number(offsets, channel, dtype)
-        for tap in tl.static_range(width - 1):
-            acc += _number(window, channel * (width - 1) + tap, dtype) * _number(factors, channel * width + tap, dtype)
-        if has_silu:
-            acc = silu(acc)
-        bits = acc.to(dtype).to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
-        result = result | (bits << (channel * 16))
-    result = tl.where(slot >= 0, result, 0)
-    tl.store(out.to(whole, bitcast=True) + row * words + word, result, mask=inside)
-    if block < 32:
-        tl.debug_barrier()  # several threads load a word: all have it before one of them stores
-    for at in tl.static_range(width - 1):
-        moved = tl.zeros([block], tl.int64)
-        for place in tl.static_range(4):
-            if (at * 4 + place) % (width - 1) == width - 2:  # a channel's last tap
-                moved = moved | _bits(new, (at * 4 + place) // (width - 1), place)
-            else:
-                moved = moved | _bits(window, at * 4 + place + 1, place)
-        tl.store(taps + at, moved, mask=kept)
+        offsets = _halves(tl.load(bias.to(whole, bitcast=True) + word, mask=inside, other=0))
+    if early:
+        before_inputs(ahead)
+    for index in tl.static_range(group):
+        row = (first + index).to(tl.int64)
+        asked = word < tl.where(first + index < rows, words, 0)
+        inputs = inputs + (_halves(tl.load(x.to(whole, bitcast=True) + row * x_token + word, mask=asked, other=0)),)
+    for index in tl.static_range(group):
+        window, new, slot = windows[index], inputs[index], numbers[index]
+        moved = ()
+        for at in tl.static_range(width - 1):
+            low, high = _moved(window, new, at * 2, width - 1), _moved(window, new, at * 2 + 1, width - 1)
+            moved = moved + (_whole(low, high),)
+        if block < 32:
+            tl.debug_barrier()  # several threads load a word: all have it before one of them stores
+        kept = word < tl.where(slot >= 0, words, 0)
+        _store_words(places[index], word, moved, kept, width - 1, block)  # first: it is three quarters of the bytes
+        results = ()
+        for channel in tl.static_range(4):
+            acc = _number(new, channel, dtype) * _number(factors, channel * width + width - 1, dtype)
+            if has_bias:
+                acc += _number(offsets, channel, dtype)
+            for tap in tl.static_range(width - 1):
+                factor = _number(factors, channel * width + tap, dtype)
+                acc += _number(window, channel * (width - 1) + tap, dtype) * factor
+            if has_silu:
+                acc = silu(acc)
+            results = results + (acc.to(dtype).to(tl.uint16, bitcast=True).to(tl.uint32),)
+        low, high = results[0] | (results[1] << 16), results[2] | (results[3] << 16)
+        result = tl.where(slot >= 0, _whole(low, high), 0)
+        row = (first + index).to(tl.int64)
+        asked = word < tl.where(first + index < rows, words, 0)
+        tl.store(out.to(whole, bitcast=True) + row * words + word, result, mask=asked)
+
+
+@triton.jit
+def _store_words(taps, word, moved, kept, count: tl.constexpr, block: tl.constexpr):
+    """The `count` words of four channels each, by the threads that stand where they are stored: if each thread stored
+    its own, every sector would go to the L2 cache in parts, one for each of its stores.
+    """
+    if count == 3:
+        part = tl.arange(0, 4)
+        four = tl.reshape(tl.join(tl.join(moved[0], moved[2]), tl.join(moved[1], moved[2])), [block, 4])
+        tl.store(taps + word[:, None] * 3 + part[None, :], four, mask=kept[:, None] & (part < 3)[None, :])
+    elif count == 2:
+        part = tl.arange(0, 2)
+        tl.store(taps + word[:, None] * 2 + part[None, :], tl.join(moved[0], moved[1]), mask=kept[:, None])
+    else:
+        for at in tl.static_range(count):
+            tl.store(taps + word * count + at, moved[at], mask=kept)
 
 
 @triton.jit
