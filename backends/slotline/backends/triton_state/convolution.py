@@ -14,7 +14,7 @@ from slotline.backends.triton_state.rows import Rows, Tensors, given, padded
 
 BLOCK = 128
 """Channels of a program where each request has one token."""
-WORDS, LANES, GROUP, FEW = 128, 32, 2, 16
+WORDS, LANES, GROUP, FEW = 128, 32, 2, 64
 """Words of four channels that a program takes, where numbers have 16 bits, those of a warp, requests that share a
 program's weights, and how many requests there must be for that."""
 CHUNK, CHUNK_BLOCK = 16, 256

@@ -35,6 +35,7 @@ class Mamba1:
         block = _block(facts, TILE)
         tensors, strides = _tensors(inputs)
         programs = triton.cdiv(channels, block) * rows.count
+        few = programs <= FEW * rows.cores
         kernels.update[(rows.count, triton.cdiv(channels, block))](
             *tensors,
             state["ssm"],
@@ -46,8 +47,8 @@ class Mamba1:
             state["ssm"].stride(0),
             channels,
             block=block,
-            full=channels % block == 0 and facts["state_size"] == padded(facts["state_size"]),
-            num_warps=FEW_WARPS if programs <= FEW * rows.cores else WARPS,
+            full=not few and channels % block == 0 and facts["state_size"] == padded(facts["state_size"]),
+            num_warps=FEW_WARPS if few else WARPS,
             **_options(facts, inputs),
             **rows.start(programs, FEW),
         )

@@ -71,7 +71,10 @@ def update(
     # All is asked for before anything is stored, behind which no load could be moved, and no branch makes what needs no
     # slot wait for it. What has the longest way to go comes first: states ahead of a wait, else the time steps.
     if not ahead:
-        d, value = _token(dt + row * dt_token, x + row * x_token, dt_bias, channel, inside, has_bias)
+        d = tl.load(dt + row * dt_token + channel, mask=inside, other=0.0).to(tl.float32)
+        if has_bias:
+            offset = tl.load(dt_bias + channel, mask=inside, other=0.0)
+        value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)
     slot = tl.load(slots + row).to(tl.int64)
     held = state + slot * s_slot + place
     kept = tl.where(slot >= 0, size, 0)
@@ -79,17 +82,27 @@ def update(
     h = tl.load(held, mask=known, other=0.0).to(tl.float32)
     if early:
         before_inputs(ahead)
-    if ahead:
-        d, value = _token(dt + row * dt_token, x + row * x_token, dt_bias, channel, inside, has_bias)
-    if has_skip:
-        through = tl.load(skip + channel, mask=inside, other=0.0)
     rates = tl.load(rate + place, mask=here, other=0.0)
+    if ahead:
+        d = tl.load(dt + row * dt_token + channel, mask=inside, other=0.0).to(tl.float32)
+        value = tl.load(x + row * x_token + channel, mask=inside, other=0.0).to(tl.float32)
     added = tl.load(b + row * b_token + column, mask=real, other=0.0).to(tl.float32)
     read = tl.load(c + row * c_token + column, mask=real, other=0.0).to(tl.float32)
     if has_gate:
         gate = tl.load(z + row * z_token + channel, mask=inside, other=0.0).to(tl.float32)
+    if has_skip:
+        through = tl.load(skip + channel, mask=inside, other=0.0)
+    if has_bias and ahead:
+        offset = tl.load(dt_bias + channel, mask=inside, other=0.0)
+    if has_bias:
+        d += offset
     d = time_step(d, low, high, has_softplus, has_limit)
-    h = tl.exp2((d * 1.4426950408889634)[:, None] * rates) * h + (d * value)[:, None] * added[None, :]
+    # Where the logarithm's base goes hangs on what comes last: the time steps, or the rates and states.
+    if ahead:
+        decay = tl.exp2(d[:, None] * (rates * 1.4426950408889634))
+    else:
+        decay = tl.exp2((d * 1.4426950408889634)[:, None] * rates)
+    h = decay * h + (d * value)[:, None] * added[None, :]
     y = tl.sum(h * read[None, :], 1)
     if has_skip:
         y += through * value
@@ -98,15 +111,6 @@ def update(
     tl.store(held, h.to(state.dtype.element_ty), mask=here & (column < kept)[None, :])
     y = tl.where(slot >= 0, y, 0.0)
     tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _token(dt, x, dt_bias, channel, inside, has_bias: tl.constexpr):
-    """A token's time step with its bias, and its input."""
-    d = tl.load(dt + channel, mask=inside, other=0.0).to(tl.float32)
-    if has_bias:
-        d += tl.load(dt_bias + channel, mask=inside, other=0.0)
-    return d, tl.load(x + channel, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
