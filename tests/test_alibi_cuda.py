@@ -12,6 +12,8 @@ from test_alibi import BIASED, PROMPTS
 from test_graphs_cuda import engine
 from tiny_models import greedy_reference
 
+from slotline.testing import Outcome, check_plugin
+
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -32,3 +34,16 @@ def test_the_text_is_that_of_transformers_in_graphs_and_without(name: str, tiny:
         assert (llm.plan.graphs.resolved == "none") == ("graphs.mode" in settings)
         for _ in range(2):
             assert tokens_of(llm, PROMPTS) == expected, settings
+
+
+CHECKS = ("attention.alibi", "attention.alibi.long", "attention.lse.scores", "attention.tree_mask.alibi")
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn", "flex", "torch"])
+@pytest.mark.behaviour(10)
+def test_backends_on_a_gpu_pass_the_checks_of_it(name: str) -> None:
+    if name == "flash_attn":
+        pytest.importorskip("flash_attn")
+    records = check_plugin(f"attention:{name}", device="cuda", only=lambda check: check.id in CHECKS)
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
+    assert {*CHECKS[:2]} <= {record.id for record in records if record.outcome is Outcome.PASSED}
