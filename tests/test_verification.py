@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from distributions import BATCH, DRAFTERS, SETTINGS, TEXTS, VOCAB, K, by_drafter, law_of, tested
 from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens_of
 from test_drafting import NGRAM, drafted_by, guided, pool_of
 
 from slotline.core import LLM, SamplingParams
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import ConfigError
-from slotline.testing.oracles.drafter import SIGNIFICANCE, chi_square
+from slotline.testing.oracles.drafter import SIGNIFICANCE, ChiSquare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
-VOCAB, TEXTS, K = 8, 4000, 3
-PROMPT = [3, 5, 3]
 
 
 class Bigram:
@@ -58,73 +55,39 @@ class Bigram:
         return Draft(token_ids=token_ids, probabilities=probabilities.float())
 
 
-def reference(logprobs: np.ndarray[Any, Any], output: Sequence[int], params: SamplingParams) -> np.ndarray[Any, Any]:
-    """The distribution of the next token, from the model's own, one rule after the other in float64."""
-    scores = logprobs.astype(np.float64).copy()
-    for token in range(VOCAB):
-        if token in PROMPT or token in output:
-            scores[token] = scores[token] * params.repetition_penalty  # log-probabilities are negative
-        scores[token] -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
-        scores[token] += (params.logit_bias or {}).get(token, 0.0)
-    scores /= params.temperature
-    kept = scores >= scores.max() + np.log(params.min_p) if params.min_p else np.ones(VOCAB, bool)
-    if params.top_k > 0:
-        kept &= scores >= np.sort(scores)[-params.top_k]
-    weights = np.where(kept, np.exp(scores - scores.max()), 0.0)
-    order = np.argsort(-weights)
-    before = np.cumsum(weights[order]) - weights[order]
-    weights[order[before >= params.top_p * weights.sum()]] = 0.0
-    return np.asarray(weights / weights.sum())
-
-
-SETTINGS = {
-    "plain": {"temperature": 1.0},
-    "cold, top-k": {"temperature": 0.6, "top_k": 5},
-    "hot, top-p": {"temperature": 1.4, "top_p": 0.8},
-    "min-p": {"temperature": 1.0, "min_p": 0.1},
-    "bias": {"temperature": 1.0, "logit_bias": {2: 1.5, 4: -1.0}},
-    "penalties": {"temperature": 0.9, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-}
 CASES = [(how, name) for how in ("probabilities", "one-point") for name in SETTINGS]
 CASES += [("ends early", "plain"), ("unnormalised", "plain"), ("filled up", "plain")]
 
 
-@pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
-def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: str, name: str) -> None:
-    """The joint counts of the tokens after the first, of which up to three are drafted, against exact probabilities.
-
-    Pearson's chi-square over 4,000 texts by first token; seeds are fixed, the level is one in a million.
-    """
+def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, ChiSquare]:
+    """Drafts that stood of those that `Bigram` drew, up to three behind a text's first token, and the texts' test."""
     path = tiny("llama", vocab_size=VOCAB, initializer_range=0.2)
-    scoring = engines(path, **{"sampling.max_logprobs": VOCAB, "max_num_seqs": 128, "max_num_batched_tokens": 2048})
-    prefixes = [list(prefix) for length in range(3) for prefix in product(range(VOCAB), repeat=length)]
-    asked = SamplingParams(temperature=0, max_tokens=1, logprobs=VOCAB)
-    scored = scoring.generate([PROMPT + prefix for prefix in prefixes], asked)
-    params = SamplingParams(max_tokens=3, ignore_eos=True, **SETTINGS[name])
-    given = {}
-    for prefix, output in zip(prefixes, scored, strict=True):
-        entry = output.outputs[0].logprobs[0]
-        given[tuple(prefix)] = reference(np.array([entry[t].logprob for t in range(VOCAB)]), prefix, params)
-
-    options = {"drafter.name": "ngram", "drafter.tokens": K, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
-    llm = engines(path, **options)
+    scoring = engines(path, **{"sampling.max_logprobs": VOCAB}, **BATCH)
+    law = law_of(scoring, SamplingParams(**SETTINGS[name]))
+    llm = engines(path, **{"drafter.name": "ngram", "drafter.tokens": K}, **BATCH)
     before = llm.engine.drafting.counts.accepted
     llm.engine.drafting.uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
-        texts = llm.generate(
-            [PROMPT] * TEXTS,
-            [SamplingParams(max_tokens=3, ignore_eos=True, seed=i, **SETTINGS[name]) for i in range(TEXTS)],
-        )
-    counts = np.zeros((VOCAB,) * 3)
-    for text in texts:
-        counts[tuple(text.outputs[0].token_ids)] += 1
+        result = tested(llm, law, SETTINGS[name])
     assert llm.engine.drafting.counts.failures == 0
-    assert llm.engine.drafting.counts.accepted - before > TEXTS / 10
-    groups = {}
-    for first in range(VOCAB):
-        pairs = np.stack([given[(first,)][second] * given[(first, second)] for second in range(VOCAB)])
-        groups[first] = counts[first].ravel(), pairs.ravel() * counts[first].sum()
-    result = chi_square(groups)
+    return llm.engine.drafting.counts.accepted - before, result
+
+
+@pytest.mark.parametrize(("how", "name"), CASES, ids=[f"{how}, {name}" for how, name in CASES])
+def test_text_has_the_targets_distribution(tiny: Tiny, engines: Engines, how: str, name: str) -> None:
+    """Seeds are fixed, the level is one in a million."""
+    accepted, result = measured(how, name, tiny, engines)
+    assert accepted > TEXTS / 10
+    assert result.freedom >= 10
+    assert result.p_value > SIGNIFICANCE, result
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_has_the_targets_distribution_beside_every_drafter(
+    tiny: Tiny, engines: Engines, tmp_path: Path, name: str
+) -> None:
+    accepted, result = by_drafter(name, tmp_path / name, tiny, engines)
+    assert accepted > TEXTS / 100
     assert result.freedom >= 10
     assert result.p_value > SIGNIFICANCE, result
 
