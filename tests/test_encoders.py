@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -140,3 +142,13 @@ def test_explain_shows_layers_without_a_cache(encoder: Tiny) -> None:
     assert "encoder_only" in text
     assert "keep nothing between steps" in text
     assert set(ARCHITECTURES) == {*EMBEDDERS, *CLASSIFIERS}
+
+
+@pytest.mark.parametrize("change", [{"num_attention_heads": 5}, {"hidden_size": -4}, {"intermediate_size": "many"}])
+def test_sizes_that_no_encoder_can_have_are_refused(change: dict[str, Any], encoder: Tiny, tmp_path: Path) -> None:
+    path = tmp_path / "bert"
+    shutil.copytree(encoder("BertModel"), path)
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=rf"{path}/config.json "):
+        LLM(path, dtype="float32")

@@ -38,9 +38,11 @@ class TransformersEncoder:
         checkpoint.require_weights(found.path)
         binding.register(inspection.INSPECT_NAME, inspection.recording_attention)
         found.config._attn_implementation = inspection.INSPECT_NAME
-        with torch.device("meta"):
+        with inspection.sizes_that_fit(found), torch.device("meta"):
             model = found.model_class(found.config).eval()
         length = found.max_model_len - _first_position(found)
+        with inspection.sizes_that_fit(found):
+            layers = _watch(model, length)
         return ModelFacts(
             architecture=found.architecture,
             path=found.path,
@@ -48,7 +50,7 @@ class TransformersEncoder:
             hidden_size=int(found.config.hidden_size),
             max_model_len=length,
             dtype=found.dtype,
-            layers=_watch(model, length),
+            layers=layers,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             tasks=("classify",) if found.architecture in CLASSIFIERS else ("embed",),
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -128,23 +129,34 @@ def inspect(path: Path) -> ModelFacts:
     return facts_of(found)
 
 
-def facts_of(found: Checkpoint) -> ModelFacts:
-    """The facts of a decoder's configuration.
+@contextmanager
+def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
+    """While a model is made of a configuration and run: transformers does not check that all numbers fit.
 
     Raises:
-        ModelError: if no model can be made of it, or none that runs: transformers does not check that all numbers fit.
+        ModelError: in place of whatever the model's own code says of sizes that do not fit.
     """
     try:
-        model = _model_without_memory(found)
-        state_layers = state_mixers.find(model)
-        layers, host_copies = _watch(model, found.max_model_len, state_layers)
+        yield
     except SlotlineError:
         raise
-    except Exception as error:  # whatever a model's own code says of sizes that do not fit
+    except Exception as error:
         raise ModelError(
             f"{found.path}/config.json describes no {found.architecture} that runs: {type(error).__name__}: {error}",
             fix="correct the sizes in config.json, or download it again",
         ) from error
+
+
+def facts_of(found: Checkpoint) -> ModelFacts:
+    """The facts of a decoder's configuration.
+
+    Raises:
+        ModelError: if no model can be made of it, or none that runs.
+    """
+    with sizes_that_fit(found):
+        model = _model_without_memory(found)
+        state_layers = state_mixers.find(model)
+        layers, host_copies = _watch(model, found.max_model_len, state_layers)
     return ModelFacts(
         architecture=found.architecture,
         path=found.path,

@@ -41,9 +41,11 @@ class TransformersSpeech:
         checkpoint.require_weights(found.path)
         binding.register(inspection.INSPECT_NAME, inspection.recording_attention)
         found.config._attn_implementation = inspection.INSPECT_NAME
-        with torch.device("meta"):
+        with inspection.sizes_that_fit(found), torch.device("meta"):
             model = found.model_class(found.config).eval()
         config = found.config
+        with inspection.sizes_that_fit(found):
+            layers = _watch(model, found)
         return ModelFacts(
             architecture=found.architecture,
             path=found.path,
@@ -51,7 +53,7 @@ class TransformersSpeech:
             hidden_size=int(config.d_model),
             max_model_len=int(config.max_target_positions),
             dtype=found.dtype,
-            layers=_watch(model, found),
+            layers=layers,
             num_parameters=sum(parameter.numel() for parameter in model.parameters()),
             eos_token_ids=found.eos_token_ids,
             modalities=(Modality(name="audio", placeholder_token_id=NO_TOKEN, cross=True),),

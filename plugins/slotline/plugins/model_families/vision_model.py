@@ -35,7 +35,7 @@ class TransformersVision(TransformersDecoder):
         found = checkpoint.read(Path(path), ARCHITECTURES)
         checkpoint.require_weights(found.path)
         facts = inspection.facts_of(_decoder_of(found))
-        with torch.device("meta"):
+        with inspection.sizes_that_fit(found), torch.device("meta"):
             encoder = found.model_class(found.config).model
         del encoder.language_model
         size = sum(parameter.numel() for parameter in encoder.parameters())
