@@ -15,6 +15,7 @@ import pytest
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.planning.plan import SMALL_MODEL
+from slotline.plugins.structured_output.json_schema import refuse
 from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
@@ -146,6 +147,35 @@ def test_what_xgrammar_would_leave_out_without_a_word_is_refused(schema: dict[st
     llm = engines(None, **{"structured_output.backend": "xgrammar"})
     with pytest.raises(RequestError, match="XGrammar does not enforce"):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)))
+
+
+def test_the_wrong_part_is_found_beside_references_with_no_more_than_it_needs() -> None:
+    definitions = {f"d{i}": {"type": "object", "properties": {"a": {"type": "string"}}} for i in range(200)}
+    definitions["d7"] = {"anyOf": [{"$ref": "#/$defs/d8"}, {"type": "null"}]}
+    schema = {
+        "type": "object",
+        "properties": {"x": {"type": "string"}, "y": {"$ref": "#/properties/x"}, "z": {"$ref": "#/$defs/d7"}},
+        "anyOf": [{"$ref": f"#/$defs/d{i}"} for i in range(200)],
+        "$defs": {**definitions, "wrong/one": {"items": {"type": "strin"}}},
+    }
+    seen: list[Any] = []
+
+    def refusal(text: str) -> str | None:
+        seen.append(json.loads(text))
+        return "no such type" if "strin" in text.replace("string", "") else None
+
+    with pytest.raises(RequestError, match=r"^here #/[$]defs/wrong~1one/items: no such type"):
+        refuse(json.dumps(schema), refusal, "correct it", "here #")
+    assert max(len(part.get("$defs", {})) for part in seen[1:]) <= 2
+    del schema["$defs"]["wrong/one"]
+    schema["properties"]["w"] = {"$ref": "#/$defs/nowhere"}
+
+    def misses(text: str) -> str | None:
+        parts = json.loads(text)
+        return "it is missing" if "nowhere" in text and "nowhere" not in parts.get("$defs", {}) else None
+
+    with pytest.raises(RequestError, match=r"^here #/properties/w: it is missing"):
+        refuse(json.dumps(schema), misses, "correct it", "here #")
 
 
 def test_a_kind_of_constraint_that_the_plugin_does_not_take_is_refused(engines: Engines) -> None:

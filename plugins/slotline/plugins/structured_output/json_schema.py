@@ -10,13 +10,18 @@ from slotline.registry.errors import RequestError
 
 _SUBSCHEMAS = frozenset({"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"})
 _LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
-_TABLES = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_DEFINITIONS = ("$defs", "definitions")
+_TABLES = frozenset({*_DEFINITIONS, "patternProperties", "properties"})
 
 
 def subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
-    """Every schema inside `schema`, innermost first, with its JSON pointer; `schema` itself comes last."""
+    """Every schema inside `schema`, innermost first, with its JSON pointer; `schema` itself comes last.
+
+    Definitions come before what refers to them.
+    """
     if isinstance(schema, Mapping):
-        for key, value in schema.items():
+        for key in sorted(schema, key=lambda key: key not in _DEFINITIONS):
+            value = schema[key]
             at = f"{pointer}/{_escaped(key)}"
             if key in _SUBSCHEMAS:
                 yield from subschemas(value, at)
@@ -44,13 +49,45 @@ def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str
     if why is None:
         return
     root = json.loads(text)
-    shared = {key: root[key] for key in ("$defs", "definitions") if isinstance(root, Mapping) and key in root}
     for pointer, part in subschemas(root):
-        if pointer != "#" and not isinstance(part, bool):
-            found = refusal(json.dumps({**shared, **part} if isinstance(part, Mapping) else part))
+        if pointer != "#" and not isinstance(part, bool) and (alone := _alone(part, root)) is not None:
+            found = refusal(json.dumps(alone))
             if found is not None:
                 raise RequestError(f"{place}{pointer[1:]}: {found}", fix=fix)
     raise RequestError(f"{place}: {why}", fix=fix)
+
+
+def _alone(part: Any, root: Any) -> Any:
+    """A part of a schema with the definitions that it needs and no others, of which there may be hundreds; None if it
+    refers to other parts, so that it means nothing by itself."""
+    if not isinstance(part, Mapping):
+        return part
+    needed: dict[str, dict[str, Any]] = {}
+    left: list[Any] = [part]
+    while left:
+        for reference in _references(left.pop()):
+            if reference == "#":
+                continue
+            _, table, name = [*reference.split("/", 3)[:3], "", ""][:3]
+            if table not in _DEFINITIONS:
+                return None
+            name = name.replace("~1", "/").replace("~0", "~")
+            known, found = root.get(table), needed.setdefault(table, {})
+            if isinstance(known, Mapping) and name in known and name not in found:
+                found[name] = known[name]
+                left.append(known[name])
+    return {**needed, **part}
+
+
+def _references(value: Any) -> Iterator[str]:
+    """Every `$ref` in JSON."""
+    if isinstance(value, Mapping):
+        if isinstance(reference := value.get("$ref"), str):
+            yield reference
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _references(inner)
 
 
 def _escaped(key: str) -> str:
