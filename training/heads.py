@@ -43,29 +43,28 @@ def more_texts(roots: list[Path], held_out: list[str]) -> list[str]:
 # ------------------------------------------------------------------------------------ training and measuring
 
 
-def most_frequent(windows: Tensor, vocab_size: int, count: int) -> Tensor:
-    """The `count` tokens that the text has most of, in rising order."""
-    frequencies = torch.bincount(windows.flatten(), minlength=vocab_size)
+def most_frequent(tokens: Tensor, vocab_size: int, count: int) -> Tensor:
+    """The `count` tokens that a text [n] has most of, in rising order."""
+    frequencies = torch.bincount(tokens, minlength=vocab_size)
     return frequencies.topk(min(count, vocab_size)).indices.sort().values
 
 
-def fit(trainer: Any, target: Target, text: Text, windows: Tensor, options: argparse.Namespace) -> int:
-    """Train until the time or the steps are used up; returns the steps.
+def fit(
+    trainer: Any, target: Target, step: Step, text: Text, windows: Tensor, seconds: float, options: argparse.Namespace
+) -> int:
+    """Train until the seconds or the steps are used up; returns the steps.
 
     Every `options.save_seconds` the head is saved, and measured on held-out windows.
     """
-    step, generator = Step(trainer, target, options), torch.Generator().manual_seed(options.seed)
+    generator = torch.Generator().manual_seed(options.seed)
     started = saved = time.monotonic()
     steps, progress = 0, 0.0
     while progress < 1:
         step(text.sample(options.batch, generator), progress)
         steps += 1
-        if steps == 1:
-            step.loss.item()
-            started = saved = time.monotonic()  # compilation is over by now
         if steps % 20 == 0 or steps >= options.steps:
             loss, now = step.loss.item(), time.monotonic()  # waits for the device, so that the clock is honest
-            progress = max((now - started) / options.seconds, steps / options.steps)
+            progress = max((now - started) / seconds, steps / options.steps)
             if now - saved >= options.save_seconds or progress >= 1:
                 saved = now
                 trainer.save(options.out)
@@ -147,6 +146,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--devices", nargs="+", help="where writers write, in turn; --device by default")
     add("--begin", type=Path, help="a folder of Medusa heads to go on from")
     add("--seconds", type=float, default=120.0, help="stop after this much training time")
+    add("--all-seconds", type=float, default=1e9, help="or this long after the start of the script")
     add("--steps", type=int, default=1_000_000, help="or after this many steps")
     add("--save-seconds", type=float, default=60.0, help="save and measure this often")
     add("--text-seconds", type=float, default=25.0, help="time for the model to write text in")
@@ -201,17 +201,21 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{[len(one) for one in sources]} tokens for prompts, {time.monotonic() - started:.0f} s", flush=True)
     text = Text(Prompts(sources, shares, tokenizer, options.renamed), options)
     try:
-        windows = held_out_windows(held_out, tokenizer, options)
         count = int(json.loads((options.model / "config.json").read_text())["num_hidden_layers"])
         ids = () if options.kind == "medusa" else tuple(options.layer_ids or (2, count // 2, count - 3))
         target = Target(options.model, options.device, ids)
-        text.begin()
-        print(f"{text.windows.numel():,} tokens to learn from after {time.monotonic() - started:.0f} s", flush=True)
-        kept = most_frequent(text.windows, target.config.vocab_size, options.draft_vocab_size)
-        trainer = TRAINERS[options.kind](options.kind, target, options, kept).to(options.device)
+        kept = most_frequent(torch.cat(sources), target.config.vocab_size, options.draft_vocab_size)
+        trainer = TRAINERS[options.kind](options.kind, target, options, kept.to(options.device)).to(options.device)
         if options.begin is not None:
             trainer.load(options.begin)
-        steps = fit(trainer, target, text, windows, options)
+        step = Step(trainer, target, options)
+        print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
+        windows = held_out_windows(held_out, tokenizer, options)
+        text.begin()
+        elapsed = time.monotonic() - started
+        print(f"{text.windows.numel():,} tokens to learn from after {elapsed:.0f} s", flush=True)
+        seconds = min(options.seconds, options.all_seconds - elapsed)
+        steps = fit(trainer, target, step, text, windows, seconds, options)
     finally:
         text.close()
     results: dict[str, Any] = measure(trainer, target, windows, options)

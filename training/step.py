@@ -32,13 +32,14 @@ class Step:
         self._loss_of = torch.compile(trainer.loss, dynamic=False) if options.compile else trainer.loss
         self._states_of = torch.compile(target.states, dynamic=False) if options.compile else target.states
         self._graph = torch.cuda.CUDAGraph() if options.graph and cuda else None
-        self._captured = False
+        if self._graph is not None:
+            self._capture()
+        elif cuda:
+            self._run()  # compiles
 
     def __call__(self, windows: Tensor, progress: float) -> None:
         """Update the trainer once; `progress` rises from 0 to 1."""
         self._windows.copy_(windows)
-        if self._graph is not None and not self._captured:
-            self._capture()
         self._lr.fill_(self._peak * schedule(progress))
         self._progress.fill_(progress)
         if self._graph is not None:
@@ -47,7 +48,7 @@ class Step:
             self._run()
 
     def _capture(self) -> None:
-        """Record the step; the steps before it run at a learning rate of zero."""
+        """Record the step; those before it see no text, and run at a learning rate of zero."""
         assert self._graph is not None
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -57,7 +58,6 @@ class Step:
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(self._graph):
             self._run()
-        self._captured = True
 
     def _run(self) -> None:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
