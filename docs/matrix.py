@@ -1,11 +1,12 @@
 """Make docs/support-matrix.md: what the plugins of this repository show in the conformance suite.
 
     python docs/matrix.py --run REPORTS [--device cpu] [KIND:NAME ...]   # run the suite, a report each in a folder
-    python docs/matrix.py REPORTS                                        # write the page from a folder of reports
+    python docs/matrix.py REPORTS                                        # bring a folder of reports into the page
     python docs/matrix.py --check                                        # exit 1 if the page misses a plugin or a check
 
-Running everything takes ten minutes on two cores, so the page is made now and then, and `make check` only sees whether
-it is of the plugins and checks that there are.
+Running everything takes ten minutes on two cores and GPUs are elsewhere, so the page is brought up to date in parts:
+columns without a new report stay as they are. `make check` only sees whether the page is of the plugins and checks
+that there are.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+if TYPE_CHECKING:
+    from slotline.testing.matrix import Table
 
 PAGE = Path(__file__).parent / "support-matrix.md"
-KINDS = ("attention", "state", "kv_spec", "drafter", "logits_processor", "lora", "structured_output")
+KINDS = ("attention", "state", "kv_spec", "kv_connector", "drafter", "logits_processor", "lora", "structured_output")
 HEAD = """# What our plugins do
 
 Made by `python docs/matrix.py` from reports of `slotline conform KIND:NAME --report ...`, one for each column: nothing
@@ -48,17 +55,87 @@ def run(folder: Path, device: str, names: list[str]) -> None:
         sys.stderr.write(f"{name} on {device}: {'a' if report.exists() else 'no'} report, exit code {code}\n")
 
 
-def page(folder: Path) -> str:
-    """The page: a table for each kind, and the plugins without a report."""
+def page(folder: Path, old: str) -> str:
+    """The page: a table for each kind, of new reports and of the old page's other columns, and plugins without one."""
     from slotline.testing.matrix import tables, to_markdown
     from slotline.testing.report import Report
 
-    reports = [Report.load(path) for path in sorted(folder.glob("*.json"))]
-    reports.sort(key=lambda report: KINDS.index(str(report.plugin.kind)))
-    shown = {f"{report.plugin.kind}:{report.plugin.name}" for report in reports}
+    new = {table.kind: table for table in tables(Report.load(path) for path in sorted(folder.glob("*.json")))}
+    before = {table.kind: table for table in map(parsed, re.split(r"^## ", old, flags=re.MULTILINE)[1:])}
+    merged = [
+        before[kind] if kind not in new else joined(new[kind], before.get(kind, new[kind]))
+        for kind in KINDS
+        if kind in new or kind in before
+    ]
+    shown = {f"{table.kind}:{column.split(' ')[0]}" for table in merged for column in table.columns}
     missing = [f"`{name}`" for name in ours() if name not in shown]
-    text = HEAD + re.sub(r"^### ", "## ", to_markdown(tables(reports)), flags=re.MULTILINE)
+    text = HEAD + re.sub(r"^### ", "## ", to_markdown(merged), flags=re.MULTILINE)
     return text + (f"\nWithout a report here: {', '.join(missing)}.\n" if missing else "")
+
+
+def parsed(text: str) -> Table:
+    """A table of the page, from its heading on."""
+    from slotline.testing.matrix import Cell, Row, Section, Table
+
+    kind, *lines = text.splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+    facts, sections = [], []
+    for first, profile, *cells in rows[2:]:
+        if first.startswith("**"):
+            sections.append((first.strip("*"), []))
+        elif not sections:
+            facts.append((first, tuple(cells)))
+        else:
+            found = [re.fullmatch(r"(\S+)(?: <sup>(\d+)</sup>)?", cell) for cell in cells]
+            made = tuple(Cell(m[1], note=int(m[2]) if m[2] else None) for m in found if m)
+            sections[-1][1].append(Row(first.strip("`"), "", profile, made))
+    notes = tuple(line.split(". ", 1)[1] for line in lines if re.match(r"\d+\. ", line))
+    built = tuple(Section(title, tuple(rows)) for title, rows in sections)
+    return Table(kind, tuple(rows[0][2:]), tuple(facts), built, notes)
+
+
+def joined(new: Table, old: Table) -> Table:
+    """New columns, and those of the old table of another plugin or device; the new table's checks."""
+    from slotline.testing.matrix import NOT_RUN, Cell, Row, Section
+
+    def keys(table: Table) -> list[tuple[str, str]]:
+        devices = dict(table.facts)["device"]
+        names = [column.split(" ")[0] for column in table.columns]
+        return [(name, device.split(" ")[0]) for name, device in zip(names, devices, strict=True)]
+
+    kept = [i for i, key in enumerate(keys(old)) if key not in keys(new)]
+    all_keys = [*keys(new), *(keys(old)[i] for i in kept)]
+    order = sorted(range(len(all_keys)), key=all_keys.__getitem__)
+    names = [name for name, _ in all_keys]
+    notes = list(new.notes)
+    cells = {row.id: row.cells for section in old.sections for row in section.rows}
+
+    def moved(cell: Cell) -> Cell:
+        if cell.note is None:
+            return cell
+        text = old.notes[cell.note - 1]
+        if text not in notes:
+            notes.append(text)
+        return evolve(cell, note=notes.index(text) + 1)
+
+    def whole(row: Row) -> Row:
+        found = cells.get(row.id)
+        mine = [*row.cells, *(moved(found[i]) if found else Cell(NOT_RUN) for i in kept)]
+        return evolve(row, cells=tuple(mine[i] for i in order))
+
+    def column(i: int) -> str:
+        name, device = all_keys[i]
+        return f"{name} ({device})" if names.count(name) > 1 else name
+
+    before = dict(old.facts)
+    facts = [(title, (*texts, *(before[title][i] for i in kept))) for title, texts in new.facts]
+    return evolve(
+        new,
+        columns=tuple(column(i) for i in order),
+        facts=tuple((title, tuple(texts[i] for i in order)) for title, texts in facts),
+        sections=tuple(Section(section.title, tuple(map(whole, section.rows))) for section in new.sections),
+        notes=tuple(notes),
+    )
 
 
 def gaps() -> list[str]:
@@ -92,7 +169,7 @@ def main() -> int:
     if arguments.run:
         run(arguments.reports, arguments.device, arguments.names)
     else:
-        PAGE.write_text(page(arguments.reports), encoding="utf-8")
+        PAGE.write_text(page(arguments.reports, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
