@@ -79,7 +79,7 @@ def law_of(scoring: LLM, params: SamplingParams) -> Law:
     return law
 
 
-def tested(llm: LLM, law: Law, settings: Mapping[str, Any]) -> ChiSquare:
+def against(llm: LLM, law: Law, settings: Mapping[str, Any]) -> ChiSquare:
     """Pearson's chi-square over texts by first token: the joint counts of the next two, the first places of a draft."""
     params = [SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=i, **settings) for i in range(TEXTS)]
     texts = llm.generate([PROMPT] * TEXTS, params)
@@ -160,7 +160,7 @@ def by_drafter(name: str, folder: Path, tiny: Build, engines: Callable[..., LLM]
     drafting = llm.engine.drafting
     assert drafting is not None
     before = drafting.counts.accepted
-    result = tested(llm, law, SETTINGS["plain"])
+    result = against(llm, law, SETTINGS["plain"])
     assert drafting.counts.failures == 0
     return drafting.counts.accepted - before, result
 

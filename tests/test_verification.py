@@ -9,7 +9,7 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from distributions import BATCH, DRAFTERS, SETTINGS, TEXTS, VOCAB, K, by_drafter, law_of, tested
+from distributions import BATCH, DRAFTERS, SETTINGS, TEXTS, VOCAB, K, against, by_drafter, law_of
 from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens_of
 from test_drafting import NGRAM, drafted_by, guided, pool_of
 
@@ -68,7 +68,7 @@ def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, Ch
     before = llm.engine.drafting.counts.accepted
     llm.engine.drafting.uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
-        result = tested(llm, law, SETTINGS[name])
+        result = against(llm, law, SETTINGS[name])
     assert llm.engine.drafting.counts.failures == 0
     return llm.engine.drafting.counts.accepted - before, result
 
