@@ -204,6 +204,7 @@ class BoundMpt(mpt.MptModel):  # type: ignore[misc]
 
 
 BOUND: Mapping[type, type] = {
+    falcon.FalconLinear: torch.nn.Linear,  # the same product, under the type that adapters and passes know
     bloom.BloomAttention: BoundBloomAttention,
     bloom.BloomModel: BoundBloom,
     falcon.FalconAttention: BoundFalconAttention,
