@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 
 from attrs import define, field
 
+from slotline.core.cache.block_pool import NULL_BLOCK
 from slotline.registry.contracts import BlockHash, CacheBlock, KVConnector
 
 logger = logging.getLogger("slotline")
-
-NULL_BLOCK = 0
 
 
 @define(eq=False)

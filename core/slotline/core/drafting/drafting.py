@@ -83,9 +83,7 @@ class Drafting:
         self.needs_hidden_states = capabilities.needs_hidden_states
         self.needs_computed = self.observing = capabilities.needs_computed
         self.catches_up = capabilities.catches_up
-        self._caught_up = np.full(
-            rows.max_requests, -1
-        )  # the generation of rows whose tokens are in the drafter's cache
+        self._caught_up = np.full(rows.max_requests, -1)  # generations of rows whose tokens the drafter's cache has
         self.remembers = capabilities.remembers
         self.taps: LayerTaps | None = None
         if capabilities.needs_layers:

@@ -31,23 +31,9 @@ class BiasedAttention(EagerAttention):
         self.places[-nodes:] = self.node_positions(tree, nodes, length - nodes)
         return super().among_nodes(layer, tree, seen, nodes, first, length)
 
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        seen: torch.Tensor,
-        sinks: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one request with the bias behind the soft cap."""
-        scores = self.biased(layer, query, keys).masked_fill(~seen, -torch.inf)
-        weights, lse = self.softmax(scores, sinks)
-        return self.combine(weights, self.expand(layer, values)), lse
-
-    def biased(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Scores [H, q, n] float32 with their bias."""
-        return self.scores(layer, query, keys) + self.bias(layer, len(query)).to(keys.device)
+    def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Scores [H, q, n] float32 with their bias behind the soft cap."""
+        return super().scores(layer, query, keys) + self.bias(layer, len(query)).to(keys.device)
 
     def bias(self, layer: AttentionLayer, num_queries: int) -> torch.Tensor:
         """[H, q, n], the head's slope times the distance."""
@@ -85,9 +71,8 @@ class SlopeOfTheGroup(BiasedAttention):
 
 
 class BeforeTheCap(BiasedAttention):
-    def biased(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        scores = self.scores(evolve(layer, soft_cap=None), query, keys)
-        return self.cap(layer, scores + self.bias(layer, len(query)).to(keys.device))
+    def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return self.cap(layer, super().scores(evolve(layer, soft_cap=None), query, keys))
 
 
 class Scaled(BiasedAttention):
