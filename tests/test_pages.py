@@ -153,14 +153,9 @@ def test_explain_says_what_is_lost_and_asked_and_resolved_stand_side_by_side(tin
 
 def contiguous(found: Planned, name: str) -> SpecBuilder:
     """The plan's builder, where one spec cannot have its pages lie apart."""
-    descriptor = found.registry.load(Kind.KV_SPEC, name, required=True)
+    descriptor = found.offers[Kind.KV_SPEC, name]
     narrowed = evolve(descriptor, capabilities=evolve(descriptor.capabilities, page_stride=Flag(False)))
-
-    class Narrowed:
-        def load(self, kind: Kind, wanted: str, *, required: bool) -> Any:
-            return narrowed if wanted == name else found.registry.load(kind, wanted, required=required)
-
-    return SpecBuilder(found.loaded, Narrowed(), "float32", 64)  # type: ignore[arg-type]
+    return SpecBuilder(found.loaded, found.registry, {**found.offers, (Kind.KV_SPEC, name): narrowed}, "float32", 64)
 
 
 def test_a_spec_whose_pages_cannot_lie_apart_costs_memory_and_the_plan_says_how_much(tiny: Tiny) -> None:

@@ -6,7 +6,8 @@ candidate becomes a row with its error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
@@ -26,6 +27,7 @@ from slotline.registry.hooks import HookHost
 from slotline.registry.inline import inline_records
 from slotline.registry.loading import (
     bind_contract,
+    building,
     import_dotted,
     one_line,
     resolve_factory,
@@ -170,12 +172,37 @@ class PluginRegistry:
         found = {(kind, plugin.name): resolve_options(plugin) for kind in Kind for plugin in self.candidates(kind)}
         return {key: options for key, options in found.items() if options is not None}
 
+    def factory(self, descriptor: Descriptor[Any]) -> Callable[..., Any]:
+        """A plugin's factory, imported if the descriptor gives a path.
+
+        Raises:
+            PluginLoadError: if it cannot be imported or called; names who brings it.
+        """
+        return resolve_factory(descriptor, self._source(descriptor))
+
+    def building(self, descriptor: Descriptor[Any]) -> AbstractContextManager[None]:
+        """Around a call of a plugin's factory: what it raises, save our own errors, becomes a `PluginError`."""
+        return building(descriptor, self._source(descriptor))
+
+    def build(self, descriptor: Descriptor[Any], *context: Any) -> Any:
+        """What a plugin's factory makes.
+
+        Raises:
+            PluginError: if the factory cannot be imported or raises; names the plugin, who brings it, and the remedy.
+        """
+        factory = self.factory(descriptor)
+        with self.building(descriptor):
+            return factory(*context)
+
     def mark_selected(self, kind: Kind, name: str) -> None:
         """Note that a plan uses the plugin."""
         row = self._find(kind, name)
         if row is None or row.state not in _OPEN:
             self._refuse(kind, name, row)
         self._replace(row, state=PluginState.SELECTED)
+
+    def _source(self, descriptor: Descriptor[Any]) -> str:
+        return self.record(descriptor.kind, descriptor.name).source
 
     def _find(self, kind: Kind, name: str) -> PluginRecord | None:
         rows = [row for row in self._rows if row.kind == kind and row.name == name]

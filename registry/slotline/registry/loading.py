@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,22 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.STRUCTURED_OUTPUT: "StructuredOutputCapabilities",
     }
 )
+
+
+_REMEDIES: Mapping[Kind, str] = MappingProxyType(
+    {
+        Kind.ATTENTION: "name another in attention.backend",
+        Kind.STATE: "name another in state.backend",
+        Kind.KV_SPEC: "name another in [cache.kv_spec]",
+        Kind.KV_CONNECTOR: "name another in kv_connector.name, or remove [kv_connector]",
+        Kind.DRAFTER: "name another in drafter.name, or remove [drafter]",
+        Kind.LOGITS_PROCESSOR: "correct its table in the configuration, or do without it",
+        Kind.LORA: "name another in lora.name, or remove [lora]",
+        Kind.MODEL_FAMILY: "name it under [plugins] block, if another serves the model",
+        Kind.STRUCTURED_OUTPUT: "name another in structured_output.backend",
+    }
+)
+"""What to do about a plugin that cannot be built."""
 
 
 def label_of(descriptor: Descriptor[Any]) -> str:
@@ -63,8 +79,16 @@ def typed_failures(what: str, fix: str) -> Iterator[None]:
         yield
     except SlotlineError:
         raise
-    except Exception as error:  # a plugin's code may raise anything
+    except (Exception, SystemExit) as error:  # a plugin's code may raise anything
         raise PluginError(f"{what}: {one_line(error)}", fix=fix) from error
+
+
+def building(descriptor: Descriptor[Any], source: str) -> AbstractContextManager[None]:
+    """Around what a plugin's factory does: a `PluginError` names the plugin, who brings it, and the remedy."""
+    return typed_failures(
+        f"{label_of(descriptor)} of {source} cannot be built for this model",
+        fix=f"{_REMEDIES[descriptor.kind]}; the cause is chained (--traceback shows it)",
+    )
 
 
 def one_line(error: BaseException) -> str:
@@ -78,7 +102,7 @@ def _load_fix(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"install what provides the module {package!r}, or ask for another plugin"
-    return "repair or update the plugin, or ask for another one; the traceback above names the line"
+    return "repair or update the plugin, or ask for another one; the cause is chained (--traceback shows it)"
 
 
 def to_descriptor(target: Any, what: str) -> Descriptor[Any]:
@@ -144,13 +168,16 @@ def bind_contract(descriptor: Descriptor[Any]) -> int:
     )
 
 
-def resolve_factory(descriptor: Descriptor[Any]) -> Callable[..., Any]:
+def resolve_factory(descriptor: Descriptor[Any], source: str = "") -> Callable[..., Any]:
     """The plugin's factory, imported if the descriptor gives a path.
+
+    Args:
+        source: who brings it, for the message.
 
     Raises:
         PluginLoadError: if it cannot be imported or called.
     """
-    what = f"the factory of {label_of(descriptor)}"
+    what = f"the factory of {label_of(descriptor)}{f' of {source}' if source else ''}"
     factory = descriptor.factory
     factory = import_dotted(factory, what) if isinstance(factory, str) else factory
     if not callable(factory):

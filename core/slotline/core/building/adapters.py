@@ -21,7 +21,7 @@ from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import AdaptableModel, LoraContext, Model
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.errors import ConfigError
-from slotline.registry.loading import bind_contract, label_of, resolve_factory, typed_failures
+from slotline.registry.loading import bind_contract, label_of
 
 OUTPUT_PROJECTION = "lm_head"
 
@@ -75,10 +75,10 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         dtype=planned.plan.dtype,
         options=planned.options(descriptor),
     )
-    factory = resolve_factory(descriptor)
+    factory = planned.registry.factory(descriptor)
     divided = [stage.device for stage in planned.stages.divided]
     with (
-        typed_failures(f"{label_of(descriptor)} cannot be built for this model", fix="take another LoRA plugin"),
+        planned.registry.building(descriptor),
         fits(f"{label_of(descriptor)} with its slots", "lower lora.max_adapters or lora.max_rank"),
     ):
         lora: Any = _staged(factory, context, divided, adaptable.adapter_stages) if divided else factory(context)

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from slotline.core.building.fits import build_plugin
 from slotline.core.cache.block_copy import CacheBlockCopy
 from slotline.core.cache.memory import bind_caches
 from slotline.core.cache.transfers import Transfers
 from slotline.core.planning.plan import Planned
 from slotline.registry.contracts import ConnectorGroup, KVConnectorContext, KVSpec
-from slotline.registry.loading import bind_contract, resolve_factory
+from slotline.registry.loading import bind_contract
 
 
 def build_transfers(
@@ -50,7 +51,7 @@ def build_transfers(
         model=f"{planned.facts.path}:{plan.dtype}",
         options=planned.options(descriptor),
     )
-    connector = resolve_factory(descriptor)(context)
+    connector = build_plugin(planned.registry, descriptor, context, "give it less memory in its table")
     return Transfers(connector, saves_evicted=descriptor.capabilities.saves == "evicted")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from attrs import evolve
 
 from slotline.core.building.adapters import shared
+from slotline.core.building.fits import build_plugin
 from slotline.core.drafting.adaptive import DraftControl
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.planning.drafter import draft_path, numbered
@@ -18,7 +19,7 @@ from slotline.registry.contracts import (
     Model,
     ModelContext,
 )
-from slotline.registry.loading import bind_contract, resolve_factory
+from slotline.registry.loading import bind_contract
 
 
 def _load_draft_model(planned: Planned, path: Path) -> Model:
@@ -63,7 +64,9 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
         options=planned.options(descriptor),
     )
     return Drafting(
-        resolve_factory(descriptor)(context),
+        build_plugin(
+            planned.registry, descriptor, context, "take a smaller draft model, or lower scheduler.max_requests"
+        ),
         descriptor.capabilities,
         rows,
         num_tokens=context.num_tokens,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import CapacityError
+from slotline.registry.loading import label_of
 
 
 @contextmanager
@@ -21,3 +25,18 @@ def fits(what: str, fix: str) -> Iterator[None]:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise CapacityError(f"{what} does not fit into memory", fix=fix) from error
+
+
+def build_plugin(registry: PluginRegistry, descriptor: Descriptor[Any], context: Any, fix: str) -> Any:
+    """What a plugin's factory makes of its context.
+
+    Args:
+        fix: the remedy where it takes more memory than there is.
+
+    Raises:
+        PluginError: if the factory cannot be imported or raises; names the plugin, who brings it, and the remedy.
+        CapacityError: if there is not enough memory.
+    """
+    factory = registry.factory(descriptor)
+    with registry.building(descriptor), fits(label_of(descriptor), fix):
+        return factory(context)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import define, evolve
 
+from slotline.core.building.fits import build_plugin
 from slotline.core.building.placement import batches_of
 from slotline.core.cache.cascade import Cascade, CascadeGroup
 from slotline.core.cache.checkpoints import Checkpoints
@@ -35,7 +36,6 @@ from slotline.registry.contracts import (
     StateContext,
 )
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.loading import resolve_factory
 from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
 
 logger = logging.getLogger("slotline")
@@ -60,6 +60,7 @@ class GroupBuilder:
         builder = SpecBuilder(
             planned.loaded,
             planned.registry,
+            planned.offers,
             planned.plan.kv_dtype,
             planned.max_model_len,
             planned.facts.max_encoder_len,
@@ -124,7 +125,7 @@ class GroupBuilder:
         plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
         names = [cache_group.name for cache_group in plan.cache_groups]
         batches = batches_of(plan, self.planned.stages)
-        descriptor = self.planned.registry.load(Kind.ATTENTION, group.backend, required=True)
+        descriptor = self.planned.offers[Kind.ATTENTION, group.backend]
         context = AttentionContext(
             contract=group.contract,
             layers=layers,
@@ -143,7 +144,7 @@ class GroupBuilder:
             options=self.planned.options(descriptor),
         )
         sharded = self.planned.shards.divided and bool(group.cache_group)
-        backend = self._context_shards(group, descriptor, context) if sharded else _built(descriptor, context)
+        backend = self._context_shards(group, descriptor, context) if sharded else self._built(descriptor, context)
         return AttentionGroup(
             name=group.name,
             backend=backend,
@@ -166,18 +167,25 @@ class GroupBuilder:
         size = group.kernel_block_size
         most = max(scheduler.max_batched_tokens, scheduler.max_requests)
         each = evolve(context, block_size=group.block_size // len(devices), max_requests=most, max_query_len=1)
-        shards = [Shard(_built(descriptor, evolve(each, device=device)), device) for device in devices]
+        shards = [Shard(self._built(descriptor, evolve(each, device=device)), device) for device in devices]
         num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
         spec, layer = self._spec(self.planned.plan.cache_group(group.cache_group), size), context.layers[0]
         return ContextShards(
             shards,
-            _built(descriptor, evolve(context, block_size=size)),
+            self._built(descriptor, evolve(context, block_size=size)),
             spec.bind(zeroed_bytes(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
             context.device,
             size,
             descriptor.capabilities.lse_base,
             descriptor.capabilities.writes_cache,
         )
+
+    def _built(self, descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
+        """The backend that a descriptor's factory makes, with its device the current one."""
+        with device_scope(context.device):
+            fix = "lower scheduler.max_batched_tokens or scheduler.max_requests"
+            backend: AttentionBackend = build_plugin(self.planned.registry, descriptor, context, fix)
+        return backend
 
     def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
         """The memory of each layer that owns a cache."""
@@ -263,7 +271,7 @@ class GroupBuilder:
             logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
         groups = []
         for group in planned.plan.state_groups:
-            descriptor = planned.registry.load(Kind.STATE, group.backend, required=True)
+            descriptor = planned.offers[Kind.STATE, group.backend]
             context = StateContext(
                 contract=group.contract,
                 layers=group.layers,
@@ -275,9 +283,8 @@ class GroupBuilder:
                 max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
                 options=self.planned.options(descriptor),
             )
-            groups.append(
-                StateGroup(name=group.name, backend=resolve_factory(descriptor)(context), layers=group.layers)
-            )
+            backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
+            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers))
         states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
         return StateRouter(groups, states, num_slots, planned.device)
 
@@ -287,13 +294,6 @@ class GroupBuilder:
         if states is None or memory is None:
             return None
         return Checkpoints(rows, states, memory.unit)
-
-
-def _built(descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
-    """The backend that a descriptor's factory makes, with its device the current one."""
-    with device_scope(context.device):
-        backend: AttentionBackend = resolve_factory(descriptor)(context)
-    return backend
 
 
 def _everywhere(device: str) -> DeviceOf:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from slotline.core.building.fits import fits
+from slotline.core.building.fits import build_plugin
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.plan import Planned
 from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
@@ -12,7 +12,7 @@ from slotline.core.sampling.structured_output import StructuredOutputs, build_st
 from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext
-from slotline.registry.loading import bind_contract, label_of, resolve_factory, typed_failures
+from slotline.registry.loading import bind_contract
 
 _PROCESSED = frozenset(
     {
@@ -54,14 +54,7 @@ def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
             device=planned.device,
             options=planned.options(descriptor),
         )
-        with (
-            typed_failures(
-                f"{label_of(descriptor)} cannot be built for this model",
-                fix="correct its table in the configuration, or do without it",
-            ),
-            fits(label_of(descriptor), "lower scheduler.max_requests"),
-        ):
-            processor = resolve_factory(descriptor)(context)
+        processor = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
         active = np.zeros(rows.max_requests, bool)
         slots.append(
             ProcessorSlot(
@@ -84,7 +77,7 @@ def build_grammars(planned: Planned, rows: Rows, tokenizer: Tokenizer | None) ->
         max_requests=rows.max_requests,
         options=planned.options(descriptor),
     )
-    return build_structured_output(descriptor, context, rows, planned.loaded.config.structured_output)
+    return build_structured_output(planned.registry, descriptor, context, rows, planned.loaded.config.structured_output)
 
 
 def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from slotline.core.planning.offers import Offers
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import KVSpec, KVSpecContext
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError
-from slotline.registry.loading import resolve_factory, resolve_options
+from slotline.registry.loading import resolve_options
 from slotline.registry.negotiation import CacheGroupPlan, Plan, PlanRequest, with_pool
 from slotline.registry.negotiation.pages import (
     ALIGNMENT,
@@ -29,19 +30,21 @@ class SpecBuilder:
         self,
         loaded: LoadedConfig,
         registry: PluginRegistry,
+        offers: Offers,
         kv_dtype: str,
         max_model_len: int,
         max_encoder_len: int = 0,
     ) -> None:
         self._loaded = loaded
         self._registry = registry
+        self._offers = offers
         self._kv_dtype = kv_dtype
         self.max_model_len = max_model_len
         self.max_encoder_len = max_encoder_len
 
     def build(self, group: CacheGroupPlan, *, block_size: int, max_tokens_in_flight: int) -> KVSpec:
         """The group's spec for blocks of that many tokens."""
-        descriptor = self._registry.load(Kind.KV_SPEC, group.kv_spec, required=True)
+        descriptor = self._offers[Kind.KV_SPEC, group.kv_spec]
         context = KVSpecContext(
             contract=group.contract,
             layers=group.layers,
@@ -53,7 +56,7 @@ class SpecBuilder:
             max_tokens_in_flight=max_tokens_in_flight,
             options=self._loaded.options(Kind.KV_SPEC, group.kv_spec, resolve_options(descriptor)),
         )
-        spec: KVSpec = resolve_factory(descriptor)(context)
+        spec: KVSpec = self._registry.build(descriptor, context)
         return spec
 
     def longest(self, group: CacheGroupPlan) -> int:
@@ -62,7 +65,7 @@ class SpecBuilder:
 
     def pages(self, group: CacheGroupPlan) -> Iterator[GroupPage]:
         """The blocks that the group could have: the negotiated size, then its multiples that the spec accepts."""
-        offer = self._registry.load(Kind.KV_SPEC, group.kv_spec, required=True).capabilities
+        offer = self._offers[Kind.KV_SPEC, group.kv_spec].capabilities
         yield self._page(group, group.block_size)
         if offer.splittable.refusal(True) is not None:
             return  # the kernels' block size was chosen for blocks of the negotiated size
@@ -73,7 +76,7 @@ class SpecBuilder:
 
     def can_share(self, group: CacheGroupPlan) -> bool:
         """Whether the group's pages may lie apart."""
-        offer = self._registry.load(Kind.KV_SPEC, group.kv_spec, required=True).capabilities
+        offer = self._offers[Kind.KV_SPEC, group.kv_spec].capabilities
         return offer.page_stride.refusal(True) is None
 
     def _page(self, group: CacheGroupPlan, block_size: int) -> GroupPage:

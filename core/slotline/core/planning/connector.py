@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from attrs import evolve
-
+from slotline.core.planning.offers import narrowed
 from slotline.core.planning.parts import device_need, texts_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Need, Plan, part_reasons
-from slotline.registry.probing import probe
 
 _FIX = "change what the reasons name, take another connector, or remove [kv_connector]"
 
@@ -27,12 +25,10 @@ def choose_connector(loaded: LoadedConfig, registry: PluginRegistry, info: Devic
     if not name:
         return None
     descriptor = registry.load(Kind.KV_CONNECTOR, name, required=True)
-    offer = probe(descriptor, info)
-    if isinstance(offer, str):
-        raise NegotiationError(f"kv_connector {name!r} cannot run on {info.type}: {offer}", fix=_FIX)
-    if texts := texts_of(part_reasons(offer, (device_need(info),))):
+    descriptor = narrowed(descriptor, info, f"kv_connector {name!r}", _FIX)
+    if texts := texts_of(part_reasons(descriptor.capabilities, (device_need(info),))):
         raise _refusal(name, texts)
-    return evolve(descriptor, capabilities=offer)
+    return descriptor
 
 
 def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, plan: Plan) -> None:

@@ -11,8 +11,9 @@ from attrs import evolve
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, DrafterInspection, KVDrafterFactory, ModelFacts
 from slotline.registry.descriptor import Descriptor
+from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError, NegotiationError
-from slotline.registry.loading import resolve_factory, resolve_options
+from slotline.registry.loading import resolve_options
 
 
 def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
@@ -23,6 +24,7 @@ def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
 
 def draft_layers(
     loaded: LoadedConfig,
+    registry: PluginRegistry,
     descriptor: Descriptor[Any] | None,
     facts: ModelFacts,
     max_model_len: int,
@@ -44,7 +46,7 @@ def draft_layers(
             f"drafter {name!r} has attention layers of its own, and the model is divided over pipeline stages",
             fix="remove parallel.pipeline, or name a drafter without layers of its own",
         )
-    factory: KVDrafterFactory = resolve_factory(descriptor)  # type: ignore[assignment]  # looked at below
+    factory: KVDrafterFactory = registry.factory(descriptor)  # type: ignore[assignment]  # looked at below
     if not callable(getattr(factory, "attention_layers", None)):
         raise ContractError(
             f"drafter {name!r} declares needs_kv_group, and its factory has no attention_layers",
@@ -58,7 +60,8 @@ def draft_layers(
         inspect_model=inspect_model,
         options=loaded.options(descriptor.kind, name, resolve_options(descriptor)),
     )
-    own = numbered(factory.attention_layers(inspection), len(facts.layers))
+    with registry.building(descriptor):
+        own = numbered(factory.attention_layers(inspection), len(facts.layers))
     if odd := [layer for layer in own if layer.attention_type != "decoder"]:
         raise NegotiationError(
             f"drafter {name!r} has an attention layer {odd[0].name!r} of type {odd[0].attention_type}, and a drafter "

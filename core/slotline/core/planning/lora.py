@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from slotline.core.planning.offers import narrowed
 from slotline.core.planning.parts import device_need, texts_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Need, part_reasons
-from slotline.registry.probing import probe
 
 
 def choose_lora(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int
 ) -> Descriptor[Any] | None:
-    """The LoRA plugin that the configuration names, if any.
+    """The LoRA plugin that the configuration names, if any, with what its probe left of the offer.
 
     Raises:
         NegotiationError: with every reason why it cannot be used.
@@ -30,9 +30,7 @@ def choose_lora(
             )
         return None
     descriptor = registry.load(Kind.LORA, config.name, required=True)
-    offer = probe(descriptor, info)
-    if isinstance(offer, str):
-        raise NegotiationError(f"lora plugin {config.name!r} cannot run on {info.type}: {offer}", fix="name another")
+    descriptor = narrowed(descriptor, info, f"lora plugin {config.name!r}", "name another")
     rank, most = f"lora.max_rank = {config.max_rank}", f"lora.max_adapters = {config.max_adapters}"
     needs = [
         device_need(info),
@@ -44,10 +42,10 @@ def choose_lora(
         needs.append(Need(capability="batch_invariant", value=True, origin=f"batch_invariant = true ({where})"))
     if stages > 1:
         needs.append(Need(capability="staged", value=True, origin=f"the model runs over {stages} pipeline stages"))
-    texts = texts_of(part_reasons(offer, needs))
+    texts = texts_of(part_reasons(descriptor.capabilities, needs))
     for module in config.target_modules:
         need = Need(capability="target_modules", value=module, origin=f"lora.target_modules names {module!r}")
-        texts += texts_of(part_reasons(offer, [need]))
+        texts += texts_of(part_reasons(descriptor.capabilities, [need]))
     if not family.capabilities.adapters.support:
         texts.append(f"model family {family.name!r} lets no adapters join its models")
     if stages > 1 and (refusal := family.capabilities.staged_adapters.refusal(True)):

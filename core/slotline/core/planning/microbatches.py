@@ -6,10 +6,10 @@ from typing import Any
 
 from attrs import evolve
 
+from slotline.core.planning.offers import Offers
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Asked, Plan, PlanRequest, Setting
 
@@ -74,7 +74,7 @@ def without_cascade(loaded: LoadedConfig, request: PlanRequest) -> PlanRequest:
     return evolve(request, cascade=Asked(False, because))
 
 
-def refuse_single_plans(loaded: LoadedConfig, plan: Plan, registry: PluginRegistry) -> None:
+def refuse_single_plans(loaded: LoadedConfig, plan: Plan, offers: Offers) -> None:
     """Refuse backends that keep one plan at a time, where steps are cut.
 
     Raises:
@@ -82,12 +82,10 @@ def refuse_single_plans(loaded: LoadedConfig, plan: Plan, registry: PluginRegist
     """
     if loaded.config.scheduler.microbatches == 1:
         return
-    names = dict.fromkeys(group.backend for group in plan.groups)
-    backends = [registry.load(Kind.ATTENTION, name, required=True) for name in names]
     texts = [
-        f"attention backend {backend.name!r} keeps one plan at a time (several_plans is not declared)"
-        for backend in backends
-        if not backend.capabilities.several_plans
+        f"attention backend {name!r} keeps one plan at a time (several_plans is not declared)"
+        for name in dict.fromkeys(group.backend for group in plan.groups)
+        if not offers[Kind.ATTENTION, name].capabilities.several_plans
     ]
     if texts:
         raise _refused(loaded, texts)

@@ -6,9 +6,9 @@ from typing import Any
 
 from attrs import evolve
 
+from slotline.core.planning.offers import Offers
 from slotline.registry.config import LoadedConfig
 from slotline.registry.descriptor import Descriptor, Kind
-from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Plan, Setting
 
@@ -45,7 +45,7 @@ def overlap_drafts(
     setting: Setting,
     drafter: Descriptor[Any],
     plan: Plan,
-    registry: PluginRegistry,
+    offers: Offers,
     *,
     stages: int,
 ) -> Setting:
@@ -58,8 +58,7 @@ def overlap_drafts(
         return setting
     texts = []
     for name in dict.fromkeys(group.backend for group in plan.groups):
-        backend = registry.load(Kind.ATTENTION, name, required=True)
-        if not backend.capabilities.bounded_lengths:
+        if not offers[Kind.ATTENTION, name].capabilities.bounded_lengths:
             texts.append(f"attention backend {name!r} plans with exact lengths (bounded_lengths is not declared)")
     if stages > 1:
         texts.append(f"the model runs over {stages} pipeline stages")

@@ -7,13 +7,13 @@ from typing import Any
 
 from attrs import evolve, frozen
 
+from slotline.core.planning.offers import Offers, narrowed
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Candidate, GroupPlan, Need, Plan, Reason, Setting, candidates, part_reasons
-from slotline.registry.probing import probe
 
 _NOT_SUPPLIED = {
     "needs_grammar": "the state of a grammar",
@@ -79,7 +79,7 @@ def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[
 def choose_drafter(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, family: Descriptor[Any]
 ) -> Descriptor[Any] | None:
-    """The drafter that the configuration names, if any.
+    """The drafter that the configuration names, if any, with what its probe left of the offer.
 
     Raises:
         NegotiationError: with every reason why it cannot be used.
@@ -88,10 +88,8 @@ def choose_drafter(
     if not config.name:
         return None
     descriptor = registry.load(Kind.DRAFTER, config.name, required=True)
-    origin = f"drafter.tokens = {config.tokens}"
-    offer = probe(descriptor, info)
-    if isinstance(offer, str):
-        raise NegotiationError(f"drafter {config.name!r} cannot run on {info.type}: {offer}", fix="remove [drafter]")
+    descriptor = narrowed(descriptor, info, f"drafter {config.name!r}", "remove [drafter]")
+    offer, origin = descriptor.capabilities, f"drafter.tokens = {config.tokens}"
     needs = (device_need(info), Need(capability="max_tokens", value=config.tokens, origin=origin))
     texts = texts_of(part_reasons(offer, needs))
     texts += [
@@ -181,7 +179,7 @@ def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
 
 
 def choose_tree(
-    loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, registry: PluginRegistry, *, stages: int
+    loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, offers: Offers, *, stages: int
 ) -> Setting | None:
     """Whether a drafter's trees are verified as trees, or their likeliest path as a chain, and why; None without trees.
 
@@ -190,7 +188,7 @@ def choose_tree(
     if drafter is None or not drafter.capabilities.tree.support:
         return None
     wanted = Need(capability="tree_mask", value=True, origin="trees")
-    every = (text for group in plan.groups for text in _backend_refusals(loaded, registry, group, wanted))
+    every = (text for group in plan.groups for text in _backend_refusals(loaded, offers, group, wanted))
     texts = list(dict.fromkeys(every))
     if plan.state_groups:
         texts.append("states follow one path")
@@ -208,12 +206,13 @@ def choose_draft_graphs(
     loaded: LoadedConfig,
     drafter: Descriptor[Any] | None,
     plan: Plan,
-    registry: PluginRegistry,
+    offers: Offers,
     layers: Sequence[AttentionLayer],
 ) -> Setting | None:
     """Whether the drafter's own steps are captured, and why; None without a drafter.
 
     Args:
+        offers: of the attention backends, on this machine.
         layers: the drafter's own.
 
     Raises:
@@ -238,7 +237,7 @@ def choose_draft_graphs(
             continue
         if not (group.captured("decode") and group.captured("verify")):
             texts.append(f"attention group {group.name!r} is not captured")
-        texts += _backend_refusals(loaded, registry, group, planned_once)
+        texts += _backend_refusals(loaded, offers, group, planned_once)
     if asked is True and texts:
         raise NegotiationError(
             f"drafter.graphs = true ({origin.where}): {'; '.join(texts)}", fix='set drafter.graphs to "auto" or false'
@@ -254,9 +253,9 @@ def choose_draft_graphs(
     )
 
 
-def _backend_refusals(loaded: LoadedConfig, registry: PluginRegistry, group: GroupPlan, wanted: Need) -> list[str]:
+def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need) -> list[str]:
     """Why a group's backend does not cover one more need beside those of the group's layers, which may narrow it."""
-    backend = registry.load(Kind.ATTENTION, group.backend, required=True)
+    backend = offers[Kind.ATTENTION, group.backend]
     others = [Need(capability=feature, value=True, origin="model") for feature in _features(group.layers[0])]
     others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
     reasons = part_reasons(backend.capabilities, (wanted, *others))
@@ -276,23 +275,25 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
     return tuple(name for name, needed in features.items() if needed)
 
 
-def refuse_processors(
-    loaded: LoadedConfig, processors: Sequence[Descriptor[Any]], info: DeviceInfo, *, drafting: bool
-) -> None:
-    """Refuse logits processors that are wrong on this device or beside a drafter.
+def choose_processors(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, *, drafting: bool
+) -> tuple[Descriptor[Any], ...]:
+    """The default logits processors and those that the configuration names, with what their probes left of the offers.
 
     Raises:
-        NegotiationError: with every reason.
+        NegotiationError: if one is wrong on this device or beside a drafter; with every reason.
     """
+    chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
+    for name in loaded.config.logits_processors:
+        chosen[name] = registry.load(Kind.LOGITS_PROCESSOR, name, required=True)
+    fix = "do without it, or remove what it cannot work with"
     drafter = f"drafter.name = {loaded.config.drafter.name!r}"
     needs = (device_need(info), Need(capability="speculation", value=drafting, origin=drafter))
+    processors = [narrowed(d, info, f"logits processor {name!r}", fix) for name, d in chosen.items()]
     for descriptor in processors:
-        reasons = part_reasons(descriptor.capabilities, needs)
-        if reasons:
-            raise NegotiationError(
-                f"logits processor {descriptor.name!r} cannot be used: {'; '.join(texts_of(reasons))}",
-                fix="do without it, or remove what it cannot work with",
-            )
+        if texts := texts_of(part_reasons(descriptor.capabilities, needs)):
+            raise NegotiationError(f"logits processor {descriptor.name!r} cannot be used: {'; '.join(texts)}", fix=fix)
+    return tuple(processors)
 
 
 def device_need(info: DeviceInfo) -> Need:

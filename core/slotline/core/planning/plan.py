@@ -19,15 +19,16 @@ from slotline.core.planning.fast_prefill import choose_fast_prefill, last_querie
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
 from slotline.core.planning.microbatches import choose_microbatches, refuse_single_plans, without_cascade
+from slotline.core.planning.offers import Offers, offers_of
 from slotline.core.planning.overlap import choose_async, overlap_drafts
 from slotline.core.planning.parts import (
     StructuredOutputChoice,
     choose_draft_graphs,
     choose_drafter,
+    choose_processors,
     choose_structured_output,
     choose_task,
     choose_tree,
-    refuse_processors,
     refuse_variance,
 )
 from slotline.core.planning.stages import Stages, describe_devices, divide, pipeline_devices
@@ -42,7 +43,7 @@ from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
-from slotline.registry.loading import resolve_factory, resolve_options
+from slotline.registry.loading import resolve_options
 from slotline.registry.negotiation import (
     Asked,
     Part,
@@ -68,6 +69,7 @@ class Planned:
     Attributes:
         loaded: the configuration.
         registry: the plugins.
+        offers: of attention, cache and state plugins, as their probes left them.
         facts: what is known of the model.
         task: what the engine runs, of `facts.tasks`.
         family_descriptor, family: the model family that loads it.
@@ -86,6 +88,7 @@ class Planned:
 
     loaded: LoadedConfig
     registry: PluginRegistry
+    offers: Offers
     facts: ModelFacts
     task: str
     family_descriptor: Descriptor[Any]
@@ -151,13 +154,13 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     max_model_len = _max_model_len(loaded, facts)
     if whole_prompts(facts):
         max_model_len = length_of_whole_prompts(loaded, max_model_len)
-    processors = _processors(loaded, registry) if task == "generate" else ()
     drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
     fast_prefill = choose_fast_prefill(
         loaded, facts, family_descriptor, task=task, drafter=drafter, stages=len(stages.stages)
     )
     own_layers = draft_layers(
         loaded,
+        registry,
         drafter,
         facts,
         max_model_len,
@@ -166,7 +169,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
     refuse_context(loaded, shards, facts, drafter)
-    refuse_processors(loaded, processors, info, drafting=drafter is not None)
+    sampled = task == "generate"
+    processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
     asynchronous = choose_async(loaded, devices[0], drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
@@ -206,15 +210,17 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
         plan = negotiate(request, attention, specs, states)
-    refuse_single_plans(loaded, plan, registry)
+    offers = offers_of((*attention, *specs, *states))
+    refuse_single_plans(loaded, plan, offers)
     plan = with_shards(plan, loaded, shards)
-    plan = plan_pool(plan, request, SpecBuilder(loaded, registry, plan.kv_dtype, max_model_len, facts.max_encoder_len))
+    builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
+    plan = plan_pool(plan, request, builder)
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
-    tree = choose_tree(loaded, drafter, plan, registry, stages=len(stages.stages))
-    draft_graphs = choose_draft_graphs(loaded, drafter, plan, registry, own_layers)
+    tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
+    draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
     plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, draft_graphs))))
     if drafter is not None:
-        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, registry, stages=len(stages.stages))
+        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
@@ -223,6 +229,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     return Planned(
         loaded=loaded,
         registry=registry,
+        offers=offers,
         facts=facts,
         task=task,
         family_descriptor=family_descriptor,
@@ -302,7 +309,7 @@ def family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], M
     candidates = registry.candidates(Kind.MODEL_FAMILY)
     for descriptor in candidates:
         if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
-            return descriptor, resolve_factory(descriptor)()
+            return descriptor, registry.build(descriptor)
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
     close = difflib.get_close_matches(architectures[0], served, n=1)
     hint = f"; the closest served one is {close[0]}" if close else ""
@@ -352,15 +359,6 @@ def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
     ):
         return ("float32",)
     return (facts.dtype, "float32")
-
-
-def _processors(loaded: LoadedConfig, registry: PluginRegistry) -> tuple[Descriptor[Any], ...]:
-    """The default logits processors and those that the configuration names."""
-    named = loaded.config.logits_processors
-    chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
-    for name in named:
-        chosen[name] = registry.load(Kind.LOGITS_PROCESSOR, name, required=True)
-    return tuple(chosen.values())
 
 
 def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,13 @@ from slotline.registry.config import StructuredOutputConfig
 from slotline.registry.contracts import (
     Constraint,
     GrammarState,
-    StructuredOutput,
     StructuredOutputCapabilities,
     StructuredOutputContext,
 )
 from slotline.registry.descriptor import Descriptor
+from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError, RequestError
-from slotline.registry.loading import label_of, resolve_factory, typed_failures
+from slotline.registry.loading import typed_failures
 
 Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
@@ -231,6 +232,7 @@ class StructuredOutputs:
 
 
 def build_structured_output(
+    registry: PluginRegistry,
     descriptor: Descriptor[StructuredOutputCapabilities],
     context: StructuredOutputContext,
     rows: Rows,
@@ -242,14 +244,9 @@ def build_structured_output(
         PluginError: if a named plugin cannot be built.
     """
 
-    def build() -> StructuredOutput:
-        with typed_failures(
-            f"{label_of(descriptor)} cannot be built for this model",
-            fix="name another plugin with structured_output.backend",
-        ):
-            return resolve_factory(descriptor)(context)  # type: ignore[no-any-return]
-
-    compiler = GrammarCompiler(build, threads=config.compile_threads, capacity=config.cached_grammars)
+    compiler = GrammarCompiler(
+        partial(registry.build, descriptor, context), threads=config.compile_threads, capacity=config.cached_grammars
+    )
     if config.backend != "auto":
         compiler.build()
     return StructuredOutputs(

@@ -1,0 +1,53 @@
+"""A plugin of each kind whose factory fails, in each way that a factory can; the rest of it is a shipped plugin's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import evolve
+
+from slotline.backends import torch_sdpa, torch_state
+from slotline.plugins.kv_connectors import host_memory
+from slotline.plugins.kv_specs import full
+from slotline.plugins.logits_processors import no_repeat_ngram
+from slotline.plugins.lora import grouped
+from slotline.plugins.model_families import decoder
+from slotline.plugins.structured_output import llguidance
+from slotline.proposers import ngram
+
+
+def raises(*context: Any) -> Any:
+    """A mistake in the plugin."""
+    raise KeyError("no such table")
+
+
+def exits(*context: Any) -> Any:
+    """What a library does that believes to be a program."""
+    raise SystemExit("this machine is not supported")
+
+
+def fills(*context: Any) -> Any:
+    """More memory than there is."""
+    raise MemoryError
+
+
+_FACTORIES = {"raises": raises, "exits": exits, "absent": "absent_package.module:Factory", "fills": fills}
+_SHIPPED = {
+    "attention": torch_sdpa,
+    "state": torch_state,
+    "kv_spec": full,
+    "kv_connector": host_memory,
+    "drafter": ngram,
+    "logits_processor": no_repeat_ngram,
+    "lora": grouped,
+    "model_family": decoder,
+    "structured_output": llguidance,
+}
+
+
+def __getattr__(name: str) -> Any:
+    """`KIND_HOW`."""
+    kind, _, how = name.rpartition("_")
+    if kind not in _SHIPPED or how not in _FACTORIES:
+        raise AttributeError(name)
+    return evolve(_SHIPPED[kind].descriptor, name="broken", factory=_FACTORIES[how])
