@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from slotline.plugins.model_families import binding, checkpoint, own_attention
+from slotline.plugins.model_families import binding, checkpoint, own_attention, unused_weights
 from slotline.plugins.model_families.checkpoint import Checkpoint
+from slotline.plugins.model_families.naming import listed
 from slotline.registry.contracts.model_family import ModelContext
 from slotline.registry.errors import ModelError
+
+logger = logging.getLogger("slotline")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -45,8 +49,9 @@ def load_transformers_model(
     found = found or checkpoint.read(path)
     checkpoint.require_weights(path)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
+    report_of = _Reports()
     try:
-        with _no_progress_bars():
+        with _no_progress_bars(), report_of.kept():
             model, report = found.model_class.from_pretrained(
                 path,
                 config=found.config,
@@ -58,8 +63,12 @@ def load_transformers_model(
             )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise ModelError(
-            f"the weights of {path} cannot be read: {error}", fix="download the checkpoint again"
+            f"the weights of {path} cannot be read: {error}{report_of}", fix="download the checkpoint again"
         ) from error
+    if unused := unused_weights.review(model, report["unexpected_keys"], path):
+        logger.warning(
+            "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)
+        )
     if context.task != "generate" and hasattr(model, "lm_head"):
         del model.lm_head  # nobody reads logits, and its weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
@@ -85,6 +94,35 @@ def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor
             tensor.copy_(new[name])
 
 
+class _Reports(logging.Filter):
+    """Keeps transformers' tables of weights back: what matters of them is said by `load_transformers_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tables: list[str] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if "LOAD REPORT" not in text:
+            return True
+        self._tables.append(text)
+        return False
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """While transformers loads a model."""
+        theirs = logging.getLogger("transformers.modeling_utils")
+        theirs.addFilter(self)
+        try:
+            yield
+        finally:
+            theirs.removeFilter(self)
+
+    def __str__(self) -> str:
+        """The tables, for an error that speaks of them."""
+        return "".join(f"\n{table}" for table in self._tables)
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
@@ -100,9 +138,8 @@ def _refuse_incomplete(context: ModelContext, report: dict[str, Any]) -> None:
     for what in ("missing_keys", "mismatched_keys"):
         names = sorted(_said(entry) for entry in report.get(what) or ())
         if names:
-            shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
             raise ModelError(
-                f"{what.replace('_keys', '')} weights in {context.facts.path}: {shown}",
+                f"{what.replace('_keys', '')} weights in {context.facts.path}: {listed(names)}",
                 fix="download the checkpoint again, or use the config.json that belongs to these weights",
             )
 
