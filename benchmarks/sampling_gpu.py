@@ -54,7 +54,7 @@ def batch(n: int, *, temperature: float = 0.8, top_k: float = 0, top_p: float = 
         temperature=np.full(n, temperature, np.float32),
         top_k=np.full(n, int(top_k), np.int64),
         top_p=np.full(n, top_p, np.float32),
-        min_p=np.full(n, min_p, np.float32),
+        log_floor=np.full(n, np.log(min_p) if min_p else -np.inf, np.float32),
         seed=np.arange(n, dtype=np.uint64),
     )
 

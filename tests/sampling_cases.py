@@ -20,6 +20,8 @@ def batch(n: int, **values: Any) -> SamplingBatch:
         name: np.broadcast_to(np.asarray(value, types.get(name, np.float32)), n).copy()
         for name, value in {**defaults, **values}.items()
     }
+    with np.errstate(divide="ignore"):
+        arrays["log_floor"] = np.log(arrays.pop("min_p"))
     return SamplingBatch(rows=np.arange(n), **arrays)
 
 

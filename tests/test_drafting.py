@@ -411,7 +411,7 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
         temperature=np.ones(n, np.float32),
         top_k=np.zeros(n, np.int64),
         top_p=np.ones(n, np.float32),
-        min_p=np.zeros(n, np.float32),
+        log_floor=np.full(n, -np.inf, np.float32),
         seed=np.full(n, 5, np.uint64),
     )
     rejections = Rejections.gather(rows, batch, np.zeros(n, np.int64), drafts, torch.from_numpy)

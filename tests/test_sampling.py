@@ -544,6 +544,7 @@ def test_processors_run_in_their_order_whatever_order_they_were_found_in(tiny: T
 
     pipeline = engines(tiny("llama")).engine.pipeline
     assert [slot.name for slot in pipeline.slots] == [
+        "guidance",
         "penalties",
         "logit_bias",
         "min_tokens",

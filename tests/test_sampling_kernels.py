@@ -58,7 +58,7 @@ def right(logits: np.ndarray, rows: SamplingBatch, i: int, token: int, least: fl
         assert token == int(row.argmax())
         return
     scaled = row / np.maximum(rows.temperature[i], np.float32(1e-6))  # float32, as the definition says
-    floor = -np.inf if rows.min_p[i] == 0 else float(scaled.max() + np.log(rows.min_p[i]))
+    floor = float(scaled.max() + rows.log_floor[i])
     limits = int(rows.top_k[i]), floor
     loose, tight = (nucleus(scaled, limits[0], float(rows.top_p[i]) * by, limits[1]) for by in (1 + 1e-5, 1 - 1e-5))
     if rows.top_p[i] == 1:

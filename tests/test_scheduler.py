@@ -271,7 +271,6 @@ def test_a_row_forgets_the_request_before_it() -> None:
         temperature=0.3,
         top_k=5,
         top_p=0.5,
-        min_p=0.1,
         seed=3,
         logprobs=2,
         prompt_logprobs=1,
@@ -281,6 +280,7 @@ def test_a_row_forgets_the_request_before_it() -> None:
     )
     rows.admit(first, 0)
     rows.num_computed_tokens[0] = 3
+    rows.log_floor[0] = -1
     rows.release(first)
     rows.admit(request("b", [9]), 77)
     fresh = Rows(1, 16)

@@ -27,7 +27,7 @@ from slotline.core.execution.states import StateRouter
 from slotline.core.execution.step import Answers, Launched, Sampling, StepOutput
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.frontend.outputs import TokenLogprobs
-from slotline.core.sampling.guidance import guided_places
+from slotline.core.sampling.companions import pairs_of
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
 from slotline.core.sampling.pooling import Pooling
@@ -142,11 +142,12 @@ class Runner:
             states, logits = self._wanted(launched)
         batch = inputs.sampling
         with scope("process"):
-            guided = guided_places(self.rows, batch.rows, logits.device)
+            pairs = pairs_of(self.rows, batch.rows, logits.device)
             processed = self.pipeline.apply(
-                logits if guided is None else guided.combine(logits),
+                logits,
                 batch.rows,
                 inputs.draft_nodes,
+                companions=None if pairs is None else pairs.companions,
                 all_greedy=batch.all_greedy,
             )
         if self.grammars is not None:
@@ -159,8 +160,8 @@ class Runner:
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
             )
             tokens = self._reject(tokens, final, inputs)
-            if guided is not None:
-                tokens = guided.follow(tokens)
+            if pairs is not None:
+                tokens = pairs.follow(tokens)
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
                 self.last_tokens.record(inputs.stand_ins, tokens)

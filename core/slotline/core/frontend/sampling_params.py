@@ -223,7 +223,7 @@ class SamplingParams:
                     fix="set temperature above 0, or leave best_of out",
                 )
         for name in ("negative_prompt", "negative_prompt_token_ids"):
-            if getattr(self, name) is not None and not self.guided:
+            if getattr(self, name) is not None and self.guidance_scale == 1:
                 raise RequestError(f"{name} without guidance", fix="set guidance_scale to another number than 1")
         if self.negative_prompt is not None and self.negative_prompt_token_ids is not None:
             raise RequestError("negative_prompt and negative_prompt_token_ids together", fix="give one of them")
@@ -235,11 +235,6 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0
-
-    @property
-    def guided(self) -> bool:
-        """Whether a negative prompt takes part."""
-        return self.guidance_scale != 1
 
     def as_mapping(self) -> dict[str, Any]:
         """All parameters by name, `extra_args` merged in, as logits processors read them."""

@@ -13,7 +13,7 @@ from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.requests.stops import StopRules
 from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduling.guidance import with_partners
+from slotline.core.scheduling.companions import with_partners
 from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.scheduler import Scheduler
 

@@ -13,7 +13,7 @@ from slotline.core.execution.step import StepOutput
 from slotline.core.requests.endings import Endings
 from slotline.core.requests.stops import Ended, StopRules
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduling.guidance import leaders
+from slotline.core.scheduling.companions import leaders
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule
@@ -28,7 +28,7 @@ class StepResult:
     """What a step handed out.
 
     Attributes:
-        rows: [n] int64, rows that got a token, but for those of negative prompts; `token_ids` [n] int32. Under
+        rows: [n] int64, rows that got a token, but for those of companions; `token_ids` [n] int32. Under
             asynchronous scheduling those of the step that was started one call before.
         finished: requests that ended in this step; they hold no row any more.
     """
@@ -117,7 +117,7 @@ class HandOut:
         """Append tokens, as long as their rows have not ended, and add to `ended` the rows that do with them.
 
         Returns:
-            The rows that got a token and the tokens [n], but for those of negative prompts.
+            The rows that got a token and the tokens [n], but for those of companions.
         """
         rows, given = self.rows, []
         for which, tokens in output.rounds():
@@ -130,7 +130,7 @@ class HandOut:
                 stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
                 over = self.grammars.advance(which, tokens, stopped)
                 ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
-            asked = (rows.partner[which] < 0) | (rows.guidance_scale[which] != 1)  # not a negative prompt's
+            asked = ~rows.follows[which]
             given.append((which[asked], tokens[asked]))
         if len(given) == 1:
             return given[0]

@@ -10,9 +10,10 @@ from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.admission import EngineLimits, check_capacity, check_request
-from slotline.core.scheduling.guidance import check_pair_capacity, pair, refuse_guidance
+from slotline.core.scheduling.companions import check_pair_capacity, pair, refuse_companion
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.contracts import Companion
 from slotline.registry.errors import RequestError
 
 
@@ -45,8 +46,8 @@ class Intake:
         """
         self._validate(request)
         params = request.params
-        if params.guided:
-            self._add_companion(request)
+        if (companion := self.pipeline.companion(request)) is not None:
+            self._add_companion(request, companion)
         if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
         for one in (request, request.companion):
@@ -87,20 +88,21 @@ class Intake:
         if self.grammars is not None:
             self.grammars.validate(request)
 
-    def _add_companion(self, request: Request) -> None:
-        """Give a request that asks for guidance the request of its negative prompt."""
-        refuse_guidance(
+    def _add_companion(self, request: Request, asked: Companion) -> None:
+        """Give a request the one that is computed beside it."""
+        refuse_companion(
             request,
+            asked.asked,
             self.scheduler.rows.max_requests,
             drafts=self.drafts,
             chunked_prefill=self.limits.chunked_prefill,
         )
-        companion = pair(request, self.tokenizer, self.limits.max_model_len)
+        companion = pair(request, asked, self.tokenizer, self.limits.max_model_len)
         try:
             self._validate(companion)
         except RequestError as error:
-            raise RequestError(f"negative_prompt: {error.message}", fix=error.fix) from error
-        check_pair_capacity(request, companion, self.scheduler.cache)
+            raise RequestError(f"{asked.name}: {error.message}", fix=error.fix) from error
+        check_pair_capacity(request, companion, asked.name, self.scheduler.cache)
 
     def _queue(self, request: Request) -> None:
         """Queue a request, and its companion with it."""

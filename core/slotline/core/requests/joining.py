@@ -14,7 +14,7 @@ from slotline.core.execution.profiling import StepProfiler
 from slotline.core.requests.endings import Endings
 from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.structured_output import StructuredOutputs
-from slotline.core.scheduling.guidance import leaders
+from slotline.core.scheduling.companions import leaders
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule

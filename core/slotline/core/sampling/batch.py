@@ -19,7 +19,7 @@ _PACKED = np.dtype(
     [
         ("temperature", np.float32),
         ("top_p", np.float32),
-        ("log_min_p", np.float32),
+        ("log_floor", np.float32),
         ("top_k", np.int32),
         ("greedy", np.int32),
         ("unused", np.int32),  # the number behind it lies at a multiple of its size
@@ -37,7 +37,9 @@ class SamplingBatch:
     Attributes:
         rows: [n] int64, permanent rows.
         positions: [n] int64, position that the sampled token will have.
-        temperature, top_p, min_p: [n] float32; top_k: [n] int64, 0 for all.
+        temperature, top_p: [n] float32; top_k: [n] int64, 0 for all.
+        log_floor: [n] float32, the least log-probability of a kept token less that of the most likely one; 0 or below,
+            minus infinity for all.
         seed: [n] uint64.
         all_greedy: whether every row takes the most likely token.
     """
@@ -47,7 +49,7 @@ class SamplingBatch:
     temperature: npt.NDArray[np.float32]
     top_k: Int
     top_p: npt.NDArray[np.float32]
-    min_p: npt.NDArray[np.float32]
+    log_floor: npt.NDArray[np.float32]
     seed: npt.NDArray[np.uint64]
     all_greedy: bool = field(init=False)
 
@@ -64,22 +66,20 @@ class SamplingBatch:
             temperature=rows.temperature[which],
             top_k=rows.top_k[which],
             top_p=rows.top_p[which],
-            min_p=rows.min_p[which],
+            log_floor=rows.log_floor[which],
             seed=rows.seed[which],
         )
 
     def packed(self) -> npt.NDArray[np.int32]:
         """What the device needs, [n, PACKED_WIDTH] int32, to be sent in one copy and read by `PackedParameters`.
 
-        Greedy rows have temperature 1 and a flag; min-p is sent as its logarithm; the row's random number goes along.
+        Greedy rows have temperature 1 and a flag; the row's random number goes along.
         """
         out = np.zeros(len(self.rows), _PACKED)
         greedy = self.temperature == 0
         out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
         out["top_p"] = self.top_p
-        out["log_min_p"] = -np.inf
-        if self.min_p.any():
-            np.log(self.min_p, out=out["log_min_p"], where=self.min_p > 0)
+        out["log_floor"] = self.log_floor
         out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
         out["greedy"] = greedy
         out["uniform"] = uniforms(self.seed, self.positions)
@@ -103,9 +103,9 @@ class PackedParameters:
         return self._column("top_p", torch.float32)
 
     @property
-    def log_min_p(self) -> torch.Tensor:
-        """float32; minus infinity without min-p."""
-        return self._column("log_min_p", torch.float32)
+    def log_floor(self) -> torch.Tensor:
+        """float32; minus infinity for all."""
+        return self._column("log_floor", torch.float32)
 
     @property
     def top_k(self) -> torch.Tensor:

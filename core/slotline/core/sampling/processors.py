@@ -7,7 +7,9 @@ something changed the logits: one look at their largest number, whose result tra
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +20,12 @@ from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.sampling.batch import has_triton
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
-from slotline.registry.contracts import LogitsBatch, LogitsProcessor, LogitsProcessorCapabilities
+from slotline.registry.contracts import (
+    Companion,
+    LogitsBatch,
+    LogitsProcessor,
+    LogitsProcessorCapabilities,
+)
 from slotline.registry.errors import ContractError, RequestError
 from slotline.registry.loading import typed_failures
 
@@ -99,11 +106,22 @@ class Processed:
         return marked if touched is None else torch.where(touched, marked, tokens)
 
 
+@frozen(eq=False)
+class Places:
+    """What a step's logits belong to: see `ProcessorPipeline.apply`."""
+
+    rows: Int
+    draft_nodes: Int | None
+    companions: Int
+
+
 class ProcessorPipeline:
     """Applies the processors to logits and keeps their state in step with the rows."""
 
     def __init__(self, slots: Sequence[ProcessorSlot], rows: Rows, known_parameters: frozenset[str]) -> None:
-        self.slots = tuple(sorted(slots, key=lambda s: (s.capabilities.order, s.name)))
+        ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
+        self.slots = tuple(slot for slot in ordered if not slot.capabilities.floors)
+        self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
         self._rows = rows
         self._known = known_parameters
         self._handled = frozenset(p for s in slots for p in s.capabilities.parameters)
@@ -129,19 +147,45 @@ class ProcessorPipeline:
                     f"{name}={params[name]!r} needs a logits processor that this run does not have",
                     fix="name one that takes it under [logits_processors], see `slotline plugins`",
                 )
-        for slot in self.slots:
-            with typed_failures(
-                f"logits processor {slot.name!r} failed to check a request",
-                fix="change the parameters that it takes, or do without it",
-            ):
+        for slot in (*self.slots, *self._floors):
+            with _checking(slot):
                 slot.processor.validate(params)
 
+    def companion(self, request: Request) -> Companion | None:
+        """What is computed beside a request that was validated.
+
+        Raises:
+            RequestError: if two processors ask for one.
+            PluginError: if a processor fails in another way.
+        """
+        found: list[Companion] = []
+        for slot in self.slots:
+            if slot.capabilities.companions:
+                with _checking(slot):
+                    companion = slot.processor.companion(request.params.as_mapping(), request.prompt_token_ids)
+                found += [] if companion is None else [companion]
+        if len(found) > 1:
+            raise RequestError(
+                f"{' and '.join(one.asked for one in found)} need a companion each, and a request has one at most",
+                fix="leave out all but one of them",
+            )
+        return found[0] if found else None
+
     def admit(self, request: Request) -> None:
-        """A request took its row."""
-        if not self.slots:
-            return
+        """A request took its row.
+
+        Raises:
+            ContractError: if a floor is none.
+        """
         row = request.row
         params = {**request.params.as_mapping(), "seed": int(self._rows.seed[row])}
+        for slot in self._floors:
+            floor = slot.processor.floor(params)
+            if math.isnan(floor) or floor > 0:
+                raise ContractError(
+                    f"logits processor {slot.name!r} has the floor {floor}", fix="return a number of 0 or below"
+                )
+            self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
         for slot in self.slots:
             slot.set_active(row, bool(slot.processor.admit(row, params, request.prompt_token_ids)))
 
@@ -155,11 +199,25 @@ class ProcessorPipeline:
                 except Exception:  # a plugin's code may raise anything
                     logger.exception("logits processor %r failed to release row %d", slot.name, row)
 
-    def apply(self, logits: torch.Tensor, rows: Int, draft_nodes: Int | None = None, *, all_greedy: bool) -> Processed:
-        """Logits [n, vocab_size] float32 of permanent rows [n], processed; the input is not changed.
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: Int,
+        draft_nodes: Int | None = None,
+        *,
+        companions: Int | None = None,
+        all_greedy: bool,
+    ) -> Processed:
+        """Process the logits of a step.
 
-        `draft_nodes` [n] says which of its row's drafts each stands behind, as in `StepInputs`; None for none. If a
-        processor fails, the logits that it fails on are found by processing each row of them alone.
+        If a processor fails, the logits that it fails on are found by processing each row of them alone.
+
+        Args:
+            logits: [n, vocab_size] float32, which are not changed.
+            rows: [n] permanent rows.
+            draft_nodes: [n], which of its row's drafts each stands behind, as in `StepInputs`; None for none.
+            companions: [n] place of each one's companion, -1 without one; None for none at all.
+            all_greedy: whether the most likely token is all that is wanted.
         """
         slots = [
             slot
@@ -171,11 +229,12 @@ class ProcessorPipeline:
         if not slots:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
+        places = Places(rows, draft_nodes, np.full(len(rows), -1) if companions is None else companions)
         try:
-            result = self._run(slots, logits, rows, draft_nodes)
+            result = self._run(slots, logits, places, np.arange(len(rows)))
         except Exception:  # a plugin's code may raise anything
             logger.exception("a logits processor failed; processing each row of logits alone")
-            result, errors = self._run_alone(slots, logits, rows, draft_nodes)
+            result, errors = self._run_alone(slots, logits, places)
         touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
@@ -198,35 +257,39 @@ class ProcessorPipeline:
                 found[row] = error or _unusable(token, names)
         return found
 
-    def _run(
-        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
-    ) -> torch.Tensor:
-        logits = logits.clone()
+    def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: Places, which: Int) -> torch.Tensor:
+        """The rows at the places `which` [m] of a step's logits `raw` [n, vocab_size], processed: [m, vocab_size]."""
+        logits = raw.clone() if len(which) == len(raw) else raw[which]
         for slot in slots:
-            wanted = slot.active[rows]
+            wanted = slot.active[step.rows[which]]
+            if slot.capabilities.companions:
+                wanted &= step.companions[which] >= 0
             if wanted.all():
-                logits = _applied(slot, logits, self._batch(rows, draft_nodes))
+                logits = _applied(slot, logits, self._batch(slot, raw, step, which))
             elif wanted.any():
                 index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device, non_blocking=True)
-                assumed = None if draft_nodes is None else draft_nodes[wanted]
-                logits[index] = _applied(slot, logits[index], self._batch(rows[wanted], assumed))
+                logits[index] = _applied(slot, logits[index], self._batch(slot, raw, step, which[wanted]))
         return logits
 
     def _run_alone(
-        self, slots: Sequence[ProcessorSlot], logits: torch.Tensor, rows: Int, draft_nodes: Int | None
+        self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: Places
     ) -> tuple[torch.Tensor, dict[int, str]]:
         """Each row of the logits processed without the others, or left as it was, and why, by place."""
-        result, errors = logits.clone(), dict[int, str]()
-        for i in range(len(rows)):
-            assumed = None if draft_nodes is None else draft_nodes[i : i + 1]
+        result, errors = raw.clone(), dict[int, str]()
+        for i in range(len(raw)):
             try:
-                result[i : i + 1] = self._run(slots, logits[i : i + 1], rows[i : i + 1], assumed)
+                result[i : i + 1] = self._run(slots, raw, step, np.array([i]))
             except Exception as error:  # a plugin's code may raise anything
                 errors[i] = f"{type(error).__name__}: {error}"
         return result, errors
 
-    def _batch(self, rows: Int, draft_nodes: Int | None) -> LogitsBatch:
-        drafts, draft_positions = None, draft_nodes
+    def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: Places, which: Int) -> LogitsBatch:
+        """What a processor is told of the rows at the places `which` of a step's logits `raw`."""
+        rows = step.rows[which]
+        draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]
+        drafts, draft_positions, others = None, draft_nodes, None
+        if slot.capabilities.companions:
+            others = raw[torch.from_numpy(step.companions[which]).to(raw.device, non_blocking=True)]
         if draft_nodes is not None:
             tree = self._rows.tree
             index = np.arange(int(draft_nodes.max(initial=0)))
@@ -243,7 +306,15 @@ class ProcessorPipeline:
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
             draft_token_ids=drafts,
+            companion_logits=others,
         )
+
+
+def _checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
+    return typed_failures(
+        f"logits processor {slot.name!r} failed to check a request",
+        fix="change the parameters that it takes, or do without it",
+    )
 
 
 def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:

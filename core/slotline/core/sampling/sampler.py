@@ -1,9 +1,9 @@
 """Sampling: logits to tokens, for a batch of rows at once.
 
-Order of operations: logits processors, then temperature, then min-p, top-k, top-p, then one draw per row. The draw is
-the inverse of the cumulative distribution, in token order, at a number that depends on nothing but the request's seed
-and the token's position, so a request's text does not change with the batch around it, with chunked prefill or with
-preemption; a sample that is thrown away needs no rewinding of a generator.
+Order of operations: logits processors, then temperature, then the floor of those that have one (min-p), top-k, top-p,
+then one draw per row. The draw is the inverse of the cumulative distribution, in token order, at a number that depends
+on nothing but the request's seed and the token's position, so a request's text does not change with the batch around
+it, with chunked prefill or with preemption; a sample that is thrown away needs no rewinding of a generator.
 
 On a CUDA device with Triton two kernels do all of it, elsewhere torch; they keep the same tokens and draw from the same
 distribution with the same number, and differ only where the rounding of a sum moves a boundary past that number.
@@ -59,7 +59,7 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
         temperature=np.full(num_rows, 0.5, np.float32),
         top_k=np.full(num_rows, max(1, vocab_size - 1), np.int64),
         top_p=np.full(num_rows, 0.9, np.float32),
-        min_p=np.full(num_rows, 0.01, np.float32),
+        log_floor=np.full(num_rows, -4.6, np.float32),
         seed=np.arange(num_rows, dtype=np.uint64),
     )
     params = torch.from_numpy(batch.packed()).to(device)

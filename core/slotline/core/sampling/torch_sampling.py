@@ -46,20 +46,20 @@ def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
 
 
 def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor:
-    """Set what min-p, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
+    """Set what the floor, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
     least = least_kept(logits, batch, columns)
     return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
 def least_kept(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor | None:
-    """The lowest logit [n, 1] that min-p, top-k and top-p leave in; None if no row asks for any of them.
+    """The lowest logit [n, 1] that the floor, top-k and top-p leave in; None if no row asks for any of them.
 
     By value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows with top-k are
     ordered as far as the largest k, those with top-p alone wholly, others not at all.
     """
     floor = None
-    if batch.min_p.any():
-        floor = logits.amax(dim=-1, keepdim=True) + columns.log_min_p[:, None]
+    if (batch.log_floor > -np.inf).any():
+        floor = logits.amax(dim=-1, keepdim=True) + columns.log_floor[:, None]
     vocab_size = logits.shape[-1]
     by_count = (batch.top_k > 0) & (batch.top_k < vocab_size)
     by_mass = ~by_count & (batch.top_p < 1)

@@ -80,8 +80,8 @@ def draw_rows(
     else:
         masses = tl.load(sums + groups, groups < num_groups, 0.0) * _weights(peaks, most)
         top_p = tl.load(packed + 1).to(tl.float32, bitcast=True)
-        log_min_p = tl.load(packed + 2).to(tl.float32, bitcast=True)
-        floor = tl.where(log_min_p == -float("inf"), log_min_p, most + log_min_p)
+        log_floor = tl.load(packed + 2).to(tl.float32, bitcast=True)
+        floor = tl.where(log_floor == -float("inf"), log_floor, most + log_floor)
         top_k = tl.load(packed + 3)
         limited = (top_k > 0) & (top_k < vocab_size)
         bound = floor

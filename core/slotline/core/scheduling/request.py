@@ -47,8 +47,8 @@ class Request:
         lora_request: its adapter; `adapter_key` tells that one's keys and values from others'.
         index: which of the n outputs of its prompt.
         arrival: order of arrival at the engine.
-        companion: under guidance, the request that computes the negative prompt with the same output tokens; its
-            `leader` is the request that it belongs to. The two sample in the same steps.
+        companion: a request of another prompt that gets the same output tokens, for a logits processor that reads its
+            logits; its `leader` is the request that it belongs to. The two sample in the same steps.
         row: permanent row from admission until the request leaves, else -1.
         loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.

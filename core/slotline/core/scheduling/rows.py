@@ -46,11 +46,11 @@ class Rows:
         next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
         length_limit: number of tokens at which the request stops for length.
         min_length: number of tokens below which no stop token counts.
-        temperature, top_p, min_p: float32; `top_k`: int64, 0 for all.
+        temperature, top_p, log_floor: float32, as in `SamplingBatch`; `top_k`: int64, 0 for all.
         seed: uint64, one per request.
         num_logprobs, num_prompt_logprobs: -1 for none.
         partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
-        guidance_scale: float32, of the leader of a pair; 1 elsewhere.
+        follows: bool, the companion of another request, which gets that one's tokens.
         lora_slot: slot of the request's adapter, -1 for none.
         stop_token_ids: [max_requests, width] int32, filled up with -1; as wide as the longest list so far.
         ignore_eos, streams: flags; `streams` rows are detokenised in every step.
@@ -80,12 +80,12 @@ class Rows:
         self.temperature = np.zeros(max_requests, np.float32)
         self.top_k = np.zeros(max_requests, np.int64)
         self.top_p = np.ones(max_requests, np.float32)
-        self.min_p = np.zeros(max_requests, np.float32)
+        self.log_floor = np.full(max_requests, -np.inf, np.float32)
         self.seed = np.zeros(max_requests, np.uint64)
         self.num_logprobs = np.full(max_requests, -1, np.int64)
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
         self.partner = np.full(max_requests, -1, np.int64)
-        self.guidance_scale = np.ones(max_requests, np.float32)
+        self.follows = np.zeros(max_requests, bool)
         self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
@@ -195,7 +195,7 @@ class Rows:
         return request
 
     def _pair(self, row: int, request: Request) -> None:
-        self.guidance_scale[row] = request.params.guidance_scale
+        self.follows[row] = request.leader is not None
         self.partner[row] = -1
         if request.partner is not None:
             other = request.partner.row
@@ -221,7 +221,7 @@ class Rows:
         self.temperature[row] = params.temperature
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        self.log_floor[row] = -np.inf  # until a logits processor says more
         self.seed[row] = (default_seed if params.seed is None else params.seed) & (2**64 - 1)
         self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
-from slotline.conformance.logits_processor import contract, form, fuzz, history, params, refusals, rows, speculation
+from slotline.conformance.logits_processor import (
+    companions,
+    contract,
+    floors,
+    form,
+    fuzz,
+    history,
+    params,
+    refusals,
+    rows,
+    speculation,
+)
 
-__all__ = ["contract", "form", "fuzz", "history", "params", "refusals", "rows", "speculation"]
+__all__ = ["companions", "contract", "floors", "form", "fuzz", "history", "params", "refusals", "rows", "speculation"]

@@ -30,6 +30,7 @@ register_contract_checks(
         capabilities=LogitsProcessorCapabilities,
         protocol=LogitsProcessor,
         context=_context,
+        optional={"floor": lambda caps: caps.floors, "companion": lambda caps: caps.companions},
     )
 )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import torch
 
@@ -55,18 +57,19 @@ def inputs_unchanged(run: Run) -> None:
         entries = []
         for row in rows:
             drafts = random_drafts(rng, requests[row]) if speculative else ()
-            entries += verify_entries(row, drafts) if world.active[row] else []
+            entries += verify_entries(row, drafts) if world.shows(row) else []
         if not entries:
             continue
-        batch = world.batch(entries, speculative=speculative)
+        logits = random_logits(rng, len(entries), run.subject.device.type)
+        batch = world.batch(entries, logits, speculative=speculative)
         arrays = {name: getattr(batch, name) for name in type(batch).__slots__ if not name.startswith("__")}
-        before = {name: array.copy() for name, array in arrays.items() if array is not None}
-        world.processor.apply(random_logits(rng, len(entries), run.subject.device.type), batch)
+        before = {name: deepcopy(array) for name, array in arrays.items() if array is not None}
+        world.processor.apply(logits, batch)
         for name, array in before.items():
             now = getattr(batch, name)
             if now is not arrays[name]:
                 raise Failed(f"batch.{name} was replaced")
-            changed = np.argwhere(now != array)
+            changed = np.argwhere(np.asarray(now != array if isinstance(now, np.ndarray) else (now != array).cpu()))
             if len(changed):
                 at = tuple(int(i) for i in changed[0])
                 raise Failed(f"batch.{name}{list(at)} was changed: {array[at]} became {now[at]}")
@@ -77,13 +80,14 @@ def logits_not_kept(run: Run) -> None:
     """The logits of one step stay as they are when the next step runs: no buffer is handed out twice."""
     rng = run.rng
     world = world_of(run.subject, some_requests(run.subject, rng), garbage="garbage")
-    shown = [Entry(row) for row in range(MAX_REQUESTS) if world.active[row]]
+    shown = [Entry(row) for row in range(MAX_REQUESTS) if world.shows(row)]
     if not shown:
         return
     device = run.subject.device.type
-    first = world.processor.apply(random_logits(rng, len(shown), device), world.batch(shown, speculative=False))
+    plain, ties = (random_logits(rng, len(shown), device, form) for form in ("plain", "ties"))
+    first = world.processor.apply(plain, world.batch(shown, plain, speculative=False))
     kept = first.clone()
-    world.processor.apply(random_logits(rng, len(shown), device, "ties"), world.batch(shown, speculative=False))
+    world.processor.apply(ties, world.batch(shown, ties, speculative=False))
     if not torch.equal(first, kept):
         raise Failed(
             "the logits that one apply returned were overwritten by the next: results need memory of their own"

@@ -80,8 +80,7 @@ def params_unchanged(run: Run) -> None:
     params, prompt = parameters(settings), list(request.prompt)
     before = deepcopy(params), list(prompt)
     for world in worlds:
-        world.processor.validate(params)
-        world.requests[0], world.active[0] = request, world.processor.admit(0, params, prompt)
+        world.take(0, request, params, prompt)
         if (params, prompt) != before:
             raise Failed(f"validate or admit changed what it was given: {before[0]} became {params}; prompt {prompt}")
     prompt[:] = [31] * len(prompt)

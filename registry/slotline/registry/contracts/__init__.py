@@ -35,6 +35,7 @@ from slotline.registry.contracts.kv_connector import (
 )
 from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
 from slotline.registry.contracts.logits_processor import (
+    Companion,
     LogitsBatch,
     LogitsProcessor,
     LogitsProcessorCapabilities,
@@ -88,6 +89,7 @@ __all__ = [
     "CacheSlots",
     "CascadeBackend",
     "CheckpointDrafterFactory",
+    "Companion",
     "ComputedTokens",
     "ConnectorGroup",
     "Constraint",

@@ -2,11 +2,14 @@
 
 A processor keeps its state by permanent row: `admit` when a request takes the row, `release` when it leaves. `apply`
 gets the rows that the logits belong to, in any order, some of them more than once under speculation.
+
+Two things a processor may declare beside that: that the sampler can do its work (`floors`), and that its requests have
+a second prompt computed with them (`companions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field, frozen
@@ -33,6 +36,10 @@ class LogitsProcessorCapabilities:
             is repeated, with other logits maybe; `admit` begins anew. Not with `speculation`: nothing promises that the
             logits before a draft are shown in the same call as those behind it, or in an earlier one.
         speculation: right at each draft position.
+        floors: it only drops tokens that are too unlikely beside the most likely one, and has `floor`. The engine
+            does not call `apply`: the sampler does the same in its own pass over the logits, behind the grammars.
+        companions: its requests may have a companion, another prompt with the same output behind it, whose logits it
+            reads: it has `companion`, and is shown the rows of requests that have one.
         default: part of every run unless the configuration says otherwise.
         order: processors apply in rising order; ties by name.
         examples: settings of sampling parameters that are accepted and change the logits of some request, one mapping
@@ -47,6 +54,8 @@ class LogitsProcessorCapabilities:
     needs_history: bool = False
     sequential: bool = False
     speculation: Flag = Flag(False)
+    floors: bool = False
+    companions: bool = False
     default: bool = False
     order: int = 100
     examples: tuple[Mapping[str, Any], ...] = field(default=(), eq=False)
@@ -78,6 +87,8 @@ class LogitsBatch:
         num_prompt_tokens: [num_logits] int64 on the host.
         draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed: the first `draft_positions` of
             each row, then -1; None without speculation.
+        companion_logits: [num_logits, vocab_size] float32, what the model says behind each row's companion, not to be
+            changed; None for processors without `companions`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -86,6 +97,7 @@ class LogitsBatch:
     num_tokens: npt.NDArray[np.int64]
     num_prompt_tokens: npt.NDArray[np.int64]
     draft_token_ids: npt.NDArray[np.int64] | None = None
+    companion_logits: torch.Tensor | None = None
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -117,8 +129,23 @@ class LogitsBatch:
         return result
 
 
+@frozen(kw_only=True)
+class Companion:
+    """A second prompt, computed beside a request's own: both are followed by the same output, token by token.
+
+    Attributes:
+        prompt: text for the model's tokenizer, or one or more token ids.
+        name: the parameter that the prompt came with, as refusals name it.
+        asked: the parameter that asks for a companion, and its value, likewise.
+    """
+
+    prompt: str | Sequence[int]
+    name: str
+    asked: str
+
+
 class LogitsProcessor(Protocol):
-    """What a built logits processor can do."""
+    """What a built logits processor can do; `floor` and `companion` are asked of those alone that declare them."""
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """Check a request's sampling parameters at admission.
@@ -153,4 +180,26 @@ class LogitsProcessor(Protocol):
 
     def release(self, row: int) -> None:
         """The request left its row, which may be given to another. Called only if `admit` returned True for it."""
+        ...
+
+    def floor(self, params: Mapping[str, Any]) -> float:
+        """With `floors`: the least log-probability of a kept token less that of the most likely one.
+
+        Both at the request's temperature, which the largest logit and that of the token are divided by. `admit` and
+        `apply` are the definition that the conformance suite holds this against.
+
+        Args:
+            params: as `admit` gets them.
+
+        Returns:
+            A number of 0 or below; minus infinity keeps all tokens.
+        """
+        ...
+
+    def companion(self, params: Mapping[str, Any], prompt_token_ids: list[int]) -> Companion | None:
+        """With `companions`: what is computed beside a request, asked once, after `validate`.
+
+        Returns:
+            None for nothing; then `admit` says that there is no work, and else that there is.
+        """
         ...

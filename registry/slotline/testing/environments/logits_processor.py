@@ -8,7 +8,7 @@ work, and looks at the form of what comes back. Three kinds of garbage stand whe
 - ``tempting``: ids inside the vocabulary, other ones at each call.
 
 Without a declared need for history the output tokens in the table are garbage too: a host that runs ahead of the device
-does not know them.
+does not know them. The logits of a companion follow from those of the row that it belongs to, see `companion_logits`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class World:
     processor: Any = field(init=False)
     requests: dict[int, Request] = field(init=False, factory=dict)
     active: dict[int, bool] = field(init=False, factory=dict)
+    paired: dict[int, bool] = field(init=False, factory=dict)
     calls: int = field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
@@ -105,12 +106,21 @@ class World:
         Raises:
             Failed: if `admit` does not say whether there is work.
         """
-        params = parameters(request.settings)
+        self.take(row, request, parameters(request.settings), list(request.prompt))
+
+    def take(self, row: int, request: Request, params: dict[str, Any], prompt: list[int]) -> None:
+        """`admit` with these objects for the request's parameters and prompt."""
         self.processor.validate(params)
-        answer = self.processor.admit(row, params, list(request.prompt))
+        companions = self.subject.capabilities.companions
+        self.paired[row] = companions and self.processor.companion(params, prompt) is not None
+        answer = self.processor.admit(row, params, prompt)
         if not isinstance(answer, bool):
             raise Failed(f"admit returned {answer!r}, wanted True or False")
         self.requests[row], self.active[row], self.earlier[row] = request, answer, {}
+
+    def shows(self, row: int) -> bool:
+        """Whether the core would show the row to the processor."""
+        return self.active[row] and (self.paired[row] or not self.subject.capabilities.companions)
 
     def grow(self, row: int, tokens: Iterable[int]) -> None:
         """Some tokens of the request were accepted."""
@@ -122,8 +132,8 @@ class World:
         if self.active.pop(row):
             self.processor.release(row)
 
-    def batch(self, entries: Sequence[Entry], *, speculative: bool) -> LogitsBatch:
-        """What the core would hand over; without `speculative` there are no draft arrays."""
+    def batch(self, entries: Sequence[Entry], logits: torch.Tensor, *, speculative: bool) -> LogitsBatch:
+        """What the core would hand over beside the logits; without `speculative` there are no draft arrays."""
         self.calls += 1
         asked = [self.requests[entry.row] for entry in entries]
         positions = np.array([len(entry.drafts) for entry in entries], np.int64)
@@ -137,6 +147,7 @@ class World:
             num_tokens=np.array([len(request.tokens) for request in asked], np.int64),
             num_prompt_tokens=np.array([len(request.prompt) for request in asked], np.int64),
             draft_token_ids=drafts if speculative else None,
+            companion_logits=companion_logits(logits) if self.subject.capabilities.companions else None,
         )
 
     def apply(self, entries: Sequence[Entry], logits: torch.Tensor, *, speculative: bool | None = None) -> torch.Tensor:
@@ -147,10 +158,10 @@ class World:
         """
         if speculative is None:
             speculative = any(entry.drafts for entry in entries)
-        shown = [index for index, entry in enumerate(entries) if self.active[entry.row]]
+        shown = [index for index, entry in enumerate(entries) if self.shows(entry.row)]
         after = logits.clone()
         if shown:
-            batch = self.batch([entries[index] for index in shown], speculative=speculative)
+            batch = self.batch([entries[index] for index in shown], logits[shown], speculative=speculative)
             found = self.processor.apply(logits[shown], batch)
             fault = form_fault(logits[shown], found)
             if fault is not None:
@@ -250,6 +261,11 @@ def random_logits(rng: Random, count: int, device: str, form: str = "plain") -> 
         banned[:, 0] = False
         logits = logits.masked_fill(banned, -torch.inf)
     return logits.to(device)
+
+
+def companion_logits(logits: torch.Tensor) -> torch.Tensor:
+    """What stands for the logits of the rows' companions, [n, vocab_size]: each row's own, some tokens further."""
+    return logits.roll(7, dims=-1)
 
 
 def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) -> World:

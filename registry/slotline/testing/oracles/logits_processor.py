@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from slotline.registry.contracts import Companion
+
 
 def form_fault(before: torch.Tensor, after: Any) -> str | None:
     """What is wrong with the form of processed logits, or None.
@@ -61,3 +63,39 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
         f"the logit of token {token} is {float(found[token]):.9g}, wanted {float(expected[token]):.9g} "
         f"({len(wrong)} of {len(expected)} differ)"
     )
+
+
+def floor_fault(before: torch.Tensor, after: torch.Tensor, temperature: float, floor: float) -> str | None:
+    """Where a row [vocab_size] is not what a floor makes of it at a temperature, or None.
+
+    Tokens whose distance from the bound is within the rounding of float32 may go either way.
+    """
+    scaled = before.double() / temperature
+    bound = scaled.max() + floor
+    room = 1e-6 * (1 + scaled.abs().nan_to_num(posinf=0, neginf=0).max())
+    kept = ~after.isneginf()
+    wrong = torch.where(kept, scaled < bound - room, scaled > bound + room).nonzero().flatten().tolist()
+    if wrong:
+        token, below = wrong[0], float(scaled.max() - scaled[wrong[0]])
+        return (
+            f"token {token}, {below:.6g} below the best at the temperature, was {'kept' if kept[token] else 'banned'}"
+        )
+    changed = (kept & (after != before)).nonzero().flatten().tolist()
+    if changed:
+        token = changed[0]
+        return f"the logit of token {token}, which is kept, was {float(before[token])} and is {float(after[token])}"
+    return None
+
+
+def companion_fault(found: Any, vocab_size: int) -> str | None:
+    """What is wrong with a companion, or None."""
+    if not isinstance(found, Companion):
+        return f"companion returned {type(found).__name__}, wanted a Companion or None"
+    if not (isinstance(found.name, str) and found.name and isinstance(found.asked, str) and found.asked):
+        return f"name and asked must name parameters: {found}"
+    if isinstance(found.prompt, str):
+        return None if found.prompt else "the companion's prompt is an empty text"
+    tokens = list(found.prompt)
+    if not tokens or not all(isinstance(token, int) and 0 <= token < vocab_size for token in tokens):
+        return f"the companion's prompt must be one or more token ids below {vocab_size}: {tokens}"
+    return None

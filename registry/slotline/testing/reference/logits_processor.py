@@ -1,4 +1,4 @@
-"""Small processors: a penalty over recent tokens, a limit on repeats with counts by row, one that moves."""
+"""Small processors: a penalty over recent tokens, a limit on repeats with counts by row, floors, and one of pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slotline.registry.capability import Flag
-from slotline.registry.contracts import LogitsBatch, LogitsProcessorCapabilities, LogitsProcessorContext
+from slotline.registry.contracts import Companion, LogitsBatch, LogitsProcessorCapabilities, LogitsProcessorContext
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import RequestError
 
@@ -132,6 +132,62 @@ class Floor:
     def release(self, row: int) -> None: ...
 
 
+class SampledFloor(Floor):
+    """The floor at the temperature, for the sampler."""
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        floor = params.get("sampled_floor", float("inf"))
+        if not isinstance(floor, int | float) or not floor >= 0:
+            raise RequestError(f"sampled_floor={floor!r} is not allowed", fix="give a number >= 0")
+
+    def floor(self, params: Mapping[str, Any]) -> float:
+        return -float(params.get("sampled_floor", float("inf")))
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        self.floors[row] = -self.floor(params) * self.scale(params)
+        return bool(self.floors[row] < float("inf"))
+
+    def scale(self, params: Mapping[str, Any]) -> float:
+        """What the logits are divided by."""
+        return float(params["temperature"] or 1.0)
+
+
+class Contrast:
+    """Adds `contrast` times how much more likely the prompt makes a token than the last `contrast_tokens` of it do."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self.factors = np.zeros(context.max_requests, np.float32)
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        factor, count = params.get("contrast", 0.0), params.get("contrast_tokens", 1)
+        if not isinstance(factor, int | float) or not 0 <= factor < float("inf"):
+            raise RequestError(f"contrast={factor!r} is not allowed", fix="give a number >= 0")
+        if not isinstance(count, int) or count < 1:
+            raise RequestError(f"contrast_tokens={count!r} is not allowed", fix="give an integer >= 1")
+
+    def companion(self, params: Mapping[str, Any], prompt_token_ids: list[int]) -> Companion | None:
+        factor = params.get("contrast", 0.0)
+        last = tuple(prompt_token_ids[-params.get("contrast_tokens", 1) :])
+        return Companion(prompt=last, name="contrast_tokens", asked=f"contrast={factor}") if factor else None
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        self.factors[row] = params.get("contrast", 0.0)
+        return bool(self.factors[row])
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        own, other = logits.log_softmax(dim=1), self.others(batch).log_softmax(dim=1)
+        factors = torch.from_numpy(self.factors[batch.rows]).to(logits.device)[:, None]
+        known = own.isfinite() & other.isfinite()
+        return torch.where(known, own + factors * (own - other), own)
+
+    def others(self, batch: LogitsBatch) -> torch.Tensor:
+        """The companions' logits [num_logits, vocab_size]."""
+        assert batch.companion_logits is not None  # as the descriptor asks
+        return batch.companion_logits
+
+    def release(self, row: int) -> None: ...
+
+
 class MovingFloor(Floor):
     """A floor that rises by 1 with each token that was the best when it was drawn, and falls by 1 with each other."""
 
@@ -222,4 +278,33 @@ sequential = Descriptor(
         bad_examples=({"moving_floor": -1.0}, {"moving_floor": "high"}),
     ),
     factory=MovingFloor,
+)
+
+sampled = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_sampled_floor",
+    summary="bans tokens far below the best at the temperature, in the sampler",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("sampled_floor",),
+        argmax_invariant=True,
+        speculation=Flag(True),
+        floors=True,
+        examples=({"sampled_floor": 3.0}, {"sampled_floor": 0.5, "temperature": 0.7}),
+        bad_examples=({"sampled_floor": -1.0}, {"sampled_floor": "high"}),
+    ),
+    factory=SampledFloor,
+)
+
+paired = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="reference_contrast",
+    summary="adds how much more likely the whole prompt makes a token than its end",
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("contrast", "contrast_tokens"),
+        speculation=Flag(True),
+        companions=True,
+        examples=({"contrast": 0.5}, {"contrast": 1.0, "contrast_tokens": 3}),
+        bad_examples=({"contrast": -1.0}, {"contrast": "much"}, {"contrast": 1.0, "contrast_tokens": 0}),
+    ),
+    factory=Contrast,
 )

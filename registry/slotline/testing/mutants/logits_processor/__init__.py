@@ -11,10 +11,17 @@ from slotline.registry.contracts import LogitsProcessorCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
-from slotline.testing.mutants.logits_processor import answers, right, state
+from slotline.testing.mutants.logits_processor import answers, declared, right, state
 from slotline.testing.reference import logits_processor as reference
 
-_BASES = (reference.descriptor, reference.counting, reference.sequential, reference.invariant)
+_BASES = (
+    reference.descriptor,
+    reference.counting,
+    reference.sequential,
+    reference.sampled,
+    reference.invariant,
+    reference.paired,
+)
 
 
 def _mutant(name: str, summary: str, level: Level, factory: Any, **declared: Any) -> Mutant:
@@ -110,6 +117,19 @@ MUTANTS: tuple[Mutant, ...] = (
         reference.MovingFloor,
         sequential=False,
     ),
+    _mutant("positive-floor", "a floor above the best", Level.NUMERICS, declared.PositiveFloor),
+    _mutant("floor-of-ratios", "a ratio for its logarithm", Level.NUMERICS, declared.FloorOfRatios),
+    _mutant("floor-untempered", "forgets the temperature", Level.NUMERICS, declared.ForgetsTemperature),
+    _mutant("floor-for-all", "a request has the floor of another", Level.NUMERICS, declared.FloorForAll),
+    _mutant("no-floor", "declares floors and has none", Level.CONTRACT, reference.Floor, floors=True),
+    _mutant("no-prompt", "a companion without a prompt", Level.NUMERICS, declared.NoPrompt),
+    _mutant("pairs-all", "a companion for requests that ask for none", Level.NUMERICS, declared.PairsAll),
+    _mutant("bare-tokens", "token ids for a companion", Level.NUMERICS, declared.BareTokens),
+    _mutant("eats-prompt", "cuts the caller's prompt", Level.NUMERICS, declared.EatsThePrompt),
+    _mutant("first-companion", "one companion for all", Level.HOSTILE, declared.FirstCompanionForAll, **_PLAIN),
+    _mutant("companions-by-row", "companions in the order of rows", Level.HOSTILE, declared.CompanionsByRow),
+    _mutant("changes-companion", "writes to the companion's logits", Level.HOSTILE, declared.ChangesTheCompanion),
+    _mutant("keeps-companion", "a companion's logits of an earlier step", Level.NUMERICS, declared.KeepsTheCompanion),
 )
 
 CORRECT: tuple[Correct, ...] = (
@@ -121,6 +141,8 @@ CORRECT: tuple[Correct, ...] = (
     Correct("counts by row, brought up to date at each step", reference.counting),
     Correct("argmax-invariant, needs no history", reference.invariant),
     Correct("sequential: remembers what it was shown", reference.sequential),
+    Correct("a floor for the sampler", reference.sampled),
+    Correct("reads the logits of companions", reference.paired),
     Correct(
         "no parameters, no state, no speculation declared",
         Descriptor(

@@ -1,4 +1,4 @@
-"""Pairs of requests for classifier-free guidance: a leader, and the companion that computes the negative prompt.
+"""Pairs of requests: a leader, and the companion that a logits processor asks for, which computes another prompt.
 
 The companion is a request like any other, with a row, blocks and prefixes of its own; the scheduler lets neither sample
 without the other, and the token that the leader gets is the companion's too. They are preempted and ended together.
@@ -14,22 +14,22 @@ from slotline.core.cache.manager import CacheManager
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.scheduling.request import Request
+from slotline.registry.contracts import Companion
 from slotline.registry.errors import CapacityError, RequestError
 
 
-def refuse_guidance(request: Request, max_requests: int, *, drafts: bool, chunked_prefill: bool) -> None:
-    """Refuse guidance where it cannot be had.
+def refuse_companion(request: Request, asked: str, max_requests: int, *, drafts: bool, chunked_prefill: bool) -> None:
+    """Refuse a companion where none can be had; `asked` is what the request asks for it with.
 
     Raises:
         RequestError: with the reason.
     """
-    asked = f"guidance_scale={request.params.guidance_scale}"
     if drafts:
         raise RequestError(
             f"{asked} beside a drafter, which proposes for each prompt alone", fix='set drafter.name = "none"'
         )
     if request.features:
-        raise RequestError(f"{asked} with multi_modal_data", fix="guide a prompt of text alone")
+        raise RequestError(f"{asked} with multi_modal_data", fix="give a prompt of text alone")
     if not chunked_prefill:
         raise RequestError(
             f"{asked} needs prompts that may be divided over steps", fix="set scheduler.chunked_prefill = true"
@@ -38,32 +38,31 @@ def refuse_guidance(request: Request, max_requests: int, *, drafts: bool, chunke
         raise RequestError(f"{asked} takes two rows of scheduler.max_requests = {max_requests}", fix="raise it to 2")
 
 
-def pair(request: Request, tokenizer: Tokenizer | None, max_model_len: int) -> Request:
-    """The companion of a request that asks for guidance; limits the request to the length that both can have.
+def pair(request: Request, companion: Companion, tokenizer: Tokenizer | None, max_model_len: int) -> Request:
+    """The companion of a request; limits the request to the length that both can have.
 
     Raises:
-        RequestError: if the negative prompt is text and the model has no tokenizer, or leaves no room for `min_tokens`.
+        RequestError: if the other prompt is text and the model has no tokenizer, or leaves no room for `min_tokens`.
     """
-    params = request.params
-    negative = list(params.negative_prompt_token_ids or request.prompt_token_ids[-1:])
-    if params.negative_prompt is not None:
-        if tokenizer is None:
-            raise RequestError(
-                "negative_prompt as text, and this model has no tokenizer", fix="give negative_prompt_token_ids"
-            )
-        negative = tokenizer.encode(params.negative_prompt)
-    room = max(1, max_model_len - max(len(negative), len(request.prompt_token_ids)))
+    params, name = request.params, companion.name
+    if not isinstance(companion.prompt, str):
+        prompt = list(companion.prompt)
+    elif tokenizer is not None:
+        prompt = tokenizer.encode(companion.prompt)
+    else:
+        raise RequestError(f"{name} as text, and this model has no tokenizer", fix="give its token ids")
+    room = max(1, max_model_len - max(len(prompt), len(request.prompt_token_ids)))
     if params.min_tokens > room:
         raise RequestError(
-            f"min_tokens={params.min_tokens} does not fit: the negative prompt has {len(negative)} tokens and leaves "
+            f"min_tokens={params.min_tokens} does not fit: {name} has {len(prompt)} tokens and leaves "
             f"{room} of max_model_len={max_model_len}",
-            fix="lower min_tokens, shorten the negative prompt or raise scheduler.max_model_len",
+            fix=f"lower min_tokens, shorten {name} or raise scheduler.max_model_len",
         )
     most = room if params.max_tokens is None else min(params.max_tokens, room)
     request.params = evolve(params, max_tokens=most)
     request.companion = Request(
-        request_id=f"{request.request_id} (negative prompt)",
-        prompt_token_ids=negative,
+        request_id=f"{request.request_id} ({name})",
+        prompt_token_ids=prompt,
         params=SamplingParams(temperature=0, max_tokens=most, ignore_eos=True, detokenize=False),
         priority=request.priority,
         cache_salt=request.cache_salt,
@@ -74,8 +73,8 @@ def pair(request: Request, tokenizer: Tokenizer | None, max_model_len: int) -> R
     return request.companion
 
 
-def check_pair_capacity(request: Request, companion: Request, cache: CacheManager) -> None:
-    """Refuse a pair that would not fit into the pool even if it were alone.
+def check_pair_capacity(request: Request, companion: Request, name: str, cache: CacheManager) -> None:
+    """Refuse a pair that would not fit into the pool even if it were alone; `name` is the other prompt's.
 
     Raises:
         RequestError: with the blocks it needs and those there are.
@@ -84,7 +83,7 @@ def check_pair_capacity(request: Request, companion: Request, cache: CacheManage
     needed, usable = sum(cache.blocks_for_one(length, 0) for length in lengths), cache.pool.num_blocks - 1
     if needed > usable:
         raise RequestError(
-            f"the prompt and the negative prompt need {needed} cache blocks with max_tokens="
+            f"the prompt and {name} need {needed} cache blocks with max_tokens="
             f"{request.params.max_tokens}; the pool has {usable}",
             fix="lower max_tokens, shorten a prompt, or raise cache.memory",
         ) from CapacityError(f"{needed} blocks needed, {usable} in all")

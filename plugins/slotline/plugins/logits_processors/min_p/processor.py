@@ -1,0 +1,47 @@
+"""Min-p (Nguyen et al. 2024, arXiv 2407.01082): a token stays if it is at least `min_p` times as likely as the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from slotline.core.uploads import sent
+from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
+from slotline.registry.errors import RequestError
+
+
+class MinP:
+    """A floor that the sampler applies; see `floor`. What the methods of every processor do says the same."""
+
+    def __init__(self, context: LogitsProcessorContext) -> None:
+        self._below = np.zeros(context.max_requests, np.float32)
+
+    def validate(self, params: Mapping[str, Any]) -> None:
+        """A number in [0, 1]."""
+        value = params.get("min_p", 0.0)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+            raise RequestError(f"min_p={value!r} is not allowed", fix="give a number in [0, 1]")
+
+    def floor(self, params: Mapping[str, Any]) -> float:
+        """The logarithm of `min_p`."""
+        min_p = params.get("min_p", 0.0)
+        return math.log(min_p) if min_p else -math.inf
+
+    def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
+        """How far below the largest logit a token may lie, before the temperature divides both; nothing if greedy."""
+        temperature, floor = params.get("temperature", 1.0), self.floor(params)
+        works = temperature > 0 and floor > -math.inf
+        self._below[row] = temperature * floor if works else 0
+        return works
+
+    def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+        """Ban what lies further below."""
+        below = sent(self._below[batch.rows], logits.device)
+        return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + below[:, None], -torch.inf)
+
+    def release(self, row: int) -> None:
+        """The next request of the row writes its own."""
