@@ -106,6 +106,8 @@ def main() -> int:
     after, pool = held(arguments.device), llm.engine.scheduler.cache.pool
     aborted = sum(request.finish_reason == "abort" for request in requests)
     tokens = sum(len(request.output_token_ids) for request in requests)
+    late = [f"{kernel.name} {kernel.seconds:.2f} s" for kernel in llm.engine.late_kernels if not kernel.on_disk]
+    print(f"{len(late)} kernels compiled while requests ran: {', '.join(late)}")
     print(f"{len(requests)} requests, {tokens} tokens, {aborted} aborted, {preemptions} preemptions")
     faults = []
     if pool.num_free != pool.num_blocks - 1:

@@ -8,9 +8,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from engine_driver import GREEDY
+
+from slotline.core import LLM
+from slotline.core.execution import compiling
+from slotline.core.execution.compiling import Kernel
 
 pytest.importorskip("triton")
 
@@ -38,26 +45,31 @@ def add_one(x, n, size: tl.constexpr, dtype: tl.constexpr):
 def wrong(x, size: tl.constexpr):
     tl.store(x + tl.arange(0, size), nothing_of_this_name)
 
-x, missing = torch.zeros(128), {}
-with compiling.counting() as compiled:
-    with compiling.leaving_out(missing):
-        for size in (16, 32, 32, 64):
-            assert add_one[(1,)](x, 100, size=size, dtype=tl.float32, num_warps=2) is None
-        assert wrong[(1,)](x, size=16) is None
-    assert (len(missing), compiled.count) == (4, 0), (len(missing), compiled.count)
-    compiling.compile_all(missing)
-    assert compiled.count == 3, compiled.count
-    again = {}
-    with compiling.leaving_out(again):
-        assert add_one.warmup(x, 100, size=64, dtype=tl.float32, num_warps=2, grid=(1,)) is not None
-        assert add_one.warmup(x, 100, size=64, dtype=tl.float16, num_warps=2, grid=(1,)) is None
-    assert len(again) == 1
+x, missing, told = torch.zeros(128), {}, []
+triton.knobs.compilation.listener = lambda **heard: told.append(heard["cache_hit"])
+compiled = compiling.listen()
+with compiling.leaving_out(missing):
+    for size in (16, 32, 32, 64):
+        assert add_one[(1,)](x, 100, size=size, dtype=tl.float32, num_warps=2) is None
+    assert wrong[(1,)](x, size=16) is None
+assert (len(missing), compiled.count) == (4, 0), (len(missing), compiled.count)
+compiling.compile_all(missing)
+assert compiled.count == 3, compiled.count
+assert {(kernel.name, kernel.on_disk) for kernel in compiled.kernels} == {("add_one", False)}
+assert all(0 < kernel.seconds < 60 for kernel in compiled.kernels), compiled.kernels
+again = {}
+with compiling.leaving_out(again):
+    assert add_one.warmup(x, 100, size=64, dtype=tl.float32, num_warps=2, grid=(1,)) is not None
+    assert add_one.warmup(x, 100, size=64, dtype=tl.float16, num_warps=2, grid=(1,)) is None
+assert len(again) == 1
 add_one.device_caches.clear()
-with compiling.counting() as compiled:
-    compiling.compile_all(missing)
-assert compiled.count == 0, "they are in the cache on disk"
+second = compiling.listen()
+compiling.compile_all(missing)
+assert second.count == 0, "they are in the cache on disk"
+assert [kernel.on_disk for kernel in second.kernels] == 3 * [True]
+assert compiled.count == 3
+assert told == 3 * [False] + 3 * [True], "whoever listened before is told too, once"
 assert triton.knobs.runtime.jit_cache_hook is None
-assert triton.knobs.compilation.listener is None
 print("all of it")
 """
 
@@ -77,10 +89,36 @@ def test_without_triton_nothing_is_noted() -> None:
 import sys
 from slotline.core.execution import compiling
 assert "triton" not in sys.modules
-missing = {}
-with compiling.counting() as compiled, compiling.leaving_out(missing):
+compiled, missing = compiling.listen(), {}
+with compiling.leaving_out(missing):
     pass
 compiling.compile_all(missing)
 assert compiled.count == 0 and not missing
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_step_that_waits_for_the_compiler_says_so(
+    tiny: Callable[..., Path],
+    engines: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llm = engines(tiny("llama"))
+    launch, kernels = llm.engine.runner.launch, [Kernel("add_one", 0.75, False), Kernel("old", 0.01, True)]
+
+    def compiles(inputs: Any) -> Any:
+        if not llm.engine.late_kernels:
+            compiling._heard.extend(kernels)  # as Triton's listener does
+        return launch(inputs)
+
+    llm.generate([[5, 6]], GREEDY)
+    assert llm.engine.late_kernels == []
+    monkeypatch.setattr(llm.engine.runner, "launch", compiles)
+    with caplog.at_level("INFO", "slotline"):
+        llm.generate([[5, 6]], GREEDY)
+    assert llm.engine.late_kernels == kernels
+    said = [record for record in caplog.records if "waited" in record.message]
+    assert [(record.levelname, record.message) for record in said] == [
+        ("WARNING", "a step waited 0.76 s for Triton, which compiled 1: add_one")
+    ]

@@ -17,6 +17,7 @@ from slotline.core.cache.cascade import Cascade
 from slotline.core.cache.sizing import MemoryReport
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap, Proposal
+from slotline.core.execution.compiling import Compiled, Kernel, waited_for
 from slotline.core.execution.encoding import Encoding
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.graphs import GraphRunner
@@ -90,6 +91,7 @@ class Engine:
         device: the current one while the engine works.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
+        late_kernels: what steps had to wait for Triton to compile, or to load from its cache on disk.
         requests: the unfinished, by id.
         intake, joining, hand_out, endings: what happens to a request, in this order.
     """
@@ -118,6 +120,7 @@ class Engine:
     asynchronous: bool = False
     check: bool = False
     startup: Mapping[str, float] = field(factory=dict)
+    late_kernels: list[Kernel] = field(factory=list, init=False)
     requests: dict[str, Request] = field(factory=dict, init=False)
     intake: Intake = field(init=False)
     joining: Joining = field(init=False)
@@ -255,6 +258,7 @@ class Engine:
     @on_device
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
+        compiled = Compiled()
         with self.profiler.scope("schedule"):
             unfit = self._queue_compiled()
             schedule = self.scheduler.schedule()
@@ -268,6 +272,9 @@ class Engine:
             if not self.asynchronous:
                 result = self._collect()
         result.finished += unfit + refused
+        if late := compiled.kernels:
+            waited_for(late)
+            self.late_kernels += late
         if self.check:
             check_integrity(self.scheduler)
             for part in (self.encoding, self.adapters):

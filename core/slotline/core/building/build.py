@@ -23,7 +23,7 @@ from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
 from slotline.core.execution.attention import AttentionGroup
-from slotline.core.execution.compiling import counting
+from slotline.core.execution.compiling import listen
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
@@ -148,7 +148,8 @@ class EngineBuilder:
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
         )
-        with self.startup.scope("warm_up"), counting() as compiled:
+        compiled = listen()
+        with self.startup.scope("warm_up"):
             self._warm_up(engine)
         engine.graphs = runner.graphs = build_graphs(planned, engine)
         if engine.graphs is not None:
@@ -159,6 +160,7 @@ class EngineBuilder:
                 engine.graphs.capture(progress=config.observability.progress)
                 if drafting is not None and planned.captures_drafts:
                     drafting.capture(engine.graphs, progress=config.observability.progress)
+        listen()  # Triton may have been loaded since
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine

@@ -93,6 +93,7 @@ def _report(llm: LLM, work: Workload, runs: list[Run], machine: Machine, rows: l
         "machine": machine.to_json(),
         "graphs": llm.engine.graphs.report.to_json() if llm.engine.graphs else None,
         "startup_s": dict(llm.engine.startup),
+        "late_kernels": [kernel._asdict() for kernel in llm.engine.late_kernels],
         "figures": {row.key: row.to_json() for row in rows},
     }
 
@@ -112,6 +113,9 @@ def _print(report: dict[str, Any], rows: list[Figure]) -> None:
             f"graphs: {graphs['shapes']} shapes in {graphs['graphs']} graphs, {graphs['memory'] / 2**20:,.0f} MiB, "
             f"captured in {graphs['seconds']:.1f} s"
         )
+    if late := report["late_kernels"]:
+        waited = sum(kernel["seconds"] for kernel in late)
+        print(f"steps waited {waited:.2f} s for Triton: {', '.join(kernel['name'] for kernel in late)}")
     print(f"median of {len(seconds)} runs, best {min(seconds):,.3f} s\n")
     print_table(("figure", "measured", "limit", "share"), [row.cells() for row in rows], right=(1, 2, 3))
     if drafts := report["drafts"]:

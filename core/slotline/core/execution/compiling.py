@@ -3,7 +3,7 @@
 Triton says through hooks of its own which kernel a launch would compile, and takes the description back later. So a
 forward pass is gone through once with such launches left out, and what they lacked is compiled by several threads: the
 compiler releases Python's lock for most of its work. Nothing depends on it: what could not be compiled ahead is
-compiled by its launch, which also says what is wrong with it.
+compiled by its launch, which also says what is wrong with it. And a step that has to wait for the compiler says so.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from attrs import define
+from attrs import define, field
 
 logger = logging.getLogger("slotline")
 MOST_THREADS = 16
@@ -36,11 +36,39 @@ class Missing(NamedTuple):
     specialization: str
 
 
+class Kernel(NamedTuple):
+    """A kernel that Triton was asked for and this process had not loaded.
+
+    Attributes:
+        name: of Triton's function.
+        seconds: what compiling it took; of a kernel in Triton's cache on disk, what finding it did.
+        on_disk: whether it was there.
+    """
+
+    name: str
+    seconds: float
+    on_disk: bool
+
+
+_heard: list[Kernel] = []
+"""By all engines of this process, in order."""
+
+
 @define
 class Compiled:
-    """How many kernels were compiled anew: not found in this process or in Triton's cache on disk."""
+    """What Triton was asked for since this was made."""
 
-    count: int = 0
+    _first: int = field(factory=lambda: len(_heard), init=False)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """In order."""
+        return _heard[self._first :]
+
+    @property
+    def count(self) -> int:
+        """How many were compiled anew: not found in this process or in Triton's cache on disk."""
+        return sum(not kernel.on_disk for kernel in self.kernels)
 
 
 def _knobs() -> Any:
@@ -48,22 +76,36 @@ def _knobs() -> Any:
     return getattr(sys.modules.get("triton"), "knobs", None)
 
 
-@contextmanager
-def counting() -> Iterator[Compiled]:
-    """Count what is compiled inside; stays at 0 where someone else already listens to the compiler."""
-    found, knobs = Compiled(), _knobs()
-    if knobs is None or knobs.compilation.listener is not None:
-        yield found
-        return
+class _Listener:
+    """What Triton tells of each kernel; whoever listened before is told too."""
 
-    def heard(*, cache_hit: bool, **_: Any) -> None:
-        found.count += not cache_hit
+    def __init__(self, before: Callable[..., None] | None) -> None:
+        self._before = before
 
-    knobs.compilation.listener = heard
-    try:
-        yield found
-    finally:
-        knobs.compilation.listener = None
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+        _heard.append(Kernel(src.name, times.total / 1e6, cache_hit))  # microseconds
+        if self._before is not None:
+            self._before(src=src, times=times, cache_hit=cache_hit, **rest)
+
+
+def listen() -> Compiled:
+    """Listen to Triton's compiler from now on, where Triton is loaded; what it is asked for from here."""
+    knobs = _knobs()
+    if knobs is not None and not isinstance(knobs.compilation.listener, _Listener):
+        knobs.compilation.listener = _Listener(knobs.compilation.listener)
+    return Compiled()
+
+
+def waited_for(kernels: Sequence[Kernel]) -> None:
+    """Say that a step waited for kernels."""
+    anew = [kernel for kernel in kernels if not kernel.on_disk]
+    logger.log(
+        logging.WARNING if anew else logging.INFO,
+        "a step waited %.2f s for Triton, which %s %s",
+        sum(kernel.seconds for kernel in kernels),
+        f"compiled {len(anew)}:" if anew else "loaded",
+        ", ".join(kernel.name for kernel in anew or kernels),
+    )
 
 
 @contextmanager
