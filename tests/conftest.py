@@ -14,6 +14,7 @@ import pytest
 import tiny_models
 import tiny_vision
 import torch
+from interpreter_patches import patch_once_a_launch
 
 from slotline.core import LLM
 from slotline.core.scheduling.integrity import check_integrity
@@ -28,6 +29,10 @@ def pytest_configure() -> None:
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test does
     torch.set_num_threads(1)
+
+
+def pytest_runtest_setup() -> None:
+    patch_once_a_launch()
 
 
 DEFAULTS: dict[str, Any] = {
