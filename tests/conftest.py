@@ -35,6 +35,16 @@ def pytest_runtest_setup() -> None:
     patch_once_a_launch()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _frozen() -> Iterator[None]:
+    """What lives on after a file is no concern of the collector: the modules that were imported and the engines that are
+    kept made each collection take seconds, and `slotline tune` collects before it measures memory.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",
     "backend": "torch",
