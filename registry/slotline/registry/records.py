@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import Distribution, entry_points
 from typing import Any, Final, Literal
 
 from attrs import frozen
@@ -73,10 +73,18 @@ def installed_records() -> list[PluginRecord]:
     first one on the path, as for imports.
     """
     rows: dict[tuple[str, str], PluginRecord] = {}
+    points = entry_points()  # once for all groups: each call reads the metadata of everything that is installed
+    known: dict[int, tuple[str, str, str]] = {}
     for kind in (*Kind, HOOKS):
         group = kind.entry_point_group if isinstance(kind, Kind) else f"{PROJECT}.{kind}"
-        for point in entry_points(group=group):
-            record = _record(kind, point)
+        for point in points.select(group=group):
+            facts = known.get(id(point.dist))
+            if facts is None:
+                facts = known[id(point.dist)] = _facts_of(point.dist)
+            name, version, path = facts
+            record = PluginRecord(
+                kind=kind, name=point.name, value=point.value, distribution=name, version=version, path=path
+            )
             rows.setdefault((record.label, canonical(record.distribution)), record)
     return sorted(rows.values(), key=lambda row: (row.label, row.distribution))
 
@@ -88,13 +96,6 @@ def canonical(distribution: str) -> str:
     return canonicalize_name(distribution)
 
 
-def _record(kind: RecordKind, point: EntryPoint) -> PluginRecord:
-    dist = point.dist
-    return PluginRecord(
-        kind=kind,
-        name=point.name,
-        value=point.value,
-        distribution=dist.name if dist else "",
-        version=dist.version if dist else "",
-        path=str(dist.locate_file("")) if dist else "",
-    )
+def _facts_of(dist: Distribution | None) -> tuple[str, str, str]:
+    """Name, version and place of a distribution; its metadata is parsed for each of the first two."""
+    return (dist.name, dist.version, str(dist.locate_file(""))) if dist else ("", "", "")
