@@ -166,7 +166,7 @@ def test_a_window_keeps_the_same_tokens_with_and_without_its_own_spec(tiny: Tiny
 
 @pytest.mark.slow
 def test_a_sequence_of_a_hundred_thousand_tokens_runs_in_the_memory_of_a_window(tiny: Tiny) -> None:
-    length, window, generated = 100_000, 64, 10_000
+    length, window, generated = 100_000, 64, 1_000
     path = tiny(
         "mistral",
         num_hidden_layers=1,
