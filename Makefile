@@ -20,7 +20,7 @@ demo: $(VENV)/ready  ## continue Python code with the small model that ships, th
 	$(BIN)/slotline explain
 
 test: $(VENV)/ready  ## all tests
-	$(BIN)/pytest -n 2 --dist loadfile -q
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -q
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

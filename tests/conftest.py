@@ -31,14 +31,41 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries complain of leaks when the process ends
+
+
+LONGEST = (
+    "test_attention_backends.py",
+    "test_verification.py",
+    "test_cli_conform.py",
+    "test_cli_new_plugin.py",
+    "test_mutants_attention.py",
+    "test_training_heads.py",
+    "test_tune.py",
+    "test_state_memory.py",
+    "test_triton_backend.py",
+    "test_triton_state.py",
+    "test_sampling_kernels.py",
+    "test_fused_passes.py",
+    "test_lora.py",
+)
+"""Files that take longest: begun at the end, one would run on while the other process has nothing left to do."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first; `--no-loadscope-reorder` keeps it so where processes share the files."""
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
 def pytest_runtest_setup() -> None:
     patch_once_a_launch()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _frozen() -> Iterator[None]:
-    """What lives on after a file is no concern of the collector: the modules that were imported and the engines that are
-    kept made each collection take seconds, and `slotline tune` collects before it measures memory.
+    """What lives on after a file is no concern of the collector: with the modules that were imported and the engines
+    that are kept, a collection takes seconds, and `slotline tune` begins each measurement with one.
     """
     yield
     gc.collect()
