@@ -581,7 +581,7 @@ def test_sizes_that_no_model_can_have_are_refused(
         ModelError, match=rf"{path}/config.json describes no \w+ForCausalLM that runs: \w+Error: "
     ) as caught:
         TransformersDecoder().inspect(path)
-    assert caught.value.fix == "correct the sizes in config.json, or download it again"
+    assert caught.value.fix == "correct config.json, or download it again"
 
 
 def test_an_unknown_dtype_is_refused(checkpoints: Callable[[str], Path]) -> None:

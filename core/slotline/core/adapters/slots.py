@@ -108,7 +108,8 @@ class Adapters:
             if adapter.request.lora_name == name:
                 return adapter.request
         names = [adapter.request.lora_name for adapter in self._known.values()]
-        raise RequestError(f"there is no adapter {name!r}", fix=f"loaded are {names}; or give a LoRARequest")
+        known = f"name one of {', '.join(names)}" if names else "name one under [lora.adapters]"
+        raise RequestError(f"there is no adapter {name!r}", fix=f"{known}, or give a LoRARequest")
 
     def add(self, request: LoRARequest) -> Adapter:
         """Know an adapter. A new one is read at once if a slot is free or idle, so that its faults show here.

@@ -97,7 +97,9 @@ class EngineBuilder:
         planned, config = self.planned, self.planned.loaded.config
         model = model or self.load_model()
         specs = self.groups.specs()
-        rows = Rows(config.scheduler.max_requests, planned.max_model_len)
+        what = f"a table of {config.scheduler.max_requests} requests of {planned.max_model_len} tokens"
+        with fits(what, "lower scheduler.max_requests or scheduler.max_model_len"):
+            rows = Rows(config.scheduler.max_requests, planned.max_model_len)
         groups = self.groups.cache_groups(specs, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         pipeline = build_pipeline(planned, rows)

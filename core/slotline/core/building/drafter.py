@@ -12,7 +12,8 @@ from slotline.core.building.fits import build_plugin
 from slotline.core.drafting.adaptive import DraftControl
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.planning.drafter import draft_path, numbered
-from slotline.core.planning.plan import Planned, family_for
+from slotline.core.planning.family import family_for
+from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import (
     DrafterContext,
@@ -25,7 +26,7 @@ from slotline.registry.loading import bind_contract
 def _load_draft_model(planned: Planned, path: Path) -> Model:
     """A whole model for a drafter, on the device, whose attention layers come behind the served model's."""
     config = planned.loaded.config
-    descriptor, family = family_for(planned.registry, path)
+    descriptor, family = family_for(planned.registry, path, "drafter.path")
     facts = family.inspect(path)
     layers = numbered(facts.layers, len(planned.facts.layers))
     return family.load(

@@ -63,12 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # a file that cannot be written, a disk that is full
+        if isinstance(error, BrokenPipeError):  # whoever read our output stopped; nothing may be flushed at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if arguments.traceback:
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read our output stopped; the interpreter must not flush into it at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -82,6 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
     target = find_target(arguments.plugin, kind=_kind(arguments.kind))
     if arguments.list:
         return _list(arguments, target, level)
+    _check_folders(arguments)
     with progress() as on_news:
         report = run_suite(
             list(_options(arguments, target.name)),
@@ -125,6 +126,18 @@ def _options(arguments: argparse.Namespace, name: str) -> Iterator[str]:
         yield "--slotline-exhaustive"
     yield from (f"--slotline-check={check}" for check in arguments.check)
     yield from (f"--slotline-options={setting}" for setting in arguments.set)
+
+
+def _check_folders(arguments: argparse.Namespace) -> None:
+    """Refuse files that cannot be written, before minutes are spent on what they would hold.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for option in ("report", "junit", "badge"):
+        file = getattr(arguments, option)
+        if file and not Path(file).absolute().parent.is_dir():
+            raise ConfigError(f"--{option} {file}: there is no folder {str(Path(file).parent)!r}", fix="make it first")
 
 
 def _list(arguments: argparse.Namespace, target: Target, level: Level) -> int:

@@ -11,6 +11,7 @@ from attrs import evolve
 from slotline.core.frontend.detokenizer import Detokenizer
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
+from slotline.registry.loading import one_line
 
 
 class Tokenizer:
@@ -24,13 +25,17 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         self.path = path
+        if not path.is_dir():
+            raise ModelError(
+                f"there is no folder {str(path)!r}", fix="name one with tokenizer.json and tokenizer_config.json"
+            )
         try:
             self._hf: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
             self._fast = self._hf.backend_tokenizer
         except Exception as error:
             raise ModelError(
-                f"no tokenizer in {str(path)!r}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-                fix="put tokenizer.json and tokenizer_config.json there, or name another folder with tokenizer = '...'",
+                f"the tokenizer in {str(path)!r} cannot be read: {one_line(error)}",
+                fix="restore tokenizer.json and tokenizer_config.json, or name another folder with tokenizer = '...'",
             ) from error
 
     @property
@@ -39,14 +44,29 @@ class Tokenizer:
         return self._hf
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt."""
-        token_ids: list[int] = self._hf.encode(text)
+        """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
+
+        Raises:
+            RequestError: if it makes none, or the text has half a surrogate pair, which is no character.
+        """
+        token_ids = self._encode(text)
+        if not token_ids:
+            raise RequestError(f"the tokenizer makes no token of {text!r:.60}", fix="give another text, or token ids")
+        return token_ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            token_ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise RequestError(
+                f"the tokenizer cannot read {text!r:.60}: {_why(text, error)}",
+                fix="correct the text, or give token ids",
+            ) from error
         return token_ids
 
     def encode_word(self, word: str) -> list[int]:
         """The tokens of `word` as it stands inside a text: no special tokens."""
-        token_ids: list[int] = self._hf.encode(word, add_special_tokens=False)
-        return token_ids
+        return self._encode(word, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `token_ids`."""
@@ -70,8 +90,7 @@ class Tokenizer:
             raise RequestError(
                 f"the chat template refuses the messages: {error}", fix="each message needs 'role' and 'content'"
             ) from error
-        token_ids: list[int] = self._hf.encode(text, add_special_tokens=False)
-        return token_ids
+        return self._encode(text, add_special_tokens=False)
 
     def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
         """An incremental detokeniser for one output."""
@@ -82,6 +101,11 @@ class Tokenizer:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+
+def _why(text: str, error: Exception) -> str:
+    halves = [char for char in text if "\ud800" <= char <= "\udfff"]
+    return f"{halves[0]!r} is no character" if halves else one_line(error)
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_poo
 from slotline.core.planning.connector import choose_connector, refuse_connector
 from slotline.core.planning.context import ContextDevices, context_devices, for_shards, refuse_context, with_shards
 from slotline.core.planning.drafter import draft_layers
+from slotline.core.planning.family import family_for
 from slotline.core.planning.fast_prefill import choose_fast_prefill, last_queries
 from slotline.core.planning.lora import choose_lora, refuse_lora_dtype
 from slotline.core.planning.measurements import load_measurements
@@ -121,6 +120,19 @@ class Planned:
         """A plugin's own table, typed by the plugin."""
         return self.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
 
+    def check_options(self) -> None:
+        """Read the table of every plugin of the plan, so that a plan is no promise that building breaks.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        backends = [self.offers[Kind.ATTENTION, group.backend] for group in self.plan.groups]
+        states = [self.offers[Kind.STATE, group.backend] for group in self.plan.state_groups]
+        caches = [self.offers[Kind.KV_SPEC, group.kv_spec] for group in self.plan.cache_groups]
+        parts = (self.family_descriptor, self.drafter, self.structured_output.descriptor, self.lora, self.connector)
+        for descriptor in (*backends, *states, *caches, *self.processors, *filter(None, parts)):
+            self.options(descriptor)
+
     @property
     def chunked_prefill(self) -> bool:
         """Whether long prompts may be split over steps."""
@@ -164,7 +176,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         drafter,
         facts,
         max_model_len,
-        lambda other: family_for(registry, other)[1].inspect(other),
+        lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
         divided=bool(stages.divided),
     )
     stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
@@ -226,7 +238,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     refuse_lora_dtype(lora, plan.dtype)
     refuse_connector(loaded, connector, plan)
     _mark_selected(registry, plan)
-    return Planned(
+    planned = Planned(
         loaded=loaded,
         registry=registry,
         offers=offers,
@@ -248,6 +260,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
         plan=plan,
     )
+    planned.check_options()
+    return planned
 
 
 def _refuse_windows(facts: ModelFacts) -> None:
@@ -301,43 +315,6 @@ def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
         registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
     for part in plan.parts:
         registry.mark_selected(Kind(part.kind), part.name)
-
-
-def family_for(registry: PluginRegistry, path: Path) -> tuple[Descriptor[Any], ModelFamily]:
-    """The model family that serves the checkpoint's architecture."""
-    architectures = _architectures(path)
-    candidates = registry.candidates(Kind.MODEL_FAMILY)
-    for descriptor in candidates:
-        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
-            return descriptor, registry.build(descriptor)
-    served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
-    close = difflib.get_close_matches(architectures[0], served, n=1)
-    hint = f"; the closest served one is {close[0]}" if close else ""
-    raise ModelError(
-        f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
-        fix=f"served: {', '.join(served)}; others need a model_family plugin",
-    )
-
-
-def _architectures(path: Path) -> list[str]:
-    """The names under `architectures` in config.json."""
-    file = path / "config.json"
-    if not path.is_dir():
-        raise ModelError(
-            f"there is no folder {str(path)!r}",
-            fix="model must name a local Hugging Face folder; leave it out for the small model",
-        )
-    if not file.is_file():
-        raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
-    try:
-        names: list[str] = json.loads(file.read_text()).get("architectures") or []
-    except (json.JSONDecodeError, AttributeError) as error:
-        raise ModelError(
-            f"{str(file)!r} is not a JSON object: {error}", fix="restore the checkpoint's config.json"
-        ) from error
-    if not names:
-        raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
-    return names
 
 
 def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:

@@ -53,6 +53,11 @@ class Checkpoint:
         if found is None:
             found = getattr(self.config, "eos_token_id", None)
         ids = found if isinstance(found, list) else [] if found is None else [found]
+        if any(not isinstance(token, int) or isinstance(token, bool) for token in ids):
+            raise ModelError(
+                f"{self.path / 'generation_config.json'}: eos_token_id = {found!r} is no token id, and no list of them",
+                fix="correct it, or download the file again",
+            )
         return tuple(token for token in ids if token >= 0)
 
     @property
@@ -66,7 +71,7 @@ class Checkpoint:
     @property
     def max_model_len(self) -> int:
         """The longest sequence that the positions allow, rope scaling included."""
-        return _scaled_length(self.config)
+        return _scaled_length(self.path, self.config)
 
     def attention(self, name: str) -> str:
         """The attention implementation to name in the configuration, where layers are to call the one called `name`."""
@@ -205,9 +210,15 @@ def _stored_dtype(path: Path) -> str:
     return "float32"
 
 
-def _scaled_length(config: Any) -> int:
-    stated = next(filter(None, (getattr(config, name, None) for name in LENGTHS)), LENGTH_WITHOUT_POSITIONS)
+def _scaled_length(path: Path, config: Any) -> int:
+    named = ((name, getattr(config, name, None)) for name in LENGTHS)
+    key, stated = next(((n, v) for n, v in named if v is not None), ("", LENGTH_WITHOUT_POSITIONS))
     length = int(stated)
+    if length < 1:
+        raise ModelError(
+            f"{path / 'config.json'}: {key} = {stated} leaves no room for a token",
+            fix="correct it, or download config.json again",
+        )
     rope = getattr(config, "rope_parameters", None) or {}
     rope_type = rope.get("rope_type")
     # Rope parameters by layer type (Gemma 3) come with a configuration that already states the full length.

@@ -143,7 +143,7 @@ def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
     except Exception as error:
         raise ModelError(
             f"{found.path}/config.json describes no {found.architecture} that runs: {type(error).__name__}: {error}",
-            fix="correct the sizes in config.json, or download it again",
+            fix="correct config.json, or download it again",
         ) from error
 
 

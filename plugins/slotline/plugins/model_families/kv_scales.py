@@ -52,5 +52,5 @@ def _tensors(path: Path, names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
             with safe_open(file, framework="pt") as opened:
                 for name in sorted(names.intersection(opened.keys())):
                     yield name, opened.get_tensor(name)
-        except SafetensorError:
+        except (OSError, SafetensorError):
             continue  # a broken file can be looked at and planned for; loading it says what is wrong

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers.utils import logging as transformers_logging
 
-from slotline.plugins.model_families import binding, checkpoint, own_attention, unused_weights
+from slotline.plugins.model_families import binding, checkpoint, own_attention, unused_weights, weight_files
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.naming import listed
 from slotline.registry.contracts.model_family import ModelContext
@@ -48,6 +47,7 @@ def load_transformers_model(
     path = context.facts.path
     found = found or checkpoint.read(path)
     checkpoint.require_weights(path)
+    weight_files.refuse_quantized(path)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     report_of = _Reports()
     try:
@@ -61,10 +61,10 @@ def load_transformers_model(
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
-    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise ModelError(
-            f"the weights of {path} cannot be read: {error}{report_of}", fix="download the checkpoint again"
-        ) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # readers of several formats, each with errors of its own
+        raise weight_files.unreadable(path, error, str(report_of)) from error
     if unused := unused_weights.review(model, report["unexpected_keys"], path):
         logger.warning(
             "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)

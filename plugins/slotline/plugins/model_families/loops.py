@@ -7,6 +7,7 @@ same logits as the whole transformers model on a probe at load.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from slotline.plugins.model_families import own_attention
 from slotline.plugins.model_families.binding import AttendHolder
 from slotline.plugins.model_families.chain import run_layers
 from slotline.plugins.model_families.logits import LogitsHead, NoHead
+from slotline.plugins.model_families.naming import listed
 from slotline.plugins.model_families.stages import Crossing, Part
 from slotline.plugins.model_families.state_mixers import output_like
 from slotline.registry.contracts.attention import AttentionLayer
@@ -165,6 +167,8 @@ def choose_loop(
             reason = f"the lean loop's logits differ by {difference:.1e}"
     generic = TransformersLoop(hf_model, crossing)
     difference = probe.difference(generic)
+    if math.isnan(difference):
+        raise _not_finite(hf_model)
     if not difference <= probe.tolerance:
         raise ModelError(
             f"{type(hf_model).__name__} treats its logits in a way this family does not know: they differ by "
@@ -172,6 +176,18 @@ def choose_loop(
             fix="use a model family plugin that serves this architecture",
         )
     return generic, (f"transformers' own forward: {reason}",)
+
+
+def _not_finite(hf_model: Any) -> ModelError:
+    """What to say of a model whose logits are no numbers."""
+    wrong = [name for name, weight in hf_model.named_parameters() if not bool(weight.isfinite().all())]
+    where = f"{type(hf_model).__name__} in {hf_model.config.name_or_path}"
+    if wrong:
+        return ModelError(f"weights of {where} are not finite: {listed(wrong)}", fix="download the checkpoint again")
+    return ModelError(
+        f"logits of {where} are not finite in {str(hf_model.dtype).removeprefix('torch.')}",
+        fix='set dtype = "float32" or "bfloat16", whose numbers reach further',
+    )
 
 
 class _Probe:

@@ -65,7 +65,7 @@ def read_config(path: Path) -> HeadConfig:
             raise ValueError(f"{', '.join(missing)} missing" if missing else f"hidden_act is {hidden_act!r}")
         known = {key: value for key, value in settings.items() if key not in ("model_type", "architectures", "dtype")}
         llama = LlamaConfig(**known)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
             f"{str(file)!r} does not describe an EAGLE head: {error}",
             fix="set drafter.path to a folder with the config.json and weights of an EAGLE or EAGLE-3 head",
@@ -94,21 +94,30 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {**layer, "norm_before_residual": True, **own}
 
 
+def _read(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        if file.suffix == ".bin":
+            loaded: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", weights_only=True)
+            return loaded
+        from safetensors.torch import load_file
+
+        weights: dict[str, torch.Tensor] = load_file(file)
+    except Exception as error:  # readers of two formats, each with errors of its own
+        raise ModelError(
+            f"{str(file)!r} cannot be read: {type(error).__name__}: {error}", fix="download the head again"
+        ) from error
+    return weights
+
+
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of the folder, in host memory.
 
     Raises:
-        ModelError: if there are none.
+        ModelError: if there are none, or they cannot be read.
     """
     for name in WEIGHT_FILES:
         if (path / name).exists():
-            if name.endswith(".bin"):
-                loaded: dict[str, torch.Tensor] = torch.load(path / name, map_location="cpu", weights_only=True)
-                return loaded
-            from safetensors.torch import load_file
-
-            weights: dict[str, torch.Tensor] = load_file(path / name)
-            return weights
+            return _read(path / name)
     raise ModelError(
         f"{str(path)!r} has no weights of a head ({' or '.join(WEIGHT_FILES)})", fix="set drafter.path to its folder"
     )

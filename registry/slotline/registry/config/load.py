@@ -152,7 +152,8 @@ def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iter
 
 
 def _resolved(text: str, origin: Origin) -> str:
-    return os.path.normpath(origin.folder / os.path.expanduser(text)) if origin.folder else text
+    expanded = os.path.expanduser(text)
+    return os.path.normpath(origin.folder / expanded) if origin.folder else expanded
 
 
 def _surplus(path: KeyPath, tree: Leaf | Table, message: str) -> list[Fault]:

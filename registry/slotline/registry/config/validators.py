@@ -31,10 +31,11 @@ def is_integer(value: object) -> bool:
 
 @frozen
 class AtLeast:
-    """An integer or float not below `minimum`; the string 'auto' too, if `auto` says so."""
+    """An integer or float from `minimum` to `maximum`; the string 'auto' too, if `auto` says so."""
 
     minimum: float
     auto: bool = False
+    maximum: int | None = None
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
         if self.auto and value == "auto":
@@ -43,9 +44,12 @@ class AtLeast:
         if not number or value < self.minimum:
             other = " or 'auto'" if self.auto else ""
             raise ValueError(f"{value!r} is too small: use a number >= {self.minimum}{other}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"{value!r} is too large: use a number <= {self.maximum}")
 
     def json_schema(self) -> dict[str, Any]:
-        return {"minimum": self.minimum}  # JSON Schema applies it to numbers alone
+        most = {} if self.maximum is None else {"maximum": self.maximum}
+        return {"minimum": self.minimum, **most}  # JSON Schema applies it to numbers alone
 
 
 @frozen
@@ -102,8 +106,10 @@ def version_is(version: int) -> VersionIs:
     return VersionIs(version)
 
 
-positive = AtLeast(1)
-positive_or_auto = AtLeast(1, auto=True)
+LARGEST = 2**31 - 1
+"""Rows, lengths and tokens are numbers of 32 bits."""
+positive = AtLeast(1, maximum=LARGEST)
+positive_or_auto = AtLeast(1, auto=True, maximum=LARGEST)
 fraction_or_size = FractionOrSize()
 number_or_names = NumberOrNames()
 

@@ -1,0 +1,70 @@
+"""Which model family serves a checkpoint: what its config.json names, and who offers that."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from slotline.registry.contracts import ModelFamily
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import ModelError
+
+
+def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
+    """The model family that serves the checkpoint's architecture.
+
+    Args:
+        key: of the configuration, which names the folder.
+
+    Raises:
+        ModelError: if there is no such checkpoint, or nobody serves it.
+    """
+    architectures = _architectures(path, key)
+    candidates = registry.candidates(Kind.MODEL_FAMILY)
+    for descriptor in candidates:
+        if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
+            return descriptor, registry.build(descriptor)
+    served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
+    close = difflib.get_close_matches(architectures[0], served, n=1)
+    hint = f"; the closest served one is {close[0]}" if close else ""
+    raise ModelError(
+        f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
+        fix=f"served: {', '.join(served)}; others need a model_family plugin",
+    )
+
+
+def _architectures(path: Path, key: str) -> list[str]:
+    """The names under `architectures` in config.json."""
+    file = path / "config.json"
+    try:
+        there, has_config = path.is_dir(), file.is_file()
+    except OSError as error:
+        raise ModelError(
+            f"{key} = {str(path)[:200]!r} cannot be looked at: {error.strerror}", fix="correct it"
+        ) from error
+    if not there:
+        without = "; leave it out for the small model" if key == "model" else ""
+        raise ModelError(
+            f"there is no folder {str(path)!r}", fix=f"{key} must name a local Hugging Face folder{without}"
+        )
+    if not has_config:
+        raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError, RecursionError) as error:
+        raise ModelError(f"{str(file)!r} cannot be read as JSON: {error}", fix="download the file again") from error
+    if not isinstance(content, dict):
+        raise ModelError(
+            f"{str(file)!r} holds a {type(content).__name__}, not an object", fix="download the file again"
+        )
+    names = content.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(
+            f"{str(file)!r}: architectures = {names!r} is no list of names", fix='write "architectures": ["..."]'
+        )
+    if not names:
+        raise ModelError(f"{str(file)!r} names no architecture", fix='add "architectures": ["..."] to it')
+    return names
