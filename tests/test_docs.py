@@ -227,6 +227,99 @@ def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypat
     assert head.sub("plan", printed).strip() == head.sub("plan", shown).strip()
 
 
+def commands() -> list[str]:
+    """Every call of the program on a page, in a block or within a line, whose arguments are all there."""
+    found = dict[str, None]()
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        for pattern in (r"^ *\$ (slotline [^\n]*)", r"^(slotline [\w-]+ [^\n·]*)$", r"`(slotline [a-z-]+ [^`\n…]*)`"):
+            found |= dict.fromkeys(re.findall(pattern, text, re.MULTILINE))
+    return [command for command in found if command.split()[1] in NAMES]
+
+
+NAMES = (
+    "generate",
+    "explain",
+    "plugins",
+    "doctor",
+    "schema",
+    "config",
+    "bench",
+    "tune",
+    "new-plugin",
+    "conform",
+    "matrix",
+)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_on_a_page_can_be_parsed(command: str) -> None:
+    from slotline.core.cli import build_parser
+
+    arguments = shlex.split(command.split(" > ")[0], comments=True)[1:]
+    if arguments[0] in ("bench", "generate") and all(part.startswith("--") for part in arguments[1:]):
+        arguments.append("decode1")  # what is run, where a page speaks of an option alone
+    build_parser().parse_args(arguments)
+
+
+def tables() -> list[tuple[str, str]]:
+    """The configurations on the pages: all blocks of TOML but those for pytest."""
+    found = [
+        (page, block)
+        for page in PAGES
+        for block in re.findall(r"```toml\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    ]
+    return [(page, block) for page, block in found if "slotline_" not in block]
+
+
+@pytest.mark.parametrize(("page", "block"), tables(), ids=lambda value: value[:40].splitlines()[0])
+def test_every_configuration_on_a_page_is_read_without_a_fault_or_with_the_shown_ones(
+    page: str, block: str, tmp_path: Path
+) -> None:
+    from slotline.registry.config import load_config
+    from slotline.registry.errors import ConfigError
+
+    (tmp_path / "run.toml").write_text(block)
+    (tmp_path / "base.toml").write_text("")
+    shown = "".join(re.findall(r"```text\n(.*?)```", (ROOT / page).read_text(), re.DOTALL))
+    try:
+        warnings: tuple[str, ...] = load_config(tmp_path / "run.toml").warnings
+    except ConfigError as error:
+        faults = [str(fault).replace(f"{tmp_path}/", "") for fault in error.faults]
+    else:
+        faults = list(warnings)
+    assert [fault for fault in faults if fault not in shown] == []
+
+
+def outputs() -> list[tuple[str, str]]:
+    """Commands in docs/cli.md with their outputs, of those that are quick and the same everywhere."""
+    blocks = re.findall(
+        r"^    \$ (slotline [^\n]*)\n((?:    [^\n]*\n|\n)*)", (DOCS / "cli.md").read_text(), re.MULTILINE
+    )
+    quick = ("explain", "new-plugin", "generate --lora")
+    return [(command, shown) for command, shown in blocks if command.startswith(tuple(f"slotline {q}" for q in quick))]
+
+
+@pytest.mark.parametrize(("command", "shown"), outputs(), ids=lambda value: value[:40])
+def test_outputs_on_the_page_of_the_command_line_are_real(  # type: ignore[no-untyped-def]
+    command: str, shown: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    """Every line is in the output, in that order; "..." stands for the rest."""
+    from slotline.core.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text('[attention]\nbackend = "torch"\n')
+    main(shlex.split(command)[1:])
+    printed = capsys.readouterr().out
+    if "bfloat16" in shown and "bfloat16" not in printed:
+        pytest.skip("this processor has no bfloat16 arithmetic, so the plan differs")
+    machine = re.compile(r"plan \w{6}  \w+ |\(device \w+\)")
+    lines = iter(machine.sub("", line).strip() for line in printed.splitlines())
+    for line in shown.splitlines():
+        text = machine.sub("", line).strip()
+        assert text in ("", "...") or text in lines, text
+
+
 def test_the_page_of_mutants_has_each_with_its_level_and_no_other() -> None:
     from slotline.testing.mutants import all_mutants
 
