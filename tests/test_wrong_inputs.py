@@ -200,6 +200,10 @@ SETTINGS_OF_THE_COMMAND: dict[str, tuple[list[str], str]] = {
     "a long name": ([f"model={'x' * 5000}"], "cannot be looked at: File name too long"),
     "more requests than memory": (["scheduler.max_requests=1000000000"], "requests of 2048 tokens does not fit into"),
     "more requests than numbers": ([f"scheduler.max_requests={10**20}"], f"{10**20} is too large: use a number <="),
+    "weights beyond all memory": (["offload_gib=inf"], "offload_gib: inf is too large: use a number <="),
+    "no number of weights": (["offload_gib=nan"], "offload_gib: nan is too small: use a number >= 0"),
+    "less than no weights": (["offload_gib=-1"], "offload_gib: -1.0 is too small: use a number >= 0"),
+    "a graph of no tokens": (["graphs.sizes=[8, 0]"], "graphs.sizes: 0 is too small: use numbers >= 1 or 'auto'"),
     "more tokens than numbers": ([f"scheduler.max_batched_tokens={10**20}"], f"{10**20} is too large"),
 }
 
@@ -209,6 +213,20 @@ def test_a_wrong_setting_is_named_with_its_fix(name: str, capsys: pytest.Capture
     settings, message = SETTINGS_OF_THE_COMMAND[name]
     assert main(["generate", *(part for one in settings for part in ("--set", one)), "x"]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("cache.kv_spec.foo=full", "N401 the model has no foo layers [cache.kv_spec.foo]"),
+        ('allow=["N999"]', "N402 there is no code 'N999' [allow]"),
+    ],
+)
+def test_a_setting_that_does_nothing_is_named_when_the_model_runs(
+    setting: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["generate", "--set", setting, "--max-tokens", "1", "x"]) == 0
+    assert message in caplog.text
 
 
 def test_a_plan_is_no_promise_for_a_table_that_a_plugin_refuses(capsys: pytest.CaptureFixture[str]) -> None:

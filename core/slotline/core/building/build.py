@@ -65,6 +65,8 @@ def build_engine(loaded: LoadedConfig) -> Engine:
         planned = make_plan(loaded)
     for warning in planned.registry.warnings:
         logger.warning(warning)
+    for note in planned.plan.warnings:
+        logger.warning("%s %s [%s]", note.code, note.text, note.key)
     with device_scope(planned.device):
         engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())

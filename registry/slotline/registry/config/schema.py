@@ -13,6 +13,7 @@ from attrs import field, frozen
 from slotline.registry.config.validators import (
     AtLeast,
     at_least,
+    counts_or_auto,
     fraction_or_size,
     number_or_names,
     positive,
@@ -126,6 +127,7 @@ class GraphsConfig:
     mode: GraphMode = field(default="auto", metadata=_doc("which batches run as captured graphs"))
     sizes: tuple[int, ...] | Literal["auto"] = field(
         default="auto",
+        validator=counts_or_auto,
         metadata=_doc(
             "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512; mixed "
             "batches in larger ones"
@@ -344,7 +346,7 @@ class Config:
             "part cannot"
         ),
     )
-    offload_gib: float = field(default=0.0, metadata=_doc("GiB of weights kept in host memory"))
+    offload_gib: float = field(default=0.0, validator=at_least(0), metadata=_doc("GiB of weights kept in host memory"))
     strict: bool = field(
         default=False, metadata=_doc("every downgrade and every plugin that fails to load is an error")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -41,11 +42,11 @@ class AtLeast:
         if self.auto and value == "auto":
             return
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or value < self.minimum:
+        if not number or not value >= self.minimum:  # which no NaN is
             other = " or 'auto'" if self.auto else ""
             raise ValueError(f"{value!r} is too small: use a number >= {self.minimum}{other}")
-        if self.maximum is not None and value > self.maximum:
-            raise ValueError(f"{value!r} is too large: use a number <= {self.maximum}")
+        if value > (self.maximum or sys.float_info.max):
+            raise ValueError(f"{value!r} is too large: use a number <= {self.maximum or sys.float_info.max}")
 
     def json_schema(self) -> dict[str, Any]:
         most = {} if self.maximum is None else {"maximum": self.maximum}
@@ -96,6 +97,19 @@ class NumberOrNames:
         return {"minimum": 1, "minItems": 1}
 
 
+@frozen
+class Counts:
+    """A list of numbers from 1 on, or the string 'auto'."""
+
+    def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        wrong = [] if value == "auto" else [one for one in value if not is_integer(one) or one < 1]
+        if wrong:
+            raise ValueError(f"{wrong[0]!r} is too small: use numbers >= 1 or 'auto'")
+
+    def json_schema(self) -> dict[str, Any]:
+        return {"items": {"type": "integer", "minimum": 1}}
+
+
 def at_least(minimum: float) -> AtLeast:
     """A number that is `minimum` or more."""
     return AtLeast(minimum)
@@ -110,6 +124,7 @@ LARGEST = 2**31 - 1
 """Rows, lengths and tokens are numbers of 32 bits."""
 positive = AtLeast(1, maximum=LARGEST)
 positive_or_auto = AtLeast(1, auto=True, maximum=LARGEST)
+counts_or_auto = Counts()
 fraction_or_size = FractionOrSize()
 number_or_names = NumberOrNames()
 
