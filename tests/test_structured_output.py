@@ -306,6 +306,41 @@ def test_llguidance_s_threads_make_the_masks_that_one_makes() -> None:
     assert np.array_equal(*found)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"regex": r"([A-Za-z_]\w*|[1-9][0-9]*|0x[0-9a-f]{2,8})( [^\n]{3,9}\n)?"}, "def_ x of\n"),
+        ({"regex": r"[a-z0-9._]+@[a-z]+\.(com|org)"}, "print9.list@import.com"),
+        ({"json": {"type": "array", "items": {"type": "number"}}}, "[10, 2048, 0.125, 99]"),
+        ({"json": PERSON}, '{"name": "return", "age": 36}'),
+    ],
+)
+def test_parts_of_the_vocabulary_change_no_mask_of_llguidance(wanted: dict[str, Any], text: str) -> None:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    from slotline.plugins.structured_output.llguidance.backend import _grammar
+
+    tokenizer = Tokenizer(SMALL_MODEL).transformers
+    context = StructuredOutputContext(
+        contract=1,
+        tokenizer=tokenizer,
+        vocab_size=len(tokenizer),
+        eos_token_ids=(tokenizer.eos_token_id,),
+        max_requests=1,
+    )
+    constraint = StructuredOutputsParams(**wanted).constraint
+    backend = subject_of("structured_output:llguidance").build(context)
+    state = backend.start(backend.compile(constraint))
+    whole = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id], slices=[])
+    plain = LLMatcher(whole, _grammar(constraint), log_level=0)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        words = np.full((1, -(-len(tokenizer) // 32)), -1, np.int32)
+        backend.fill([state], [[]], [0], words)
+        assert words.tobytes() == plain.compute_bitmask()[: words.nbytes]  # it has a bit more
+        assert state.accept([token]) == plain.try_consume_tokens([token]) == 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.behaviour(16, 40)
 def test_preempted_requests_give_the_same_text(mode: str, engines: Engines) -> None:

@@ -16,6 +16,7 @@ import pytest
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.planning.plan import SMALL_MODEL
 from slotline.plugins.structured_output.json_schema import refuse
+from slotline.plugins.structured_output.regex import shortest
 from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(102)]
@@ -79,6 +80,8 @@ def test_parameters_of_another_class_are_refused() -> None:
 
 NESTED = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "strin"}}}}
 TAGGED = {"structures": [{"begin": "<f>", "schema": NESTED, "end": "</f>"}], "triggers": ["<f"]}
+PLUGINS = ("xgrammar", "llguidance")
+REPEATED = {"type": "string", "pattern": "^(a{200}){200}$"}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("xgrammar", {"json": NESTED}, "at #/properties/a/items: .*'strin'"),
     ("llguidance", {"json": NESTED}, "at #/properties/a/items: .*strin"),
@@ -109,6 +112,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("xgrammar", {"structural_tag": TAGGED}, "structural_tag at #/structures/0/schema/properties/a/items: .*'strin'"),
     ("llguidance", {"structural_tag": TAGGED}, "structural_tag at #/structures/0/schema/properties/a/items: .*strin"),
+    *((plugin, {"regex": "((a{1000}){1000}){1000}"}, "1,000,000,000 characters") for plugin in PLUGINS),
+    *(
+        (plugin, {"json": {"properties": {"a": REPEATED}, "type": "object"}}, "#/properties/a: pat")
+        for plugin in PLUGINS
+    ),
+    ("llguidance", {"json": {"type": "object", "patternProperties": {"^(a{200}){200}$": {}}}}, "at #: .* 40,000 char"),
 ]
 
 
@@ -120,6 +129,44 @@ def test_a_wrong_constraint_is_refused_with_its_place(
     with pytest.raises(RequestError, match=message):
         llm.generate("x", SamplingParams(structured_outputs=StructuredOutputsParams(**given)))
     assert not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("expression", "length"),
+    [
+        ("", 0),
+        ("a|bc", 1),
+        ("(ab|c)+x?", 1),
+        ("a{2}{3}", 6),
+        ("(a(b|c{4}){5}){6}", 36),
+        (r"\(a{2}\)", 4),
+        (r"^\bab$", 2),
+        (r"\d{3,5}-[^]a]{2}\.", 7),
+        (r"(?i)(?P<x>ab){2,}?c*", 4),
+        ("[a-z]{1,20}(?:, [a-z]){3}", 10),
+        (r"\p{L}{3}\x41\u0041", 5),
+        ("[[:alpha:]]{7}", 7),
+    ],
+)
+def test_the_shortest_text_of_an_expression_is_measured(expression: str, length: int) -> None:
+    assert shortest(expression) == length
+
+
+@pytest.mark.parametrize("expression", ["a{10000}", "[a-z ]{0,100000}", "([a-z]{1,20}, ){1,5000}"])
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_long_expressions_that_ask_for_little_are_taken(plugin: str, expression: str, engines: Engines) -> None:
+    llm = engines(None, **{"structured_output.backend": plugin})
+    asked = SamplingParams(max_tokens=4, structured_outputs=StructuredOutputsParams(regex=expression))
+    assert llm.generate("x", asked)[0].outputs[0].finish_reason == "length"
+
+
+def test_a_grammar_that_forces_very_much_is_refused_while_it_compiles(engines: Engines) -> None:
+    llm = engines(None, **{"structured_output.backend": "llguidance"})
+    backend = llm.engine.grammars.compiler.backend
+    grammar = 'root ::= a{%d}\na ::= b{20}\nb ::= "c"{50}'
+    backend.compile(StructuredOutputsParams(grammar=grammar % 10).constraint)
+    with pytest.raises(RequestError, match="the same 11,000 bytes, more than 10,000"):
+        backend.compile(StructuredOutputsParams(grammar=grammar % 11).constraint)
 
 
 XGRAMMAR_WOULD_IGNORE: list[dict[str, Any]] = [
@@ -292,7 +339,11 @@ def test_one_of_thousands_of_choices_that_begin_alike(plugin: str, engines: Engi
     [
         ({"regex": r"[^\s\S]"}, "RequestError: no text fits structured_outputs"),
         ({"json": {"$ref": "#"}}, "RequestError: no text fits structured_outputs"),
-        ({"grammar": 'root ::= "a" root'}, "ContractError: llguidance gave up: parser error: Too many items"),
+        ({"grammar": 'root ::= "a" root'}, "RequestError: structured_outputs.grammar: every text begins with the same"),
+        (
+            {"grammar": 'root ::= [xy] more\nmore ::= "a" more'},
+            "ContractError: llguidance gave up: parser error: Too many items",
+        ),
     ],
 )
 def test_what_llguidance_cannot_go_on_with_ends_its_request_with_its_own_words(

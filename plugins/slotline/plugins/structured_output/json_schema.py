@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from slotline.plugins.structured_output.regex import too_long
 from slotline.registry.errors import RequestError
 
 _SUBSCHEMAS = frozenset({"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"})
@@ -55,6 +56,21 @@ def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str
             if found is not None:
                 raise RequestError(f"{place}{pointer[1:]}: {found}", fix=fix)
     raise RequestError(f"{place}: {why}", fix=fix)
+
+
+def refuse_long_patterns(text: str, place: str) -> None:
+    """Refuse a schema with an expression that asks for too much text (`regex.too_long`); `place` as for `refuse`.
+
+    Raises:
+        RequestError: with the JSON pointer of the schema that has it.
+    """
+    for pointer, part in subschemas(json.loads(text)):
+        if isinstance(part, Mapping):
+            properties = part.get("patternProperties")
+            names = list(properties) if isinstance(properties, Mapping) else []
+            for pattern in (part.get("pattern"), *names):
+                if isinstance(pattern, str) and (why := too_long(pattern)):
+                    raise RequestError(f"{place}{pointer[1:]}: pattern {pattern!r:.60}: {why}", fix="repeat less")
 
 
 def _alone(part: Any, root: Any) -> Any:

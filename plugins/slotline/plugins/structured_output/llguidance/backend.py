@@ -12,12 +12,12 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 from attrs import define, field
-from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
+from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
 from llguidance.hf import from_tokenizer
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse
-from slotline.plugins.structured_output.regex import located
+from slotline.plugins.structured_output.json_schema import refuse, refuse_long_patterns
+from slotline.plugins.structured_output.regex import MOST_FORCED, located, too_long
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.registry.errors import ContractError, RequestError, SlotlineError
@@ -27,6 +27,9 @@ _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
 _MOST_THREADS = 4
 _WORTH_WAKING = 16
 """States: fewer are asked in less time than it takes to wake threads."""
+_SLICES = ("[0-9]+", "[1-9][0-9]*", "[a-z]+", "[a-zA-Z0-9_]+")
+"""Parts of the vocabulary beside llguidance's own, which are white space and what stands in JSON strings: where every
+token of one may come next, one look at the expression says so, and none of them is walked."""
 
 
 class LLGuidanceBackend:
@@ -39,7 +42,12 @@ class LLGuidanceBackend:
     def __init__(self, context: StructuredOutputContext) -> None:
         self.eos_token_ids = frozenset(context.eos_token_ids)
         width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
-        self._tokenizer = from_tokenizer(context.tokenizer, n_vocab=width, eos_token=list(context.eos_token_ids))
+        self._tokenizer = from_tokenizer(
+            context.tokenizer,
+            n_vocab=width,
+            eos_token=list(context.eos_token_ids),
+            slices=[*LLTokenizer.general_slices(), *_SLICES],
+        )
         self._words = -(-width // 32)
         self._threads = context.options.threads or min(_MOST_THREADS, num_cores())
         self._executor = LLExecutor(self._threads)
@@ -56,14 +64,27 @@ class LLGuidanceBackend:
             if kind == "regex":
                 raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
             raise RequestError(f"structured_outputs.{kind}: {why}", fix=_OTHER)
+        elif kind == "regex" and (why := too_long(text)):
+            raise RequestError(f"structured_outputs.regex={text!r:.60}: {why}", fix="repeat less")
 
     def compile(self, constraint: Constraint) -> LLGuidanceGrammar:
-        """See the contract. llguidance lets go of the interpreter while it compiles."""
+        """See the contract. llguidance lets go of the interpreter while it compiles.
+
+        The first mask is made here too, which shows what is too complex: in the worst case after seconds.
+        """
         grammar = _grammar(constraint)
         matchers = [LLMatcher(self._tokenizer, grammar, log_level=0) for _ in range(self._threads)]
         if matchers[0].is_error():
             why = _first_line(matchers[0].get_error())
             raise RequestError(f"structured_outputs.{constraint.kind}: {why}", fix=_OTHER)
+        for matcher in matchers:
+            first = matcher.deep_copy()  # shares what is found out about the grammar with the states
+            first.compute_bitmask()
+            if first.is_error():
+                raise _failure(first)
+            if (forced := len(first.compute_ff_bytes())) > MOST_FORCED:
+                why = f"every text begins with the same {forced:,} bytes, more than {MOST_FORCED:,}"
+                raise RequestError(f"structured_outputs.{constraint.kind}: {why}", fix="repeat less")
         return LLGuidanceGrammar(matchers)
 
     def start(self, grammar: LLGuidanceGrammar) -> GrammarState:
@@ -109,6 +130,7 @@ class LLGuidanceBackend:
 
     def _check_schema(self, text: str, place: str) -> None:
         refuse(text, lambda part: self._refusal(_grammar(Constraint("json", part))), _OTHER, place)
+        refuse_long_patterns(text, place)
 
     def _refusal(self, grammar: str) -> str | None:
         """Why llguidance cannot take a grammar, or None."""

@@ -14,8 +14,8 @@ import xgrammar
 from attrs import define
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse, subschemas
-from slotline.plugins.structured_output.regex import located
+from slotline.plugins.structured_output.json_schema import refuse, refuse_long_patterns, subschemas
+from slotline.plugins.structured_output.regex import located, too_long
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
@@ -137,6 +137,8 @@ class XGrammarBackend:
     def _refuse_regex(self, text: str) -> None:
         if why := _refusal(xgrammar.Grammar.from_regex, text):
             raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
+        if why := too_long(text):
+            raise RequestError(f"structured_outputs.regex={text!r:.60}: {why}", fix="repeat less")
 
 
 @define(eq=False)
@@ -206,6 +208,7 @@ def _check_schema(text: str, place: str) -> None:
         if why := unenforced(part):
             raise RequestError(f"{place}{pointer[1:]}: XGrammar does not enforce {why}", fix=_OTHER)
     refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER, place)
+    refuse_long_patterns(text, place)
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
