@@ -33,7 +33,7 @@ class TokenBitmask:
         size = num_rows * (width + 1)  # the words, then the places
         self._flat = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         array: Int32 = self._flat.numpy()
-        array.fill(-1)
+        array.view(np.uint8).fill(0xFF)  # half the time that it takes by words
         self.words = array[: num_rows * width].reshape(num_rows, width)
         self.places = array[num_rows * width :]
 

@@ -123,22 +123,26 @@ class StructuredOutputs:
         self._settle()
         rows, draft_positions = inputs.sampling.rows, inputs.draft_positions
         masked = self.active[rows]
-        if not masked.any():
-            return None
         places = np.flatnonzero(masked)
+        if not len(places):
+            return None
         bitmask = TokenBitmask(len(places), self._vocab_size, inputs.logits_indices.device)
         bitmask.places[:] = places
-        begins = places if draft_positions is None else places[draft_positions[places] == 0]
-        firsts = np.searchsorted(places, begins)
-        counts = np.diff(np.append(firsts, len(places))) - 1
-        own = rows[begins].tolist()
+        firsts, counts = np.arange(len(places)), np.zeros(len(places), np.int64)
+        if draft_positions is not None:
+            firsts = np.flatnonzero(draft_positions[places] == 0)
+            counts = np.diff(firsts, append=len(places)) - 1
+        own = rows[places[firsts]]
+        drafts: list[list[int]] = [[]] * len(own)
+        if counts.any():
+            drafts = [self._drafts(row)[:n] if n else [] for row, n in zip(own.tolist(), counts.tolist(), strict=True)]
         masks = StepMasks(
             bitmask=bitmask,
             masked=masked,
             logits_rows=rows,
-            rows=rows[begins],
-            states=[self._state(row) for row in own],
-            drafts=[self._drafts(row)[:n] if n else [] for row, n in zip(own, counts.tolist(), strict=True)],
+            rows=own,
+            states=[self._state(row) for row in own.tolist()],
+            drafts=drafts,
             firsts=firsts,
             counts=counts,
         )

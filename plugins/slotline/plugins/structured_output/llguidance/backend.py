@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import cycle
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -111,18 +110,21 @@ class LLGuidanceBackend:
             bitmask &= wide[:, : bitmask.shape[1]]
             return
         pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
-        walked = [state.before_end(assumed) if assumed else () for state, assumed in zip(states, drafts, strict=True)]
-        plain = [
-            (state.lexer, state.matcher, place) for state, place, w in zip(states, places, walked, strict=True) if not w
-        ]
+        plain, drafted = list(zip(states, places, strict=True)), []
+        if any(drafts):
+            walked = [
+                state.before_end(assumed) if assumed else () for state, assumed in zip(states, drafts, strict=True)
+            ]
+            drafted = [(state.matcher, place, w) for (state, place), w in zip(plain, walked, strict=True) if w]
+            plain = [one for one, w in zip(plain, walked, strict=True) if not w]
         if self._threads == 1 or len(plain) < _WORTH_WAKING:
-            for _, matcher, place in plain:
-                matcher.unsafe_compute_mask_ptr(pointer + place * width, width)
+            for state, place in plain:
+                state.matcher.unsafe_compute_mask_ptr(pointer + place * width, width)
         else:  # threads take neighbours, so that each mostly uses one lexer
-            plain.sort(key=itemgetter(0))
-            asked = [(matcher, place) for _, matcher, place in plain]
+            plain.sort(key=lambda one: one[0].lexer)
+            asked = [(state.matcher, place) for state, place in plain]
             self._executor.unsafe_compute_mask_ptr(asked, pointer, width, count)
-        if drafted := [(s.matcher, p, w) for s, p, w in zip(states, places, walked, strict=True) if w]:
+        if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, pointer, width, count)
         for state in states:
             if state.matcher.is_error():
