@@ -164,7 +164,9 @@ def _attend_tile(
     return best, norm, acc
 
 
-@triton.jit(do_not_specialize=["num_nodes", "first", "num_requests", "num_splits", "first_part", "num_parts"])
+@triton.jit(
+    do_not_specialize=["num_nodes", "first", "num_requests", "num_splits", "first_part", "num_parts", "lse_head"]
+)
 def attend(
     query,
     keys,
@@ -410,7 +412,7 @@ def attend(
     tl.store(lse + query_head.to(tl.int64) * lse_head + where, (top + tl.log2(norm)) * 0.6931471805599453, mask=used)
 
 
-@triton.jit(do_not_specialize=["first_token", "num_splits"])
+@triton.jit(do_not_specialize=["first_token", "num_splits", "lse_head"])
 def join(
     out,
     lse,

@@ -227,7 +227,7 @@ def _compute(
         )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["first", "num_requests", "lse_head", "num_splits"])
 def attend_latents(
     query,
     half,

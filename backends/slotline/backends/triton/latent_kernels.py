@@ -33,7 +33,7 @@ def _find_request(block, starts, first, num_requests, heads, block_m: tl.constex
     return low, block - begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_requests", "lse_head", "num_splits"])
 def attend_latents(
     query,
     latents,

@@ -26,7 +26,7 @@ def _step(scores, values, scale, top, norm, acc):
     return best, norm, acc
 
 
-@triton.jit(do_not_specialize=["first", "num_requests"])
+@triton.jit(do_not_specialize=["first", "num_requests", "lse_head"])
 def attend_prompts(
     query,
     key,

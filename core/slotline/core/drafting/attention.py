@@ -23,6 +23,8 @@ from slotline.core.sampling.batch import has_triton
 from slotline.registry.contracts import AttentionBatch, AttentionLayer
 
 Int = npt.NDArray[np.int64]
+WIDTHS = 16
+"""Block tables are so many columns wide or a multiple, if they have them: kernels are compiled for few widths."""
 
 
 class Places(NamedTuple):
@@ -148,7 +150,8 @@ class DraftAttention:
         inside = np.minimum(bounds + self._offsets, self._max_model_len - 1)
         seq_lens, longest = (inside + 1).astype(np.int32), int(inside.max(initial=0)) + 1
         starts = self._starts(len(rows), upload)
-        tables = [upload(group.table[:, : -(-longest // size)][rows]) for group, size in self._groups]
+        widths = [-(-longest // (size * WIDTHS)) * WIDTHS for _, size in self._groups]
+        tables = [upload(group.table[:, :width][rows]) for (group, _), width in zip(self._groups, widths, strict=True)]
         return StagedAttention(self, starts, seq_lens, tables)
 
     def places(self, positions: torch.Tensor, tables: Sequence[torch.Tensor]) -> Places:

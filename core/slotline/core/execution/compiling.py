@@ -83,7 +83,7 @@ class _Listener:
         self._before = before
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
-        _heard.append(Kernel(src.name, times.total / 1e6, cache_hit))  # microseconds
+        _heard.append(Kernel(getattr(src, "name", "a kernel"), times.total / 1e6, cache_hit))  # microseconds
         if self._before is not None:
             self._before(src=src, times=times, cache_hit=cache_hit, **rest)
 

@@ -31,7 +31,7 @@ def find_chunk(index, starts, first, end, chunk: tl.constexpr):
     return low, index - begin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "num_tokens"])
 def clear(out, starts, slots, first, end, num_tokens, size, block: tl.constexpr):
     """Zeros for the tokens of padded requests and those behind the last one. Grid: (requests `first` .. `end` and one
     more, any number).

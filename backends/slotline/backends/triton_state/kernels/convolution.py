@@ -214,7 +214,7 @@ def _store_words(taps, word, moved, kept, count: tl.constexpr, block: tl.constex
             tl.store(taps + word * count + at, moved[at], mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end"])
 def convolve(
     x,
     weight,

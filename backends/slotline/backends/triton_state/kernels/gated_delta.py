@@ -87,7 +87,7 @@ def update(
     tl.store(out + (row * num_heads + head) * size_v + dim, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "num_tokens", "every"])
 def prepare(
     q,
     k,
@@ -187,7 +187,7 @@ def prepare(
     tl.store(reads + here * size_k + dim_k[None, :], read.to(reads.dtype.element_ty), mask=wide_k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "num_tokens", "every"])
 def scan(
     q,
     k,

@@ -113,7 +113,7 @@ def update(
     tl.store(out + row * channels + channel, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end"])
 def scan(
     x,
     dt,
@@ -247,7 +247,7 @@ def scan(
         tl.store(state + place_of, h.to(state.dtype.element_ty), mask=here)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def pass_states(
     rate,
     state,

@@ -99,7 +99,7 @@ def update(
     tl.store(out + (row * num_heads + head) * head_size + dim, y.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "num_tokens"])
 def times(
     dt,
     rate,
@@ -232,7 +232,7 @@ def _chunk(
     return h, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "num_tokens"])
 def scan(
     x,
     b,
@@ -365,7 +365,7 @@ def scan(
         tl.store(totals + index * num_heads + head, all_decay)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def pass_states(
     state,
     segments,

@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def sort_tokens(
     slots, block_slots, block_tokens, num_tokens, max_blocks,
     block_m: tl.constexpr, slots_padded: tl.constexpr, chunk: tl.constexpr,
@@ -49,7 +49,7 @@ def sort_tokens(
             tl.store(block_slots + block, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def shrink(
     x, a, inner, block_slots, block_tokens, places, num_tokens, k, stride_x, a_slot, per_split,
     width: tl.constexpr, padded: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
@@ -83,7 +83,7 @@ def shrink(
     tl.store(place, total, mask=mask & (ranks < width)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["inner_split"])
 def expand(
     inner, b, scales, out, block_slots, block_tokens, places, inner_split, inner_token, stride_out, b_slot, scale_slot,
     size_0, size_1, size_2,

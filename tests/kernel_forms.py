@@ -1,0 +1,134 @@
+"""Which kernels Triton would compile for batches of many sizes; run as a program, with the kind as its argument.
+
+No GPU is needed: launches go as far as Triton's question which kernel they need, and are left out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from attrs import evolve
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+COUNTS = (1, 2, 3, 15, 16, 17, 32, 33, 48, 100)
+STATES: dict[str, dict[str, Any]] = {
+    "short_conv": {"channels": 128, "width": 4, "activation": "silu"},
+    "mamba1": {"channels": 128, "state_size": 16, "dt_softplus": True},
+    "mamba2": {"num_heads": 4, "head_size": 32, "num_groups": 2, "state_size": 32, "dt_softplus": True},
+    "gated_delta": {
+        "num_k_heads": 2, "num_v_heads": 2, "head_size_k": 32, "head_size_v": 32, "qk_l2norm": True, "scale": 0.3,
+    },
+}  # fmt: skip
+
+Forms = dict[tuple[Any, ...], set[tuple[tuple[str, str], ...]]]
+"""By kernel and its compile-time constants: what it is compiled for, as a form of each other argument."""
+
+
+class Card:
+    """A driver without a card."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def listen() -> Forms:
+    """Note what launches need from now on, and leave them out."""
+    forms: Forms = defaultdict(set)
+
+    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
+        params = fn.jit_function.params
+        constants = {params[place].name: value for (place,), value in compile["constants"].items()}
+        declared = tuple((p.name, str(constants[p.name])) for p in params if p.is_constexpr and p.name in constants)
+        aligned = {params[place].name for (place,), what in compile["configs"][0].items() if what}
+        rest = [p.name for p in params if not p.is_constexpr]
+        form = tuple((n, "1" if n in constants else compile["signature"][n] + "/16" * (n in aligned)) for n in rest)
+        forms[fn.module, fn.name, declared, compile["num_warps"], compile["num_stages"]].add(form)
+        return True
+
+    triton.knobs.runtime.jit_cache_hook = note
+    return forms
+
+
+def attention(**more: Any) -> None:
+    """Decoding, prompts, both, and several tokens of each request."""
+    from slotline.backends.triton.backend import TritonBackend
+    from slotline.backends.triton.latents import TritonLatents
+    from slotline.testing.environments.attention import Case, World
+
+    build: Callable[..., Any] = TritonLatents if "mla" in more else TritonBackend
+    for n in COUNTS:
+        for requests in (
+            tuple((1, 40 + i) for i in range(n)),
+            ((n, n),),
+            ((1, 33), (n, n + 7), (1, 70)),
+            tuple((5, 41 + i) for i in range(n)),
+            ((1, 1000),) * n,
+        ):
+            world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=32, **more).friendly())
+            fixed = torch.zeros(len(requests), 64, dtype=torch.int32)[:, : world.block_table.shape[1]]
+            fixed.copy_(world.block_table)  # as wide in memory whatever the batch, as the engine's are on a GPU
+            world.batch.block_table = fixed
+            backend = build(world.case.context("cpu"))
+            plan = backend.plan(world.batch)
+            query, key, value = world.new_tokens()
+            out = torch.zeros(*query.shape[:2], world.layer.head_size_v, dtype=query.dtype)
+            backend.write(world.layer, key, value, world.cache, plan)
+            backend.forward(world.layer, query, key, value, world.cache, plan, out)
+
+
+def states() -> None:
+    """Every kind of state layer: single tokens, prompts, both, verifying steps."""
+    from negotiation_cases import CPU
+
+    from slotline.backends.triton_state import descriptor
+    from slotline.backends.triton_state.backend import TritonState
+    from slotline.registry.capability import Set
+    from slotline.testing.environments.state import Part, make_problem, surround
+    from slotline.testing.subject import Subject
+
+    capabilities = evolve(descriptor.capabilities, devices=Set(("cpu",)))
+    made = evolve(descriptor, factory=TritonState, probe=None, capabilities=capabilities)
+    subject = Subject(descriptor=made, device=CPU, capabilities=capabilities, contract=1)
+    for kind, facts in STATES.items():
+        problem = make_problem(kind, ("bfloat16", "bfloat16" if kind == "short_conv" else "float32"), facts)
+        for n in COUNTS:
+            for lens in ([1] * n, [n], [1] * n + [n], [n] * 3, [4] * n, [1] * 3 + [70] * n):
+                around = surround(subject, [problem], num_slots=len(lens) + 1, hostile=False)
+                parts = [Part(slot=i, tokens=(problem.tokens(count, i),)) for i, count in enumerate(lens)]
+                plan, inputs = around.backend.plan(around.batch(parts)), around.inputs(0, parts)[0]
+                around.backend.forward(problem.layer, inputs, around.state(0), plan)
+
+
+def main(kind: str) -> None:
+    """Print each kernel with several forms, and the arguments that make the difference; then how many there are."""
+    driver.set_active(Card())
+    forms = listen()
+    if kind == "states":
+        states()
+    elif kind == "latents":
+        attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
+    else:
+        attention(head_size=128)
+        attention(head_size=128, window=17)
+    for (module, name, *_), found in forms.items():
+        if len(found) > 1:
+            varied = {which for which, *rest in zip(*found, strict=True) if any(one != which for one in rest)}
+            arguments = ", ".join(sorted(argument for argument, _ in varied))
+            sys.stdout.write(f"{module}.{name} in {len(found)} forms: {arguments}\n")
+    sys.stdout.write(f"{len(forms)} kernels\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

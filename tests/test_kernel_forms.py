@@ -1,0 +1,28 @@
+"""No number of tokens or requests has a kernel compiled anew: a request would wait for the compiler in the middle."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+PROGRAM = Path(__file__).parent / "kernel_forms.py"
+
+
+@pytest.mark.parametrize(("kind", "least"), [("attention", 10), ("latents", 4), ("states", 10)])
+def test_batches_of_all_sizes_share_their_kernels(kind: str, least: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), kind], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    *several, count = done.stdout.splitlines()
+    assert several == []
+    (kernels,) = re.findall(r"^(\d+) kernels$", count)
+    assert int(kernels) >= least
