@@ -46,12 +46,21 @@ ORDER: dict[str, Any] = {
 }
 
 
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--tokenizer", type=Path, default=SMALL_MODEL)
     parser.add_argument("--plugins", nargs="+", default=PLUGINS)
+    parser.add_argument("--short-strings", action="store_true", help="masks of a schema with a maxLength of 12")
     parser.add_argument("--masks-only", action="store_true", help="no compiling and no engine's steps")
     arguments = parser.parse_args()
     tokenizer = Tokenizer(arguments.tokenizer).transformers
@@ -68,16 +77,18 @@ def main() -> None:
             )
         )
         print(f"{name} {version(name)}: built in {time.perf_counter() - start:.2f} s")
-        masks(backend, tokenizer, arguments.requests)
+        masks(backend, tokenizer, arguments.requests, short=arguments.short_strings)
         if not arguments.masks_only:
             compiling(backend, tokenizer)
             step(name, arguments.requests, arguments.tokens)
 
 
-def masks(backend: Any, tokenizer: Any, requests: int) -> None:
-    """Fill the masks of all requests, token by token; the first run warms up."""
-    grammar = backend.compile(Constraint("json", json.dumps(ORDER)))
-    texts = [tokenizer.encode(document(Random(i)), add_special_tokens=False) for i in range(requests)]
+def masks(backend: Any, tokenizer: Any, requests: int, *, short: bool = False) -> None:
+    """Fill the masks of all requests, token by token; the first run warms up. `short`: their texts are a string with a
+    `maxLength` and a number."""
+    grammar = backend.compile(Constraint("json", json.dumps(PERSON if short else ORDER)))
+    make = person if short else document
+    texts = [tokenizer.encode(make(Random(i)), add_special_tokens=False) for i in range(requests)]
     filling, accepting = [], []
     for run in range(5):
         states = [backend.start(grammar) for _ in range(requests)]
@@ -112,6 +123,12 @@ def document(rng: Random) -> str:
         "state": "paid",
     }
     return json.dumps(values)
+
+
+def person(rng: Random) -> str:
+    """A document of the schema with a short string."""
+    name = "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(3, 12)))
+    return json.dumps({"name": name, "age": rng.randint(0, 99)})
 
 
 def schema(rng: Random, depth: int = 1) -> dict[str, Any]:
