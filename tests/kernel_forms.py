@@ -88,6 +88,35 @@ def attention(**more: Any) -> None:
             backend.forward(world.layer, query, key, value, world.cache, plan, out)
 
 
+def hopper() -> None:
+    """The kernel of latents for Hopper, and whether it compiles under this Triton."""
+    from slotline.backends.triton.latent_hopper import HopperLatents
+    from slotline.backends.triton.latents import TritonLatents
+    from slotline.core.execution import compiling
+    from slotline.testing.environments.attention import Case, World
+
+    sizes: dict[str, Any] = {"mla": True, "num_kv_heads": 1, "num_heads": 16, "head_size": 576, "head_size_v": 512}
+    for n in COUNTS:
+        for requests in (((1, 3000),) * n, ((n, n + 50), (9, 80))):
+            world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
+            world.batch.block_table = torch.zeros(len(requests), 64, dtype=torch.int32)
+            query, _, _ = world.new_tokens()
+            out, lse = torch.zeros(len(query), 16, 512, dtype=query.dtype), torch.empty(16, len(query))
+            for launch in TritonLatents(world.case.context("cpu")).plan(world.batch).launches:
+                rows = (len(query), 16, launch.splits)
+                parts, norms = torch.empty(*rows, 512), torch.empty(*rows, 2)
+                given = (world.layer, query, world.cache, world.batch, launch, out, lse, parts, norms)
+                assert HopperLatents(64).attend(*given)
+    asked = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = None
+    with compiling.leaving_out(missing := {}):
+        HopperLatents(64).attend(*given)
+    for kernel, specialization in missing.values():
+        kernel.preload(specialization)
+    triton.knobs.runtime.jit_cache_hook = asked
+    assert len(missing) == 1
+
+
 def states() -> None:
     """Every kind of state layer: single tokens, prompts, both, verifying steps."""
     from negotiation_cases import CPU
@@ -117,6 +146,8 @@ def main(kind: str) -> None:
     forms = listen()
     if kind == "states":
         states()
+    elif kind == "hopper":
+        hopper()
     elif kind == "latents":
         attention(mla=True, num_kv_heads=1, num_heads=16, head_size=576, head_size_v=512)
     else:

@@ -33,18 +33,22 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer
 if TYPE_CHECKING:
     from slotline.backends.triton.latents import Launch
 
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Both have other names in Triton 3.6 than in 3.9."""
+
 
 @gluon.jit
 def _copy(half, narrow, rows, column, ready, target, page: gl.constexpr):
     """Half of a tile, from the rows of one block, or of several blocks of less than 64."""
     if page >= 64:
-        tma.async_copy_global_to_shared(half, [rows[0], column], ready, target)
+        load_box(half, [rows[0], column], ready, target)
     else:
         pieces = target._reinterpret(gl.bfloat16, [256 // page, page, 64], narrow.layout)
         for part in gl.static_range(64 // page):
             for quarter in gl.static_range(4):
                 piece = pieces.index(quarter * (64 // page) + part)
-                tma.async_copy_global_to_shared(narrow, [rows[part], column + quarter * 64], ready, piece)
+                load_box(narrow, [rows[part], column + quarter * 64], ready, piece)
 
 
 @gluon.jit
@@ -68,11 +72,11 @@ def _load(
         mbarrier.expect(ready, 64 * 320 * 2)
         _copy(half, narrow, rows, 0, ready, left.index(place), page)
         if page >= 64:
-            tma.async_copy_global_to_shared(narrow, [rows[0], 512], ready, ropes.index(place))
+            load_box(narrow, [rows[0], 512], ready, ropes.index(place))
         else:
             pieces = ropes.index(place)._reinterpret(gl.bfloat16, [64 // page, page, 64], narrow.layout)
             for part in gl.static_range(64 // page):
-                tma.async_copy_global_to_shared(narrow, [rows[part], 512], ready, pieces.index(part))
+                load_box(narrow, [rows[part], 512], ready, pieces.index(part))
         mbarrier.wait(empty.index(place + 2), phase)
         ready = full.index(place + 2)
         mbarrier.expect(ready, 64 * 256 * 2)
@@ -166,7 +170,7 @@ def _compute(
             shrink = gl.convert_layout(shrink, gl.SliceLayout(1, out_layout))[:, None]
             acc_left = acc_left * shrink
             held_right = warpgroup_mma_wait(0, deps=[flying])
-            gl.thread_barrier()  # the other warp group may still read the tile, and the probabilities
+            thread_barrier()  # the other warp group may still read the tile, and the probabilities
             mbarrier.arrive(empty.index(other + 2), count=1, pred=step > 0)
             chances.store(weights.to(gl.bfloat16))
             fence_async_shared()
@@ -176,7 +180,7 @@ def _compute(
             ahead = warpgroup_mma(q_left, left.index(other).permute((1, 0)), nothing, use_acc=False, is_async=True)
             ahead = warpgroup_mma(q_rope, ropes.index(other).permute((1, 0)), ahead, is_async=True)
             acc_left = warpgroup_mma_wait(2, deps=[held])
-            gl.thread_barrier()
+            thread_barrier()
             mbarrier.arrive(empty.index(place), count=1)
             mbarrier.wait(full.index(other + 2), phase)
             ahead = warpgroup_mma(q_right, right.index(other).permute((1, 0)), ahead, is_async=True)
@@ -186,7 +190,7 @@ def _compute(
         place = (number - first_tile) % 2
         weights, top, total, shrink = _weigh(scores, top, total, number, end, position, scale, True, score_layout)
         acc_right = warpgroup_mma_wait(0, deps=[flying])
-        gl.thread_barrier()
+        thread_barrier()
         if last_tile * 64 > end:
             plain: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
             _clear(left.index(place), end - number * 64, plain)
@@ -304,7 +308,7 @@ def attend_latents(
         q_right.slice(part * 64, 64, dim=1).store(gl.load(at + 256 + part * 64, mask=used[:, None], other=0.0))
     q_rope.store(gl.load(at + 512, mask=used[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
 
     gl.warp_specialize(
         [
