@@ -103,14 +103,16 @@ def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engin
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_the_kernel_finds_the_places_that_torch_finds(tiny: Tiny, engines: Engines, leads: bool) -> None:
+def test_the_kernel_finds_the_places_that_torch_finds(
+    tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch, leads: bool
+) -> None:
     kernel = pytest.importorskip("slotline.core.drafting.triton_places", reason="the kernel is Triton's")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
     drafting, longest = llm.engine.drafting, llm.engine.limits.max_model_len
     assert drafting is not None
     assert drafting.attention is not None
-    vars(drafting.attention)["_leads"] = leads
+    monkeypatch.setattr(drafting.attention, "_leads", leads)  # the engine is other tests', too
     columns, positions = longest // 16, torch.tensor([3, 14, longest - 2, -1, 0, 31])
     table = torch.arange(1, 1 + 12 * columns, dtype=torch.int32).view(6, -1)[:, :columns]
     table[1, 1:] = table[5, 1] = 0
@@ -160,6 +162,7 @@ def test_a_captured_proposal_is_the_eager_one(
     tiny: Tiny,
     engines: Engines,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     drafts: Callable[[LLM], list[Any]],
     kind: str,
     asynchronous: bool,
@@ -188,7 +191,7 @@ def test_a_captured_proposal_is_the_eager_one(
         patch.setattr(graphs, "_captured", lambda work, pool: (Again(work, found := work()), found))
         made._proposals = {size: made._capture_proposal(shape, None) for size, shape in shapes.items()}
     vars(made)["observes"] = lambda states: False
-    drafting.graphs = made
+    monkeypatch.setattr(drafting, "graphs", made)
     assert tokens_of(llm, prompts) == expected
     assert drafting.counts.failures == 0, drafting.counts.last_failure
     assert drafts(llm) == drafts(eager)

@@ -47,10 +47,11 @@ class Tokenizer:
         """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
 
         Raises:
-            RequestError: if it makes none, or the text has half a surrogate pair, which is no character.
+            RequestError: if it makes none of a text that is not empty, or the text has half a surrogate pair, which is
+                no character.
         """
         token_ids = self._encode(text)
-        if not token_ids:
+        if text and not token_ids:
             raise RequestError(f"the tokenizer makes no token of {text!r:.60}", fix="give another text, or token ids")
         return token_ids
 

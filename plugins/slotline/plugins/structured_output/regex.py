@@ -37,11 +37,8 @@ def shortest(expression: str) -> int:
     """Characters of the shortest text that an expression matches, counted without building it: a scan over the notation
     that ECMAScript and Rust share, for expressions that an engine has taken."""
     outer: list[tuple[int, int | None]] = []
-    length, last, best = (
-        0,
-        0,
-        None,
-    )  # of this branch but for its last part, that part's, the least of the branches before
+    best: int | None = None  # the least of the branches before
+    length = last = 0  # of this branch but for its last part, and that part's
     for match in _PART.finditer(expression):
         kind = match.lastgroup
         if kind == "one":
