@@ -14,7 +14,7 @@ import hybrid_transcript
 import pytest
 import tiny_models
 
-from slotline.core import LLM, SamplingParams
+from slotline.core import LLM, SamplingParams, cli
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -237,19 +237,7 @@ def commands() -> list[str]:
     return [command for command in found if command.split()[1] in NAMES]
 
 
-NAMES = (
-    "generate",
-    "explain",
-    "plugins",
-    "doctor",
-    "schema",
-    "config",
-    "bench",
-    "tune",
-    "new-plugin",
-    "conform",
-    "matrix",
-)
+NAMES = [name.replace("_", "-") for name in cli._COMMANDS]
 
 
 @pytest.mark.parametrize("command", commands())

@@ -107,7 +107,7 @@ class Processed:
 
 
 @frozen(eq=False)
-class Places:
+class LogitsRows:
     """What a step's logits belong to: see `ProcessorPipeline.apply`."""
 
     rows: Int
@@ -229,12 +229,12 @@ class ProcessorPipeline:
         if not slots:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
-        places = Places(rows, draft_nodes, np.full(len(rows), -1) if companions is None else companions)
+        step = LogitsRows(rows, draft_nodes, np.full(len(rows), -1) if companions is None else companions)
         try:
-            result = self._run(slots, logits, places, np.arange(len(rows)))
+            result = self._run(slots, logits, step, np.arange(len(rows)))
         except Exception:  # a plugin's code may raise anything
             logger.exception("a logits processor failed; processing each row of logits alone")
-            result, errors = self._run_alone(slots, logits, places)
+            result, errors = self._run_alone(slots, logits, step)
         touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
 
@@ -257,7 +257,7 @@ class ProcessorPipeline:
                 found[row] = error or _unusable(token, names)
         return found
 
-    def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: Places, which: Int) -> torch.Tensor:
+    def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows, which: Int) -> torch.Tensor:
         """The rows at the places `which` [m] of a step's logits `raw` [n, vocab_size], processed: [m, vocab_size]."""
         logits = raw.clone() if len(which) == len(raw) else raw[which]
         for slot in slots:
@@ -272,7 +272,7 @@ class ProcessorPipeline:
         return logits
 
     def _run_alone(
-        self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: Places
+        self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows
     ) -> tuple[torch.Tensor, dict[int, str]]:
         """Each row of the logits processed without the others, or left as it was, and why, by place."""
         result, errors = raw.clone(), dict[int, str]()
@@ -283,7 +283,7 @@ class ProcessorPipeline:
                 errors[i] = f"{type(error).__name__}: {error}"
         return result, errors
 
-    def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: Places, which: Int) -> LogitsBatch:
+    def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
         """What a processor is told of the rows at the places `which` of a step's logits `raw`."""
         rows = step.rows[which]
         draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]

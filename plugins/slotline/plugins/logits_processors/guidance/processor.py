@@ -10,7 +10,6 @@ import torch
 
 from slotline.core.uploads import sent
 from slotline.registry.contracts import Companion, LogitsBatch, LogitsProcessorContext
-from slotline.registry.errors import RequestError
 
 
 class Guidance:
@@ -20,10 +19,7 @@ class Guidance:
         self._scale = np.ones(context.max_requests, np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The scale is a number of 0 or above."""
-        scale = params.get("guidance_scale", 1.0)
-        if not isinstance(scale, int | float) or isinstance(scale, bool) or not 0 <= scale < float("inf"):
-            raise RequestError(f"guidance_scale={scale!r} is not allowed", fix="give a number of 0 or above")
+        """The parameters' ranges are checked by `SamplingParams`."""
 
     def companion(self, params: Mapping[str, Any], prompt_token_ids: list[int]) -> Companion | None:
         """The negative prompt; without one the prompt's last token."""

@@ -11,7 +11,6 @@ import torch
 
 from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
-from slotline.registry.errors import RequestError
 
 
 class MinP:
@@ -21,10 +20,7 @@ class MinP:
         self._below = np.zeros(context.max_requests, np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """A number in [0, 1]."""
-        value = params.get("min_p", 0.0)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-            raise RequestError(f"min_p={value!r} is not allowed", fix="give a number in [0, 1]")
+        """The parameter's range is checked by `SamplingParams`."""
 
     def floor(self, params: Mapping[str, Any]) -> float:
         """The logarithm of `min_p`."""
