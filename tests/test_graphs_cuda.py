@@ -162,8 +162,7 @@ before = compiling.compile_all
 
 def watched(*arguments):
     before(*arguments)
-    watched.behind = compiling.counting()
-    compiled_in_turn.append(watched.behind.__enter__())
+    compiled_in_turn.append(compiling.listen())
 
 compiling.compile_all = watched
 options = {"dtype": "float32", "max_model_len": 96, "max_num_batched_tokens": 24, "memory": "64MiB"}
