@@ -4,7 +4,8 @@
 
 Random weights, one process, one engine after the other. `latency` is one request, `nano` many; both are scaled down,
 so their figures compare with each other and not with those of engine_gpu.py. Each line says by what factor the
-setting is slower than what slotline chose, and what the plan calls the downgrade, where it knows of one.
+setting is slower than what slotline chose, and what the plan calls the downgrade, where it knows of one. A setting
+whose engine fails is said to, and the exit status is 1 then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from engine_gpu import build, figure
 
 from slotline.core.cli.bench_run import timed_runs
 from slotline.core.frontend.workloads import workload
+from slotline.registry.errors import SlotlineError
 
 DOWNGRADES: Mapping[str, tuple[str, ...]] = {
     "as chosen": (),
@@ -54,13 +56,20 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(DOWNGRADES), choices=list(DOWNGRADES), metavar="NAME")
     arguments = parser.parse_args()
     best: dict[str, float] = {}
+    failed = False
     for title in dict.fromkeys(("as chosen", *arguments.only)):
-        found, told = measure(arguments.folder, DOWNGRADES[title], arguments.scale)
+        try:
+            found, told = measure(arguments.folder, DOWNGRADES[title], arguments.scale)
+        except SlotlineError as error:
+            print(f"{title:34}failed: {error}", flush=True)
+            failed = True
+            continue
         best = best or {name: seconds for name, (seconds, _) in found.items()}
         parts = (f"{name} {said} ({seconds / best[name]:.2f}x)" for name, (seconds, said) in found.items())
         print(f"{title:34}{', '.join(parts)}", *(f"    {line}" for line in told), sep="\n", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

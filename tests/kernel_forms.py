@@ -1,5 +1,7 @@
 """Which kernels Triton would compile for batches of many sizes; run as a program, with the kind as its argument.
 
+A rehearsal has the most tokens and requests of a step and the most tokens of a request as further arguments.
+
 No GPU is needed: launches go as far as Triton's question which kernel they need, and are left out.
 """
 
@@ -8,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ STATES: dict[str, dict[str, Any]] = {
         "num_k_heads": 2, "num_v_heads": 2, "head_size_k": 32, "head_size_v": 32, "qk_l2norm": True, "scale": 0.3,
     },
 }  # fmt: skip
+
+SMALL: dict[str, Any] = {"num_kv_heads": 2, "num_heads": 8, "head_size": 16}
 
 Forms = dict[tuple[Any, ...], set[tuple[tuple[str, str], ...]]]
 """By kernel and its compile-time constants: what it is compiled for, as a form of each other argument."""
@@ -63,11 +68,6 @@ def listen() -> Forms:
 
 def attention(**more: Any) -> None:
     """Decoding, prompts, both, and several tokens of each request."""
-    from slotline.backends.triton.backend import TritonBackend
-    from slotline.backends.triton.latents import TritonLatents
-    from slotline.testing.environments.attention import Case, World
-
-    build: Callable[..., Any] = TritonLatents if "mla" in more else TritonBackend
     for n in COUNTS:
         for requests in (
             tuple((1, 40 + i) for i in range(n)),
@@ -76,16 +76,46 @@ def attention(**more: Any) -> None:
             tuple((5, 41 + i) for i in range(n)),
             ((1, 1000),) * n,
         ):
-            world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=32, **more).friendly())
-            fixed = torch.zeros(len(requests), 64, dtype=torch.int32)[:, : world.block_table.shape[1]]
-            fixed.copy_(world.block_table)  # as wide in memory whatever the batch, as the engine's are on a GPU
-            world.batch.block_table = fixed
-            backend = build(world.case.context("cpu"))
-            plan = backend.plan(world.batch)
-            query, key, value = world.new_tokens()
-            out = torch.zeros(*query.shape[:2], world.layer.head_size_v, dtype=query.dtype)
-            backend.write(world.layer, key, value, world.cache, plan)
-            backend.forward(world.layer, query, key, value, world.cache, plan, out)
+            attended(requests, **more)
+
+
+def attended(requests: tuple[tuple[int, int], ...], **more: Any) -> None:
+    """The attention of a step, of requests with so many query tokens and so many keys."""
+    from slotline.backends.triton.backend import TritonBackend
+    from slotline.backends.triton.latents import TritonLatents
+    from slotline.testing.environments.attention import Case, World
+
+    build: Callable[..., Any] = TritonLatents if "mla" in more else TritonBackend
+    world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=32, **more).friendly())
+    fixed = torch.zeros(len(requests), 64, dtype=torch.int32)[:, : world.block_table.shape[1]]
+    fixed.copy_(world.block_table)  # as wide in memory whatever the batch, as the engine's are on a GPU
+    world.batch.block_table = fixed
+    backend = build(world.case.context("cpu"))
+    plan = backend.plan(world.batch)
+    query, key, value = world.new_tokens()
+    out = torch.zeros(*query.shape[:2], world.layer.head_size_v, dtype=query.dtype)
+    backend.write(world.layer, key, value, world.cache, plan)
+    backend.forward(world.layer, query, key, value, world.cache, plan, out)
+
+
+def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) -> Forms:
+    """What steps of an engine with such limits launch that the steps of a rehearsal do not."""
+    from slotline.core.execution.rehearsal import steps
+
+    for lens, past in steps(most_tokens, most_requests, longest):
+        attended(tuple((n, n if past is None else past) for n in lens), **SMALL)
+    known = set(forms)
+    for seed in range(150):
+        rng, left, requests = Random(seed), most_tokens, list[tuple[int, int]]()
+        decodes = rng.choice((0, 0, 1, 5, most_requests // 2, most_requests))
+        while left and len(requests) < most_requests:
+            count = 1 if len(requests) < decodes else min(left, longest, rng.choice((1, 2, 3, 6, 12, 20, 40, 90, 300)))
+            requests.append((count, count if rng.random() < 0.4 else rng.randint(count, longest)))
+            left -= count
+            if rng.random() < 0.2 and len(requests) > decodes:
+                break
+        attended(tuple(sorted(requests, key=lambda one: (one[0] > 1, one[0] == one[1]))), **SMALL)
+    return {key: found for key, found in forms.items() if key not in known}
 
 
 def hopper() -> None:
@@ -140,10 +170,15 @@ def states() -> None:
                 around.backend.forward(problem.layer, inputs, around.state(0), plan)
 
 
-def main(kind: str) -> None:
+def main(kind: str, *limits: str) -> None:
     """Print each kernel with several forms, and the arguments that make the difference; then how many there are."""
     driver.set_active(Card())
     forms = listen()
+    if kind == "rehearsal":
+        for module, name, *rest in (lacking := rehearsed(forms, *map(int, limits))):
+            sys.stdout.write(f"{module}.{name} was not rehearsed: {rest}\n")
+        sys.stdout.write(f"{len(forms) - len(lacking)} kernels\n")
+        return
     if kind == "states":
         states()
     elif kind == "hopper":
@@ -162,4 +197,4 @@ def main(kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -74,6 +74,12 @@ DECLARATIONS: dict[str, dict[str, Any]] = {
         "group_sizes": Range(1, 1),
         "limits": (Limit(when="sliding_window", capability="query_len", offer=Max(1)),),
     },
+    "larger blocks preferred for caches of another dtype": {
+        "dtypes": Set((("float32", "float32"), ("float32", "float16"))),
+        "limits": (
+            Limit(when="kv_dtype", capability="preferred_block_sizes", offer=Align(multiple_of=64), note="tiles"),
+        ),
+    },
     "mixed dtypes with an eight-bit cache": {"dtypes": Set((("bfloat16", "float8_e4m3fn"), ("float32", "float16")))},
 }
 

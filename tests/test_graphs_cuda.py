@@ -172,6 +172,11 @@ later = compiled_in_turn[0].count
 print(ahead, later)
 assert len(ahead) == 1 and not any("not compiled ahead" in line for line in found), found
 assert later == 0, f"captures compiled {later} kernels by themselves"
+params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+for lens in ((1, 2, 7, 20, 60), (60,), (33, 2)):
+    llm.generate([list(range(1, 1 + n)) for n in lens], params)
+late = {kernel.name for kernel in compiled_in_turn[0].kernels if not kernel.on_disk}
+assert not late & {"attend", "attend_prompts", "join", "store"}, late
 """
 
 

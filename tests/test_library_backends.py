@@ -19,6 +19,7 @@ from negotiation_cases import FULL, GPU, explicit, layer, request, sliding
 
 from slotline.backends import flash_attn, flashinfer, flex, triton
 from slotline.backends.flashinfer.modules import compile_kernels
+from slotline.backends.flex import backend as flex_backend
 from slotline.backends.sinks import add_sinks
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.errors import NegotiationError, PluginError
@@ -192,10 +193,18 @@ FLEX_CHECKS = {
 """The others take a minute, most of it tracing FlexAttention anew for each shape; the support matrix has them all."""
 
 
-def test_flex_is_right_in_hostile_surroundings() -> None:
+@pytest.mark.parametrize("slots", [65_536, 40])
+def test_flex_is_right_in_hostile_surroundings(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex_backend, "MOST_SLOTS", slots)
     records = check_plugin("attention:flex", device="cpu", only=lambda check: check.id in FLEX_CHECKS)
     assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
     assert {record.id for record in records if record.outcome is Outcome.PASSED} == FLEX_CHECKS
+
+
+def test_flex_gathers_some_requests_at_a_time() -> None:
+    world = World(Case(requests=((1, 40_000), (1, 20_000), (2, 30_000), (1, 70_000), (3, 3)), block_size=16))
+    plan = flex_backend.FlexBackend(world.case.context("cpu")).plan(world.batch)
+    assert [len(part.pages) * 16 for part in plan.parts] == [60_000, 30_000, 70_000, 16]
 
 
 @pytest.mark.parametrize("base", ["e", "2"])

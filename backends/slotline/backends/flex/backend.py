@@ -1,8 +1,9 @@
 """FlexAttention behind the attention contract (Dong et al. 2024, Flex Attention).
 
-Pages of all requests are gathered into one long sequence, what no request owns is zeroed, and a mask keeps requests
-apart. Query tokens of a step lie in the order of the requests, and so do their pages: each block of query tokens sees
-one run of blocks of keys, which makes the block mask a handful of array operations.
+Pages of several requests are gathered into one long sequence, what no request owns is zeroed, and a mask keeps
+requests apart. Query tokens of a step lie in the order of the requests, and so do their pages: each block of query
+tokens sees one run of blocks of keys, which makes the block mask a handful of array operations. Requests are served
+some at a time, so that what is gathered stays small beside the cache.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionConte
 BLOCK = 128
 OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 """The kernel for short queries has no tile sizes that fit float32 with several query heads to one of keys."""
+MOST_SLOTS = 65_536
+"""Of the cache, gathered at a time; a request with more is served alone."""
 MOST_COMPILED = 64
 """Variants of the kernel that dynamo may keep: shapes of layers, short and long batches."""
 Int = npt.NDArray[np.int64]
@@ -43,28 +46,40 @@ class Keys(NamedTuple):
     ends: Int
 
 
+class Part(NamedTuple):
+    """Requests that are served together.
+
+    Attributes:
+        tokens: [T] int64, their query tokens; None for all of the batch.
+        pages: [P] int64, gathered pages in the order of their requests.
+        owned: [P * page, 1, 1] bool, slots that hold a key of their request.
+        mask: who sees what.
+        score: what becomes of a score; None if it stays as it is.
+    """
+
+    tokens: torch.Tensor | None
+    pages: torch.Tensor
+    owned: torch.Tensor
+    mask: BlockMask
+    score: Callable[..., torch.Tensor] | None
+
+
 class Plan(NamedTuple):
     """One step.
 
     Attributes:
         num_tokens: of the batch.
         rows: new tokens to store, None for all; `blocks`, `offsets`: where they go, int64.
-        tokens: [T] int64, query tokens that have a key to see; None for all.
-        pages: [P] int64, gathered pages in the order of their requests.
-        owned: [P * page, 1, 1] bool, slots that hold a key of their request.
-        mask: who sees what; None if nobody sees anything.
-        score: what becomes of a score; None if it stays as it is.
+        complete: whether every token of the batch has a key to see.
+        parts: the requests that have query tokens and keys.
     """
 
     num_tokens: int
     rows: torch.Tensor | None
     blocks: torch.Tensor
     offsets: torch.Tensor
-    tokens: torch.Tensor | None
-    pages: torch.Tensor
-    owned: torch.Tensor
-    mask: BlockMask | None
-    score: Callable[..., torch.Tensor] | None
+    complete: bool
+    parts: list[Part]
 
 
 class FlexBackend:
@@ -84,23 +99,36 @@ class FlexBackend:
         rows = (slots >= 0).nonzero().squeeze(1) if bool((slots < 0).any()) else None
         slots = slots if rows is None else slots[rows]
         blocks = slots // self._page
-        counts = np.diff(batch.query_start_loc_cpu[: batch.num_requests + 1]).astype(np.int64)
-        lens = batch.seq_lens_cpu[: batch.num_requests].astype(np.int64)
+        starts = batch.query_start_loc_cpu[: batch.num_requests + 1].astype(np.int64)
+        counts, lens = np.diff(starts), batch.seq_lens_cpu[: batch.num_requests].astype(np.int64)
         requests = np.flatnonzero((counts > 0) & (lens > 0))  # those that read
-        counts, lens = counts[requests], lens[requests]
+        complete = int(counts[requests].sum()) == batch.num_tokens
+        parts = [self._part(batch, starts, some, counts[some], lens[some]) for some in self._split(requests, lens)]
+        if complete and len(parts) == 1:
+            parts = [parts[0]._replace(tokens=None)]
+        return Plan(batch.num_tokens, rows, blocks, slots - blocks * self._page, complete, parts)
+
+    def _split(self, requests: Int, lens: Int) -> list[Int]:
+        """Requests in their order, as many together as have no more than `MOST_SLOTS` slots."""
+        slots = -(-lens[requests] // self._page) * self._page
+        parts, held = list[list[int]](), 0
+        for request, more in zip(requests.tolist(), slots.tolist(), strict=True):
+            if not parts or held + more > MOST_SLOTS:
+                parts.append([])
+                held = 0
+            parts[-1].append(request)
+            held += more
+        return [np.asarray(part) for part in parts]
+
+    def _part(self, batch: AttentionBatch, starts: Int, requests: Int, counts: Int, lens: Int) -> Part:
         owner, place = _ragged(counts)
-        tokens = batch.query_start_loc_cpu[requests][owner] + place
         position = (lens - counts)[owner] + place
         keys = self._keys(batch, requests, counts, lens)
-        return Plan(
-            batch.num_tokens,
-            rows,
-            blocks,
-            slots - blocks * self._page,
-            None if len(tokens) == batch.num_tokens else self._put(tokens),
+        return Part(
+            self._put(starts[requests][owner] + place),
             keys.pages,
             self._put(keys.owner >= 0)[:, None, None],
-            self._mask(keys, owner, position, batch.causal) if len(tokens) else None,
+            self._mask(keys, owner, position, batch.causal),
             self._score
             if self._slopes is None
             else _biased(self._score, self._slopes, self._put(position), self._put(keys.position)),
@@ -156,35 +184,34 @@ class FlexBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         lse = torch.full((out.shape[0], layer.num_heads), -torch.inf, device=out.device)
-        if plan.tokens is not None or out.shape[0] != plan.num_tokens:
+        if not plan.complete or out.shape[0] != plan.num_tokens:
             out.zero_()  # padding, and requests that have no key at all
-        if plan.mask is None:
-            return lse.T
-        tokens = slice(plan.num_tokens) if plan.tokens is None else plan.tokens
-        keys, values = (self._gathered(part, plan, query.dtype) for part in cache)
-        with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, specialize_float=True):
-            found, aux = self._attend(
-                query[tokens].transpose(0, 1)[None],
-                keys,
-                values,
-                score_mod=plan.score,
-                block_mask=plan.mask,
-                scale=layer.scale,
-                enable_gqa=layer.num_heads != layer.num_kv_heads,
-                kernel_options=OPTIONS,
-                return_aux=AuxRequest(lse=True),
-            )
-        found, norms = found[0].transpose(0, 1), aux.lse[0].T  # [T, H, Dv], [T, H]
-        lse[tokens] = norms if sinks is None else add_sinks(found, norms, sinks)
-        out[tokens] = found
+        for part in plan.parts:
+            tokens = slice(plan.num_tokens) if part.tokens is None else part.tokens
+            keys, values = (self._gathered(one, part, query.dtype) for one in cache)
+            with torch._dynamo.config.patch(recompile_limit=MOST_COMPILED, specialize_float=True):
+                found, aux = self._attend(
+                    query[tokens].transpose(0, 1)[None],
+                    keys,
+                    values,
+                    score_mod=part.score,
+                    block_mask=part.mask,
+                    scale=layer.scale,
+                    enable_gqa=layer.num_heads != layer.num_kv_heads,
+                    kernel_options=OPTIONS,
+                    return_aux=AuxRequest(lse=True),
+                )
+            found, norms = found[0].transpose(0, 1), aux.lse[0].T  # [T, H, Dv], [T, H]
+            lse[tokens] = norms if sinks is None else add_sinks(found, norms, sinks)
+            out[tokens] = found
         return lse.T
 
-    def _gathered(self, part: torch.Tensor, plan: Plan, dtype: torch.dtype) -> torch.Tensor:
+    def _gathered(self, cache: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
         """Keys or values [1, num_kv_heads, slots, size]; zero where nobody's are, since masked values count as zero
         times what they are, and that may be NaN.
         """
-        slots = _raw(part)[plan.pages].view(part.dtype).flatten(0, 1).to(dtype)
-        return torch.where(plan.owned, slots, 0).transpose(0, 1)[None]
+        slots = _raw(cache)[part.pages].view(cache.dtype).flatten(0, 1).to(dtype)
+        return torch.where(part.owned, slots, 0).transpose(0, 1)[None]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

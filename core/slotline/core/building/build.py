@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
@@ -22,12 +23,13 @@ from slotline.core.cache.sizing import MemoryReport, size_pool
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap
 from slotline.core.engine import Engine
+from slotline.core.execution import compiling
 from slotline.core.execution.attention import AttentionGroup
-from slotline.core.execution.compiling import listen
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
 from slotline.core.execution.profiling import StepProfiler
+from slotline.core.execution.rehearsal import rehearse
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
 from slotline.core.execution.step_inputs import even_split
@@ -152,19 +154,19 @@ class EngineBuilder:
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
         )
-        compiled = listen()
+        compiled = compiling.listen()
         with self.startup.scope("warm_up"):
             self._warm_up(engine)
         engine.graphs = runner.graphs = build_graphs(planned, engine)
+        if compiled.count:  # so it is a first start, and captures and requests will compile more
+            with self.startup.scope("compile"):
+                self._compile_ahead(engine)
         if engine.graphs is not None:
-            if compiled.count:  # so it is a first start, and captures will compile more
-                with self.startup.scope("compile"):
-                    engine.graphs.compile_ahead()
             with self.startup.scope("capture"):
                 engine.graphs.capture(progress=config.observability.progress)
                 if drafting is not None and planned.captures_drafts:
                     drafting.capture(engine.graphs, progress=config.observability.progress)
-        listen()  # Triton may have been loaded since
+        compiling.listen()  # Triton may have been loaded since
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine
@@ -358,3 +360,13 @@ class EngineBuilder:
                 with fits(f"a step of {query_lens[0]} tokens beside the cache", "lower cache.memory"):
                     engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
         engine.profiler.reset()
+
+    def _compile_ahead(self, engine: Engine) -> None:
+        """Compile several at a time what steps and captures will launch."""
+        planned, missing = self.planned, dict[tuple[int, str], compiling.Missing]()
+        if not planned.stages.divided:
+            dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
+            rehearse(engine.runner.router, engine.gatherer, dtype, most, missing)
+        if engine.graphs is not None:
+            engine.graphs.note_lacking(missing)
+        compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))

@@ -27,8 +27,10 @@ from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
+from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
     AttentionBackend,
+    AttentionCapabilities,
     AttentionContext,
     AttentionLayer,
     KVCache,
@@ -157,6 +159,7 @@ class GroupBuilder:
             plain_writes=descriptor.capabilities.plain_writes and not sharded,
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,
+            any_captured=not sharded and _captured_always(descriptor.capabilities),
         )
 
     def _context_shards(
@@ -298,3 +301,9 @@ class GroupBuilder:
 
 def _everywhere(device: str) -> DeviceOf:
     return lambda _layer: device
+
+
+def _captured_always(capabilities: AttentionCapabilities) -> bool:
+    """Whether a graph may hold the attention of any step, but for common prefixes."""
+    limited = any(limit.capability == "graphs" and limit.when != "cascade" for limit in capabilities.limits)
+    return capabilities.graphs.value is GraphSupport.ALWAYS and not limited

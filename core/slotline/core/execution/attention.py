@@ -45,6 +45,7 @@ class AttentionGroup:
         plain_writes: whether the model may store new keys and values in the backend's place.
         fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
         last_queries: whether a layer may get the queries of these alone, beside all keys and values.
+        any_captured: whether the attention of any step may be inside a graph, whatever the plan captures.
     """
 
     name: str
@@ -58,6 +59,7 @@ class AttentionGroup:
     plain_writes: bool = False
     fast_prefill: bool = False
     last_queries: bool = False
+    any_captured: bool = False
 
 
 class StepPlans(NamedTuple):

@@ -114,12 +114,11 @@ class GraphRunner:
         self.report = capturing.report(len(self._captured), count)
 
     @torch.inference_mode()
-    def compile_ahead(self) -> None:
-        """Compile what captures will launch, several kernels at a time.
+    def note_lacking(self, missing: dict[tuple[int, str], compiling.Missing]) -> None:
+        """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`.
 
-        Their forwards are recorded once, which runs nothing, and dropped; it pays where kernels are not cached yet.
+        Their forwards are recorded once, which runs nothing, and dropped.
         """
-        missing: dict[tuple[int, str], compiling.Missing] = {}
         with Capturing("report this") as capturing:
             dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
             for shape in self.shapes.largest_first:
@@ -135,7 +134,6 @@ class GraphRunner:
                     break
             dropped.clear()
         torch.cuda.empty_cache()
-        compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.

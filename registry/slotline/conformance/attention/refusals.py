@@ -214,6 +214,8 @@ def _limited(subject: Subject, limit: Limit) -> tuple[PlanRequest, str]:
     """A request that the offer covers by itself and the limit takes away."""
     if "graphs" in (limit.when, limit.capability):
         raise NotApplicable("graphs are judged for each phase")
+    if limit.capability == "preferred_block_sizes":
+        raise NotApplicable("what a backend prefers refuses nothing")
     name, _, value = limit.when.partition("=")
     request = base(subject)
     if name in ("speculation", "kv_dtype"):
