@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -119,32 +120,56 @@ def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) 
 
 
 def hopper() -> None:
-    """The kernel of latents for Hopper, and whether it compiles under this Triton."""
-    from slotline.backends.triton.latent_hopper import HopperLatents
-    from slotline.backends.triton.latents import TritonLatents
+    """The kernels for Hopper, and whether they compile under this Triton."""
     from slotline.core.execution import compiling
-    from slotline.testing.environments.attention import Case, World
 
-    sizes: dict[str, Any] = {"mla": True, "num_kv_heads": 1, "num_heads": 16, "head_size": 576, "head_size_v": 512}
-    for n in COUNTS:
-        for requests in (((1, 3000),) * n, ((n, n + 50), (9, 80))):
-            world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
-            world.batch.block_table = torch.zeros(len(requests), 64, dtype=torch.int32)
-            query, _, _ = world.new_tokens()
-            out, lse = torch.zeros(len(query), 16, 512, dtype=query.dtype), torch.empty(16, len(query))
-            for launch in TritonLatents(world.case.context("cpu")).plan(world.batch).launches:
-                rows = (len(query), 16, launch.splits)
-                parts, norms = torch.empty(*rows, 512), torch.empty(*rows, 2)
-                given = (world.layer, query, world.cache, world.batch, launch, out, lse, parts, norms)
-                assert HopperLatents(64).attend(*given)
+    launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        HopperLatents(64).attend(*given)
+        for launch in (launches[0], launches[-1]):
+            launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)
     triton.knobs.runtime.jit_cache_hook = asked
-    assert len(missing) == 1
+    assert len(missing) == 2
+
+
+def hopper_latents(n: int) -> Callable[[], bool]:
+    """Latents of requests and prompts; the last of the launches, to be made again."""
+    from slotline.backends.triton.latent_hopper import HopperLatents
+    from slotline.backends.triton.latents import TritonLatents
+    from slotline.testing.environments.attention import Case, World
+
+    sizes: dict[str, Any] = {"mla": True, "num_kv_heads": 1, "num_heads": 16, "head_size": 576, "head_size_v": 512}
+    for requests in (((1, 3000),) * n, ((n, n + 50), (9, 80))):
+        world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
+        world.batch.block_table = torch.zeros(len(requests), 64, dtype=torch.int32)
+        query, _, _ = world.new_tokens()
+        out, lse = torch.zeros(len(query), 16, 512, dtype=query.dtype), torch.empty(16, len(query))
+        for launch in TritonLatents(world.case.context("cpu")).plan(world.batch).launches:
+            rows = (len(query), 16, launch.splits)
+            parts, norms = torch.empty(*rows, 512), torch.empty(*rows, 2)
+            given = (world.layer, query, world.cache, world.batch, launch, out, lse, parts, norms)
+            assert HopperLatents(64).attend(*given)
+    return partial(HopperLatents(64).attend, *given)
+
+
+def hopper_prompts(n: int) -> Callable[[], bool]:
+    """Prompts of many lengths, as `hopper_latents`."""
+    from slotline.backends.triton.backend import TritonBackend
+    from slotline.backends.triton.prompt_hopper import HopperPrompts
+    from slotline.testing.environments.attention import Case, World
+
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "num_heads": 8, "head_size": 128}
+    for requests in (((200, 200),) * n, ((40 * n, 40 * n), (n, n), (300, 300))):
+        world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
+        launch = TritonBackend(world.case.context("cpu")).plan(world.batch).prompts
+        query, key, value = world.new_tokens()
+        out, lse = torch.zeros_like(query), torch.empty(8, len(query))
+        given = (world.layer, query, key, value, world.batch, launch, out, lse)
+        assert HopperPrompts(4, 128, "cpu", 132).attend(*given)
+    return partial(HopperPrompts(4, 128, "cpu", 132).attend, *given)
 
 
 def states() -> None:

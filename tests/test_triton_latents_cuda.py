@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from slotline.backends.torch_sdpa.backend import TorchBackend
-from slotline.backends.triton import has_hopper_latents
+from slotline.backends.triton import has_hopper_kernels
 from slotline.backends.triton.latents import TritonLatents
 from slotline.testing.environments.attention import Case, World
 from slotline.testing.environments.attention_graphs import CapturedStep, GraphPool, cuda_graph
@@ -66,7 +66,7 @@ def test_the_kernels_agree_with_the_oracle(batch: str, heads: int, surroundings:
 
 
 def test_hopper_has_a_kernel_of_its_own_for_these_sizes() -> None:
-    if not has_hopper_latents(torch.cuda.get_device_capability()):
+    if not has_hopper_kernels(torch.cuda.get_device_capability()):
         pytest.skip("not a Hopper GPU, or another release of Triton than the kernel is for")
     world = World(Case(requests=BATCHES["decode"], **{**DEEPSEEK, "num_heads": 128, "strided": False}), "cuda")
     backend = TritonLatents(world.case.context("cuda"))

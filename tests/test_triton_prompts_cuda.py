@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("triton")
 
 from slotline.backends.triton import backend as triton_backend
-from slotline.backends.triton import prompts
+from slotline.backends.triton import has_hopper_kernels, prompts
 from slotline.backends.triton.backend import TritonBackend
 from slotline.backends.triton.prompts import PromptAttention
 from slotline.testing.environments.attention import Case, World
@@ -35,9 +36,30 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(params=["for Hopper", "for all"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernel serves where both can."""
+    if request.param == "for all":
+        monkeypatch.setattr(prompts, "_hopper_kernel", lambda *_: None)
+    elif not has_hopper_kernels(torch.cuda.get_device_capability()):
+        pytest.skip("the kernel is for another GPU or another Triton")
+    return str(request.param)
+
+
+def launched(backend: TritonBackend) -> bool:
+    """Whether the kernel for Hopper was; what hands out its blocks must be ready for the next launch."""
+    assert backend._prompts is not None
+    if (hopper := backend._prompts._hopper) is None:
+        return False
+    assert hopper._counter.item() == 0
+    return bool(hopper._launch._launches)
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch", BATCHES)
-def test_a_prompts_attention_is_the_oracles(batch: str, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompts_attention_is_the_oracles(
+    batch: str, case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(triton_backend, "ENOUGH", 0)  # few programs are enough for a test
     world = World(Case(requests=BATCHES[batch], **{"head_size": 128, "dtype": torch.bfloat16, **CASES[case]}), "cuda")
     backend = TritonBackend(world.case.context("cuda"))
@@ -51,9 +73,10 @@ def test_a_prompts_attention_is_the_oracles(batch: str, case: str, monkeypatch: 
     monkeypatch.setattr(PromptAttention, "forward", forward)
     world.check(*world.run(backend))
     assert served == [len(BATCHES[batch])]
+    assert launched(backend) == (kernel == "for Hopper" and case not in ("seven to one", "sinks"))
 
 
-def test_another_prompts_bad_numbers_stay_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_prompts_bad_numbers_stay_its_own(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend, "ENOUGH", 0)
     world = World(
         Case(requests=((150, 150), (300, 300)), num_heads=8, num_kv_heads=4, head_size=128, dtype=torch.bfloat16),
@@ -68,3 +91,31 @@ def test_another_prompts_bad_numbers_stay_its_own(monkeypatch: pytest.MonkeyPatc
     backend.forward(world.layer, query, key, value, world.cache, plan, out)
     assert torch.isfinite(out[:150]).all()
     assert out[150:].isnan().any()
+    assert launched(backend) == (kernel == "for Hopper")
+
+
+def test_launches_of_any_number_of_prompts_share_their_blocks_out(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_backend, "ENOUGH", 0)
+    backend = None
+    for lens in ((2048,), (5,) * 300, (700, 3, 1500, 64, 128, 129), (1024, 1)):
+        world = World(Case(requests=tuple((n, n) for n in lens), num_heads=8, num_kv_heads=4, head_size=128,
+                           dtype=torch.bfloat16), "cuda")  # fmt: skip
+        backend = backend or TritonBackend(world.case.context("cuda"))
+        query, key, value = world.new_tokens()
+        plan = backend.plan(world.batch)
+        assert plan.prompts is not None
+        for _ in range(3):  # the later launches are remembered ones
+            out = torch.full_like(query, torch.nan)
+            lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
+        begin = 0
+        for n in lens:
+            each = slice(begin, begin + n)
+            part = (
+                t[each].transpose(0, 1)[None].float()
+                for t in (query, *(t.repeat_interleave(2, 1) for t in (key, value)))
+            )
+            expected = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=world.layer.scale)
+            torch.testing.assert_close(out[each].float(), expected[0].transpose(0, 1), atol=2e-2, rtol=2e-2)
+            begin += n
+        assert torch.isfinite(lse).all()
+    assert launched(backend) == (kernel == "for Hopper")

@@ -89,21 +89,27 @@ class Boxes:
 
     Args:
         box: the shape of a box.
+        make: a descriptor of a tensor, its shape, its strides and a box: Triton's class, or Gluon's with a layout.
     """
 
-    def __init__(self, box: Sequence[int]) -> None:
-        self._box = list(box)
-        self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[str, Any]] = {}
+    def __init__(self, box: Sequence[int], make: Callable[..., Any] = TensorDescriptor) -> None:
+        self._box, self._make = list(box), make
+        self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
 
-    def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> TensorDescriptor:
+    def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
         """The tensor's memory seen under a shape and strides; its address must be a multiple of 16 bytes."""
-        fields = self._checked.get((shape, strides))
-        if fields is None:
+        like = self._checked.get((shape, strides))
+        if like is None:
             if len(self._checked) >= MOST:
                 self._checked.clear()
-            made = TensorDescriptor(base, list(shape), list(strides), self._box)
-            self._checked[shape, strides] = {name: value for name, value in vars(made).items() if name != "base"}
+            made = self._make(base, list(shape), list(strides), self._box)
+            self._checked[shape, strides] = _with_base(made, None)
             return made
-        made = object.__new__(TensorDescriptor)
-        vars(made).update(fields, base=base)
-        return made
+        return _with_base(like, base)
+
+
+def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
+    """The same descriptor of other memory."""
+    made = object.__new__(type(descriptor))
+    vars(made).update(vars(descriptor), base=base)
+    return made

@@ -15,8 +15,8 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
 HOPPER, GLUON = 9, "3.6."
-"""The major compute capability that the kernel of `latent_hopper` is for, and the release of Triton that it was run
-with: what it is written in, Gluon, still changes with each."""
+"""The major compute capability that the kernels of `latent_hopper` and `prompt_hopper` are for, and the release of
+Triton that they were run with: what they are written in, Gluon, still changes with each."""
 HOPPER_BLOCKS = Limit(
     when="latent_sizes=576",
     capability="preferred_block_sizes",
@@ -47,8 +47,8 @@ class TritonOptions:
     prompts: Literal["step", "pages"] = "step"
 
 
-def has_hopper_latents(compute_capability: tuple[int, int] | None) -> bool:
-    """Whether the kernel of `latent_hopper` runs on such a device with the Triton that is installed."""
+def has_hopper_kernels(compute_capability: tuple[int, int] | None) -> bool:
+    """Whether the kernels in Gluon run on such a device with the Triton that is installed."""
     return compute_capability is not None and compute_capability[0] == HOPPER and version("triton").startswith(GLUON)
 
 
@@ -56,9 +56,9 @@ def probe(device: DeviceInfo) -> Any:
     """The offer, if Triton is installed; older GPUs lack the instructions for bfloat16."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
-    if has_hopper_latents(device.compute_capability):
+    if has_hopper_kernels(device.compute_capability):
         offer = descriptor.capabilities
-        reason = f"{offer.priority_reason}; Hopper's own kernel for latents of 512 + 64"
+        reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, and for latents of 512 + 64"
         return evolve(offer, priority_reason=reason, limits=(*offer.limits, HOPPER_BLOCKS))
     return descriptor.capabilities
 

@@ -19,23 +19,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from slotline.backends.triton.gluon_names import load_box, thread_barrier
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.latent_kernels import _find_request
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
 
 if TYPE_CHECKING:
     from slotline.backends.triton.latents import Launch
-
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Both have other names in Triton 3.6 than in 3.9."""
 
 
 @gluon.jit

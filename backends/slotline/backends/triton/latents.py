@@ -9,7 +9,7 @@ import torch
 import triton
 from attrs import frozen
 
-from slotline.backends.triton import has_hopper_latents, kernels, latent_kernels
+from slotline.backends.triton import has_hopper_kernels, kernels, latent_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
 
@@ -280,7 +280,7 @@ def _hopper_kernel(context: AttentionContext) -> HopperLatents | None:
         return None
     if page not in (16, 32) and page % MANY.tile:
         return None
-    if not has_hopper_latents(torch.cuda.get_device_capability(context.device)):
+    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
         return None
     from slotline.backends.triton.latent_hopper import HopperLatents
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from slotline.backends.triton import has_hopper_kernels
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
 from slotline.core.launching import Boxes, Launcher, next_power_of_2
@@ -15,6 +15,7 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionConte
 
 if TYPE_CHECKING:
     from slotline.backends.triton.backend import Launch
+    from slotline.backends.triton.prompt_hopper import HopperPrompts
 
 COPY_ENGINE = (9, 0)
 """The compute capability from which a kernel can fetch a box of a tensor."""
@@ -52,6 +53,7 @@ class PromptAttention:
         self._launch, self._boxes = Launcher(attend_prompts), Boxes((SHAPE.tile, layer.head_size))
         self._group, self._kv_heads = group, layer.num_kv_heads
         self._block_q = 1 << ((SHAPE.rows // group).bit_length() - 1) if self._serves else 1
+        self._hopper = _hopper_kernel(context, group) if self._serves else None
 
     def first(self, batch: AttentionBatch, programs: int) -> int:
         """The first of the requests at the end of a batch that this kernel serves; `num_requests` for none.
@@ -91,6 +93,9 @@ class PromptAttention:
         sinks: torch.Tensor | None,
     ) -> None:
         """Attention of the launch's requests into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]."""
+        tensors = layer, query, key, value, batch, launch, out, lse
+        if self._hopper is not None and sinks is None and self._hopper.attend(*tensors):
+            return
         blocks = launch.tokens // self._block_q + launch.end - launch.first
         self._launch(
             (blocks * self._kv_heads,),
@@ -126,10 +131,22 @@ class PromptAttention:
             num_stages=SHAPE.stages,
         )
 
-    def _boxed(self, states: torch.Tensor) -> TensorDescriptor:
+    def _boxed(self, states: torch.Tensor) -> Any:
         """Boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
         tokens, heads, size = states.shape
         return self._boxes(states, (tokens, heads * size), (states.stride(0), 1))
+
+
+def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | None:
+    """What launches Hopper's own kernel, where it serves a group; it knows no sinks."""
+    if not context.device.startswith("cuda") or group & (group - 1):
+        return None
+    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
+        return None
+    from slotline.backends.triton.prompt_hopper import HopperPrompts
+
+    cores = torch.cuda.get_device_properties(context.device).multi_processor_count
+    return HopperPrompts(group, context.layers[0].head_size, context.device, cores)
 
 
 def _is_boxed(states: torch.Tensor) -> bool:

@@ -161,10 +161,16 @@ class GraphRunner:
         """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
         rows = self._gatherer.rows
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        lens = self._query_lens(shape)
+        # Short ones where no attention is captured: all keys of so many requests would be read in vain.
+        lens, broken = self._query_lens(shape), self._broken(shape)
+        captured = any(group.name not in broken for group in self._router.groups)
         prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
         inputs = self._gatherer.dummy(
-            lens, seq_len=rows.max_model_len, shape=shape, prefixes=prefixes, adapters=shape.adapters
+            lens,
+            seq_len=rows.max_model_len if captured else None,
+            shape=shape,
+            prefixes=prefixes,
+            adapters=shape.adapters,
         )
         return inputs, self._router.plan(inputs.batches)
 
