@@ -110,11 +110,8 @@ def test_launches_of_any_number_of_prompts_share_their_blocks_out(kernel: str, m
         begin = 0
         for n in lens:
             each = slice(begin, begin + n)
-            part = (
-                t[each].transpose(0, 1)[None].float()
-                for t in (query, *(t.repeat_interleave(2, 1) for t in (key, value)))
-            )
-            expected = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, scale=world.layer.scale)
+            part = (t[each].transpose(0, 1)[None].float() for t in (query, key, value))
+            expected = scaled_dot_product_attention(*part, is_causal=True, scale=world.layer.scale, enable_gqa=True)
             torch.testing.assert_close(out[each].float(), expected[0].transpose(0, 1), atol=2e-2, rtol=2e-2)
             begin += n
         assert torch.isfinite(lse).all()
