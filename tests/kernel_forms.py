@@ -162,14 +162,14 @@ def hopper_prompts(n: int) -> Callable[[], bool]:
     from slotline.testing.environments.attention import Case, World
 
     sizes: dict[str, Any] = {"num_kv_heads": 2, "num_heads": 8, "head_size": 128}
-    for requests in (((200, 200),) * n, ((40 * n, 40 * n), (n, n), (300, 300))):
+    for requests in (((200, 200),) * n, ((40 * n, 40 * n), (n, n), (400, 400))):
         world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=64, **sizes).friendly())
         launch = TritonBackend(world.case.context("cpu")).plan(world.batch).prompts
         query, key, value = world.new_tokens()
         out, lse = torch.zeros_like(query), torch.empty(8, len(query))
         given = (world.layer, query, key, value, world.batch, launch, out, lse)
-        assert HopperPrompts(4, 128, "cpu", 132).attend(*given)
-    return partial(HopperPrompts(4, 128, "cpu", 132).attend, *given)
+        assert HopperPrompts(4, "cpu", 132).attend(*given)
+    return partial(HopperPrompts(4, "cpu", 132).attend, *given)
 
 
 def states() -> None:

@@ -34,7 +34,10 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer
 if TYPE_CHECKING:
     from slotline.backends.triton.backend import Launch
 
-ROWS, TILE = 128, 128
+ROWS, TILE, SIZE = 128, 128, 128
+"""Rows of a block, keys of a tile, and the size of heads that the kernel has been measured to be faster for."""
+SHORT = 128
+"""Tokens that prompts have on average at least: blocks of fewer are mostly empty."""
 
 
 @gluon.jit
@@ -468,18 +471,17 @@ class HopperPrompts:
     """Launches the kernel for layers of equal needs.
 
     Args:
-        group: query heads of a KV head, a power of two, 64 at most.
-        size: of a head, 64 or 128.
+        group: query heads of a KV head, a power of two, 64 at most; heads have `SIZE` numbers.
         device: torch device string.
         cores: its multiprocessors.
     """
 
-    def __init__(self, group: int, size: int, device: str, cores: int) -> None:
+    def __init__(self, group: int, device: str, cores: int) -> None:
         self._group, self._launch, self._cores = group, Launcher(attend_prompts), cores
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         rows, layer = (gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (2, 3))
-        self._boxes = Boxes((TILE, size), partial(TensorDescriptor, layout=rows))
-        self._query_boxes = Boxes((ROWS // 2 // group, group, size), partial(TensorDescriptor, layout=layer))
+        self._boxes = Boxes((TILE, SIZE), partial(TensorDescriptor, layout=rows))
+        self._query_boxes = Boxes((ROWS // 2 // group, group, SIZE), partial(TensorDescriptor, layout=layer))
 
     def attend(
         self,
@@ -492,15 +494,17 @@ class HopperPrompts:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> bool:
-        """As `PromptAttention.forward`; False, and nothing done, where the copy engine cannot read such queries."""
-        if query.data_ptr() % 16 or any(stride % 8 for stride in query.stride()[:2]):
+        """As `PromptAttention.forward`; False, and nothing done, where prompts are short or the copy engine cannot read
+        such queries.
+        """
+        prompts = launch.end - launch.first
+        if launch.tokens < SHORT * prompts or query.data_ptr() % 16 or any(n % 8 for n in query.stride()[:2]):
             return False
-        blocks = launch.tokens * self._group // ROWS + launch.end - launch.first
-        kv_heads, size = layer.num_kv_heads, layer.head_size
+        blocks, kv_heads = launch.tokens * self._group // ROWS + prompts, layer.num_kv_heads
         self._launch(
             (min(self._cores, blocks * kv_heads),),
             self._query_boxes(query, tuple(query.shape), query.stride()),
-            *(self._boxes(t, (t.shape[0], kv_heads * size), (t.stride(0), 1)) for t in (key, value)),
+            *(self._boxes(t, (t.shape[0], kv_heads * SIZE), (t.stride(0), 1)) for t in (key, value)),
             out,
             lse,
             batch.query_start_loc,
@@ -514,7 +518,7 @@ class HopperPrompts:
             out.stride(1),
             lse.stride(0),
             self._group,
-            size,
+            SIZE,
             TILE,
             num_warps=4,
         )

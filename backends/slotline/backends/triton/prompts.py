@@ -143,10 +143,11 @@ def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | Non
         return None
     if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
         return None
-    from slotline.backends.triton.prompt_hopper import HopperPrompts
+    from slotline.backends.triton.prompt_hopper import SIZE, HopperPrompts
 
-    cores = torch.cuda.get_device_properties(context.device).multi_processor_count
-    return HopperPrompts(group, context.layers[0].head_size, context.device, cores)
+    if context.layers[0].head_size != SIZE:
+        return None
+    return HopperPrompts(group, context.device, torch.cuda.get_device_properties(context.device).multi_processor_count)
 
 
 def _is_boxed(states: torch.Tensor) -> bool:

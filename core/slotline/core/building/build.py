@@ -53,6 +53,8 @@ from slotline.registry.loading import bind_contract
 logger = logging.getLogger("slotline")
 
 _CPU_PROFILE_TOKENS = 256
+_LONG_PROMPT = 4096
+"""Tokens of the longest made-up prompt of a warm-up: kernels for prompts may differ by their length."""
 _SMALLER_STEPS = "lower scheduler.max_batched_tokens or scheduler.max_requests"
 
 
@@ -354,9 +356,10 @@ class EngineBuilder:
 
     def _warm_up(self, engine: Engine) -> None:
         """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
-        longest = min(16, self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
+        most = min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
+        sizes = (1, 16, _LONG_PROMPT) if self.planned.device.startswith("cuda") else (1, 16)
         for adapters in uses(self.planned):
-            for query_lens in ([1], [longest]):
+            for query_lens in ([min(size, most)] for size in sizes):
                 with fits(f"a step of {query_lens[0]} tokens beside the cache", "lower cache.memory"):
                     engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
         engine.profiler.reset()
