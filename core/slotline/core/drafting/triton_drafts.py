@@ -1,4 +1,7 @@
-"""`on_device` in Triton: one program for each row."""
+"""`on_device` in Triton: one program for each row.
+
+Rows of a matrix begin at multiples of 16 bytes or not, by its width, for which no kernel is compiled anew.
+"""
 
 # mypy: ignore-errors
 
@@ -11,7 +14,10 @@ import triton.language as tl
 from slotline.core.sampling.last_tokens import LastTokens
 
 
-@triton.jit(do_not_specialize=["m"])
+@triton.jit(
+    do_not_specialize=["m"],
+    do_not_specialize_on_alignment=["sampled", "drafts", "on_device", "rows", "input_ids", "logits_indices"],
+)
 def _find_stood(
     sampled,
     drafts,
@@ -50,7 +56,10 @@ def _find_stood(
     tl.store(out + 4 * m + row, previous)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "row_stride"])
+@triton.jit(
+    do_not_specialize=["vocab_size", "row_stride"],
+    do_not_specialize_on_alignment=["found", "newest", "stand_ins"],
+)
 def _keep_drafts(
     found,
     newest,

@@ -161,9 +161,9 @@ class GraphRunner:
         """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
         rows = self._gatherer.rows
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        # Short ones where no attention is captured: all keys of so many requests would be read in vain.
+        # Short ones where no attention is captured and no state: all keys of so many requests would be read in vain.
         lens, broken = self._query_lens(shape), self._broken(shape)
-        captured = any(group.name not in broken for group in self._router.groups)
+        captured = any(group.name not in broken for group in self._groups())
         prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
         inputs = self._gatherer.dummy(
             lens,
@@ -251,8 +251,10 @@ class GraphRunner:
     def _broken(self, shape: GraphShape) -> frozenset[str]:
         """The groups that break the graph of a shape."""
         phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
-        groups: tuple[GroupPlan | StateGroupPlan, ...] = (*self._plan.groups, *self._plan.state_groups)
-        cut = {group.name for group in groups if not group.captured(phase)}
+        cut = {group.name for group in self._groups() if not group.captured(phase)}
         if shape.cascade:
             cut |= {group.name for group in self._router.groups if group.cascade and not group.cascade_captured}
         return frozenset(cut)
+
+    def _groups(self) -> tuple[GroupPlan | StateGroupPlan, ...]:
+        return (*self._plan.groups, *self._plan.state_groups)

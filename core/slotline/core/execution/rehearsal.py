@@ -26,8 +26,9 @@ DECODES = 4
 def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tuple[list[int], int | None]]:
     """Query tokens of each request, and tokens that each has with its past; None for no past.
 
-    Prompts of every power of two alone, behind a past and beside single tokens, as many requests of one token and of
-    many, and a token behind every past: backends choose blocks of queries and splits of keys by these.
+    Prompts of every power of two alone, behind a past and beside single tokens, as many requests of a few tokens, as a
+    verifying step has, and of many, and a token behind every past: backends choose blocks of queries and splits of keys
+    by these.
     """
     most = min(max_tokens, max_model_len - 1)
     for past in _powers_of_two(max_model_len):
@@ -39,9 +40,11 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
             yield [*[1] * DECODES, size], max_model_len
     for count in _powers_of_two(min(max_requests, max_tokens)):
         lens = even_split(min(max_tokens, count * most), count)
-        yield [1] * count, max_model_len
         yield lens, None
         yield lens, max_model_len
+        for size in (1, 2, 4, 8, 16):
+            if count * size <= max_tokens:
+                yield [size] * count, max_model_len
 
 
 def _powers_of_two(most: int) -> list[int]:
