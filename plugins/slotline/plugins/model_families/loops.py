@@ -172,7 +172,7 @@ def choose_loop(
     if not difference <= probe.tolerance:
         raise ModelError(
             f"{type(hf_model).__name__} treats its logits in a way this family does not know: they differ by "
-            f"{difference:.1e} of the largest",
+            f"{difference:.1e} of the largest, and {reason}",
             fix="use a model family plugin that serves this architecture",
         )
     return generic, (f"transformers' own forward: {reason}",)
