@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from slotline.core.planning.plan import make_plan
 from slotline.core.planning.stages import balanced
 from slotline.core.tuning.cases import cases_for
 from slotline.core.tuning.tuner import Tuner
+from slotline.plugins.model_families import logits, stages
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
 from slotline.registry.contracts import ModelParts
@@ -376,3 +378,25 @@ def test_stages_are_not_tuned(tiny: Tiny) -> None:
     cases = cases_for("cpu", max_requests=8, max_model_len=256, max_batched_tokens=64)
     with pytest.raises(NegotiationError, match="2 pipeline stages: what is measured is kept"):
         Tuner(lambda _: loaded, cases, date="2026-11-21").run()
+
+
+def test_a_model_is_checked_with_its_logits_made_on_the_last_stage(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of ours runs on the current device, which is the first stage's while a loop is compared."""
+    current, seen = list[int](), set[int]()
+    enter, project = stages.Part.scope, logits.LogitsHead.__call__
+
+    @contextmanager
+    def scope(part: stages.Part) -> Iterator[None]:
+        current.append(part.end)
+        with enter(part):
+            yield
+        current.pop()
+
+    def headed(head: logits.LogitsHead, hidden_states: torch.Tensor) -> torch.Tensor:
+        seen.update(current[-1:])
+        return project(head, hidden_states)
+
+    monkeypatch.setattr(stages.Part, "scope", scope)
+    monkeypatch.setattr(logits.LogitsHead, "__call__", headed)
+    llm = LLM(tiny("llama"), **{**DEFAULTS, **over(2)})
+    assert seen == {llm.plan.stages[-1].end_layer}

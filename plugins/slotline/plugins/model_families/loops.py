@@ -152,7 +152,7 @@ def choose_loop(
         ModelError: if not even transformers' own layers with our head give them.
     """
     crossing = Crossing(hf_model, parts)
-    probe = _Probe(hf_model, holder, head, crossing, parts[0].device)
+    probe = _Probe(hf_model, holder, head, crossing, parts)
     reason = "asked for by lean = false" if not lean else "the decoder is one of ours that is as short"
     if lean and not own_attention.is_bound(hf_model):
         try:
@@ -194,20 +194,24 @@ class _Probe:
     """A few tokens and what the whole transformers model gives for them, under a plain causal attention."""
 
     def __init__(
-        self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, crossing: Crossing, device: torch.device
+        self, hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, crossing: Crossing, parts: Sequence[Part]
     ) -> None:
-        self._holder, self._head, self._crossing = holder, head, crossing
+        self._holder, self._head, self._crossing, self._last = holder, head, crossing, parts[-1]
         vocab_size = int(hf_model.config.vocab_size)
         self.tolerance = TOLERANCES.get(hf_model.dtype, 5e-2)
-        self._positions = torch.arange(PROBE_TOKENS, device=device)  # [PROBE_TOKENS]
+        self._positions = torch.arange(PROBE_TOKENS, device=parts[0].device)  # [PROBE_TOKENS]
         self._input_ids = (self._positions * 7 + 1) % vocab_size  # [PROBE_TOKENS]
         # [PROBE_TOKENS, vocab_size], or [PROBE_TOKENS, hidden_size] where there is no head
         self._expected = self._run(lambda: head.of_transformers(self._input_ids, self._positions))
 
     def difference(self, loop: Loop) -> float:
         """Largest difference of a loop's logits, relative to the largest expected one."""
-        found = self._run(lambda: self._head(loop(self._input_ids, self._positions, None, None, None)[0]))
+        found = self._run(lambda: self._logits(loop(self._input_ids, self._positions, None, None, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
+
+    def _logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        with self._last.scope():  # a kernel of ours runs on the current device, wherever its tensors lie
+            return self._head(hidden_states)
 
     def _run(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         with torch.no_grad(), self._crossing.scope(), self._holder.serving(plain_attend, plain_advance):
