@@ -15,6 +15,8 @@ from slotline.registry.contracts import BlockHash, CacheBlock
 from slotline.registry.errors import CapacityError, IntegrityError
 
 NULL_BLOCK = 0
+FEW = 8
+"""Blocks from which on an array operation is faster than as many."""
 
 
 class BlockPool:
@@ -59,7 +61,11 @@ class BlockPool:
                 key = self._forget(block)
                 if key is not None and self.on_evict is not None:
                     self.on_evict(CacheBlock(*key, block))
-        self.ref_count[blocks] = 1
+        if count > FEW:
+            self.ref_count[blocks] = 1
+        else:
+            for block in blocks:
+                self.ref_count[block] = 1
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:

@@ -341,10 +341,11 @@ class CacheManager:
         hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
         for group in self.groups:
             step = group.block_size // self.hash_block_size
-            full = slice(first // step, last // step)
-            self.pool.remember(group.index, group.blocks[row][full], hashes[step - 1 :: step][full])
+            blocks = group.blocks[row][first // step : last // step]
+            known = hashes[first // step * step + step - 1 : last : step]
+            self.pool.remember(group.index, blocks, known)
             if self.transfers is not None:
-                self.transfers.filled(group.index, group.blocks[row][full], hashes[step - 1 :: step][full])
+                self.transfers.filled(group.index, blocks, known)
 
 
 def _root(request: Request) -> bytes:

@@ -130,8 +130,10 @@ class HandOut:
                 stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
                 over = self.grammars.advance(which, tokens, stopped)
                 ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
-            asked = ~rows.follows[which]
-            given.append((which[asked], tokens[asked]))
+            if rows.paired:
+                asked = ~rows.follows[which]
+                which, tokens = which[asked], tokens[asked]
+            given.append((which, tokens))
         if len(given) == 1:
             return given[0]
         which, tokens = map(np.concatenate, zip(*given, strict=True))

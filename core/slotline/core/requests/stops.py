@@ -31,10 +31,10 @@ class StopRules:
         at_eos = self._is_eos[tokens] & ~rows.ignore_eos[which] & may_stop
         too_long = known >= rows.length_limit[which]
         ended: Ended = dict.fromkeys(which[too_long].tolist(), ("length", None))
-        at_stop = (rows.stop_token_ids[which] == tokens[:, None]).any(axis=1) & may_stop
-        ended |= {
-            row: ("stop", token) for row, token in zip(which[at_stop].tolist(), tokens[at_stop].tolist(), strict=True)
-        }
+        if rows.stop_token_ids.shape[1]:
+            at_stop = (rows.stop_token_ids[which] == tokens[:, None]).any(axis=1) & may_stop
+            stopped = zip(which[at_stop].tolist(), tokens[at_stop].tolist(), strict=True)
+            ended |= {row: ("stop", token) for row, token in stopped}
         ended |= dict.fromkeys(which[at_eos].tolist(), ("stop", None))
         for i in np.flatnonzero(rows.streams[which]).tolist():
             self._detokenize(int(which[i]), int(tokens[i]), bool(may_stop[i]), ended)

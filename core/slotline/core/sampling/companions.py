@@ -34,6 +34,8 @@ def pairs_of(rows: Rows, which: Int, device: torch.device) -> Pairs | None:
 
     A row whose request has just ended, while its step was in flight, has no partner any more.
     """
+    if not rows.paired:
+        return None
     leads = (rows.partner[which] >= 0) & ~rows.follows[which]
     if not leads.any():
         return None

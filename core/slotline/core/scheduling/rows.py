@@ -51,6 +51,7 @@ class Rows:
         num_logprobs, num_prompt_logprobs: -1 for none.
         partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
         follows: bool, the companion of another request, which gets that one's tokens.
+        paired: whether any row's request is one of a pair.
         lora_slot: slot of the request's adapter, -1 for none.
         stop_token_ids: [max_requests, width] int32, filled up with -1; as wide as the longest list so far.
         ignore_eos, streams: flags; `streams` rows are detokenised in every step.
@@ -86,6 +87,7 @@ class Rows:
         self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
         self.partner = np.full(max_requests, -1, np.int64)
         self.follows = np.zeros(max_requests, bool)
+        self.paired = False
         self.lora_slot = np.full(max_requests, -1, np.int64)
         self.ignore_eos = np.zeros(max_requests, bool)
         self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
@@ -118,9 +120,11 @@ class Rows:
         if row < 0 or self.requests[row] is not request:
             raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
         self.requests[row] = None
-        if request.partner is not None and request.partner.row >= 0:
-            self.partner[request.partner.row] = ABSENT
-        self.partner[row] = -1
+        if self.paired:
+            if request.partner is not None and request.partner.row >= 0:
+                self.partner[request.partner.row] = ABSENT
+            self.partner[row] = -1
+            self.paired = bool((self.partner != -1).any())
         self.give_up(row)
         self.num_tokens[row] = 0
         request.row = -1
@@ -200,6 +204,7 @@ class Rows:
         if request.partner is not None:
             other = request.partner.row
             self.partner[row] = ABSENT if other < 0 else other
+            self.paired = True
             if other >= 0:
                 self.partner[other] = row
 

@@ -144,6 +144,8 @@ class Scheduler:
         """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
         so samples, without the other."""
         counts = self._wanted(rows, most)
+        if not self.rows.paired:
+            return counts
         partners = self.rows.partner[rows]
         paired = partners != -1
         if not paired.any():
