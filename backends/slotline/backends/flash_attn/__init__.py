@@ -58,6 +58,7 @@ descriptor = Descriptor(
             ),
         ),
         priority=20,
+        priority_reason="the suite has passed on a GPU",
     ),
     factory="slotline.backends.flash_attn.backend:FlashAttnBackend",
     probe="slotline.backends.flash_attn:probe",

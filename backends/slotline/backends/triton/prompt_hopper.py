@@ -273,25 +273,10 @@ def _compute(
         mine = block * block_q + which * half_q
         token = mine + row // group
         for back in range(1, tiles):
-            held, acc, top, norm = _next(
-                q,
-                keys,
-                values,
-                full_k,
-                empty_k,
-                full_v,
-                empty_v,
-                held,
-                acc,
-                top,
-                norm,
-                step + back,
-                scale,
-                tile,
-                s_layout,
-                o_layout,
-                dtype,
-            )
+            # fmt: off
+            held, acc, top, norm = _next(q, keys, values, full_k, empty_k, full_v, empty_v, held, acc, top, norm,
+                                         step + back, scale, tile, s_layout, o_layout, dtype)
+            # fmt: on
         step += tiles
         count += 1
         # The first scores of the next block beside the last product of this one.
@@ -379,92 +364,21 @@ def attend_prompts(
             mbarrier.init(free.index(place), count=2)
     fence_async_shared()
     thread_barrier()
+    # fmt: off
     gl.warp_specialize(
         [
-            (
-                _compute,
-                (
-                    queries,
-                    items,
-                    keys,
-                    values,
-                    full_q,
-                    empty_q,
-                    full_k,
-                    empty_k,
-                    full_v,
-                    empty_v,
-                    out,
-                    lse,
-                    scale,
-                    o_token,
-                    o_head,
-                    lse_head,
-                    0,
-                    group,
-                    half_q,
-                    tile,
-                    size,
-                ),
-            ),
-            (
-                _compute,
-                (
-                    queries,
-                    items,
-                    keys,
-                    values,
-                    full_q,
-                    empty_q,
-                    full_k,
-                    empty_k,
-                    full_v,
-                    empty_v,
-                    out,
-                    lse,
-                    scale,
-                    o_token,
-                    o_head,
-                    lse_head,
-                    1,
-                    group,
-                    half_q,
-                    tile,
-                    size,
-                ),
-            ),
-            (
-                _load,
-                (
-                    query_boxes,
-                    key_boxes,
-                    value_boxes,
-                    queries,
-                    items,
-                    keys,
-                    values,
-                    full_q,
-                    empty_q,
-                    full_k,
-                    empty_k,
-                    full_v,
-                    empty_v,
-                    starts,
-                    counter,
-                    first,
-                    num_requests,
-                    blocks,
-                    kv_heads,
-                    group,
-                    half_q,
-                    tile,
-                    size,
-                ),
-            ),
+            (_compute, (queries, items, keys, values, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                        out, lse, scale, o_token, o_head, lse_head, 0, group, half_q, tile, size)),
+            (_compute, (queries, items, keys, values, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                        out, lse, scale, o_token, o_head, lse_head, 1, group, half_q, tile, size)),
+            (_load, (query_boxes, key_boxes, value_boxes,
+                     queries, items, keys, values, full_q, empty_q, full_k, empty_k, full_v, empty_v,
+                     starts, counter, first, num_requests, blocks, kv_heads, group, half_q, tile, size)),
         ],
         [4, 1],
         [240, 24],
     )
+    # fmt: on
 
 
 class HopperPrompts:

@@ -160,7 +160,8 @@ class EngineBuilder:
         with self.startup.scope("warm_up"):
             self._warm_up(engine)
         engine.graphs = runner.graphs = build_graphs(planned, engine)
-        if compiled.count:  # so it is a first start, and captures and requests will compile more
+        # Where the warm-up compiled, it is a first start, and captures and requests will compile more.
+        if compiled.count and planned.device.startswith("cuda"):
             with self.startup.scope("compile"):
                 self._compile_ahead(engine)
         if engine.graphs is not None:

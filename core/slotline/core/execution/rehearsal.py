@@ -75,22 +75,29 @@ def rehearse(
         return
     with Capturing("report this") as capturing:
         dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
-        for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
-            attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
-            for group in groups:
-                dropped.append(Recorder(capturing.pool, [], replayed=False))
-                try:
-                    dropped[-1].begin()
+        try:
+            for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
+                attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
+                for group in groups:
+                    dropped.append(Recorder(capturing.pool, [], replayed=False))
                     with compiling.leaving_out(missing):
-                        _attend(attend, group, sum(lens), dtype)
-                    dropped[-1].end()
-                except Exception as error:  # whatever a backend raises in a capture without a run before it
-                    logger.info("kernels of %s are not compiled ahead: %s", group.name, error)
-                    with suppress(RuntimeError):
-                        dropped[-1].end()
-                    return
+                        _record(dropped[-1], attend, group, sum(lens), dtype)
+        except Exception as error:  # whatever a backend raises at a step that it may never see
+            logger.info("attention's kernels are not all compiled ahead: %s", error)
         dropped.clear()
     torch.cuda.empty_cache()
+
+
+def _record(recorder: Recorder, attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype) -> None:
+    """Capture one layer's attention; the capture ends whatever happens."""
+    recorder.begin()
+    try:
+        _attend(attend, group, num_tokens, dtype)
+    except Exception:
+        with suppress(RuntimeError):
+            recorder.end()
+        raise
+    recorder.end()
 
 
 def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype) -> None:
