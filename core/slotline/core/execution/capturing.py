@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any, Self
 
@@ -69,6 +69,11 @@ class Recorder:
         self.parts.append(self.graph.replay)
         self.graph = None
         self.graphs += 1
+
+    def give_up(self) -> None:
+        """End a graph whose capture failed; what the device says of it is known already."""
+        with suppress(RuntimeError):
+            self.end()
 
     def cut(self, call: Callable[[], None]) -> None:
         """Keep an eager call between what was captured so far and what follows."""

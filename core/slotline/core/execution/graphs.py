@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -129,8 +128,7 @@ class GraphRunner:
                         self._record(dropped[-1], shape, inputs, attend, advance)
                 except Exception as error:  # of a capture without a run before it; the real one has such runs
                     logger.info("kernels of %d tokens and fewer are not compiled ahead: %s", shape.num_tokens, error)
-                    with suppress(RuntimeError):
-                        dropped[-1].end()
+                    dropped[-1].give_up()
                     break
             dropped.clear()
         torch.cuda.empty_cache()

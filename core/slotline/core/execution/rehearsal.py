@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 
@@ -94,8 +93,7 @@ def _record(recorder: Recorder, attend: Attend, group: AttentionGroup, num_token
     try:
         _attend(attend, group, num_tokens, dtype)
     except Exception:
-        with suppress(RuntimeError):
-            recorder.end()
+        recorder.give_up()
         raise
     recorder.end()
 
