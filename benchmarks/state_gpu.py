@@ -5,9 +5,11 @@
 Sizes are those of Mamba-2.8B (mamba1), Mamba-2 2.7B (mamba2), Qwen3-Next 80B (gated_delta) and its convolution
 (short_conv); activations bfloat16, states float32. Decode: one token of each request in shuffled slots, layers in turn
 so that no state is found in the L2 cache, medians of replays of a captured graph; bytes are the states, read and
-written, and the inputs and outputs. Prefill: prompts without a state, medians of eager calls; operations are those of
-the chunked forms' products at chunks of 64. Where FlashInfer, mamba-ssm or flash-linear-attention are installed, their
-kernels run on the same inputs in the same process, after their results were compared with ours.
+written, and the inputs and outputs. Their share of copying is given twice: of a copy of 4 GiB, and of copies that move
+as many bytes as the layer does, in a graph like its own. Prefill: prompts without a state, medians of eager calls;
+operations are those of the chunked forms' products at chunks of 64. Where FlashInfer, mamba-ssm or
+flash-linear-attention are installed, their kernels run on the same inputs in the same process, after their results were
+compared with ours.
 """
 
 from __future__ import annotations
@@ -165,6 +167,12 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / median(lambda: target.copy_(source), 10) / 1e6
 
 
+def copying(nbytes: int, count: int) -> float:
+    """Microseconds of a copy that moves `nbytes`, reads and writes together, one of `count` in a captured graph."""
+    pairs = [torch.empty(2, nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    return captured(lambda: [target.copy_(source) for source, target in pairs], count)
+
+
 def decode_bytes(layer: StateLayer, inputs: Tensors, batch: int) -> int:
     kept = sum(spec.num_elements * (4 if spec.dtype == "float32" else 2) for spec in layer.tensors)
     like = inputs["v" if "v" in inputs else "x"]
@@ -285,14 +293,24 @@ def decode(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
         theirs = compared(partial(ours, states[0]), reference)
         time = captured(lambda: [ours(state) for state in states], count)  # noqa: B023
         other = captured(lambda: [call() for call in calls], count) if theirs else None  # type: ignore[misc] # noqa: B023
-        speed = decode_bytes(layer, inputs, batch) / time / 1e6
+        nbytes = decode_bytes(layer, inputs, batch)
+        speed, copy = nbytes / time / 1e6, copying(nbytes, count)
         print(
-            f"{kind:12} decode {batch:4}: {time:8.1f} us {speed:6.2f} TB/s {speed / limit:5.0%} of copying"
+            f"{kind:12} decode {batch:4}: {time:8.1f} us {speed:6.2f} TB/s {speed / limit:5.0%} of copying 4 GiB, "
+            f"{copy / time:5.0%} of copying {nbytes / 1e6:.1f} MB ({copy:.1f} us)"
             + (f"; FlashInfer {other:8.1f} us, {time / other:.2f} times" if other else ""),
             flush=True,
         )
         figures.append(
-            {"kind": kind, "decode": batch, "us": time, "tb_s": speed, "share": speed / limit, "other": other}
+            {
+                "kind": kind,
+                "decode": batch,
+                "us": time,
+                "tb_s": speed,
+                "share": speed / limit,
+                "share_of_as_many_bytes": copy / time,
+                "other": other,
+            }
         )
     return figures
 

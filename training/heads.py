@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from eagle_trainer import EagleTrainer
 from medusa_trainer import MedusaTrainer
-from small_model import collect, encode_documents, long_lines, without_copies
+from small_model import Corpus, collect, encode_documents, long_lines, without_copies
 from step import Step
 from target import Target
 from text import Prompts, Text, Writer, prompts_of
@@ -129,6 +129,20 @@ def measure(trainer: Any, target: Target, windows: Tensor, options: argparse.Nam
     }
 
 
+def measure_begun(corpus: Corpus, tokenizer: Any, options: argparse.Namespace) -> dict[str, Any]:
+    """What the heads of `options.begin` reach on each kind of held-out text, as `measure` says."""
+    target = Target(options.model, options.device, ())
+    kept = torch.arange(options.draft_vocab_size, device=options.device)
+    trainer = TRAINERS[options.kind](options.kind, target, options, kept).to(options.device)
+    trainer.load(options.begin)
+    results = {}
+    for kind, texts in corpus.held_out.items():
+        if texts:
+            results[kind] = measure(trainer, target, held_out_windows(texts, tokenizer, options), options)
+            print(f"{kind}: {json.dumps(results[kind])}", flush=True)
+    return results
+
+
 def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -145,6 +159,7 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="cuda" if cuda else "cpu")
     add("--devices", nargs="+", help="where writers write, in turn; --device by default")
     add("--begin", type=Path, help="a folder of Medusa heads to go on from")
+    add("--measure", action="store_true", help="train nothing, but measure the heads of --begin on held-out text")
     add("--seconds", type=float, default=120.0, help="stop after this much training time")
     add("--all-seconds", type=float, default=1e9, help="or this long after the start of the script")
     add("--steps", type=int, default=1_000_000, help="or after this many steps")
@@ -184,6 +199,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.draft_vocab_size is None:
         options.draft_vocab_size = 0 if options.kind == "medusa" else 2048
     options.out = options.out or options.model / options.kind
+    if options.measure and options.begin is None:
+        parser.error("--measure needs --begin, the folder of the heads")
     return options
 
 
@@ -194,6 +211,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     corpus = collect(options.text)
+    if options.measure:
+        return measure_begun(corpus, tokenizer, options)
     held_out = [one for texts in corpus.held_out.values() for one in texts]
     learned = [[*corpus.train["library"], *corpus.train["test"]], more_texts(options.more_text, held_out)]
     sources = [encode_documents(texts, tokenizer) for texts in learned if texts]
