@@ -169,7 +169,7 @@ def copy_bandwidth() -> float:
 
 def copying(nbytes: int, count: int) -> float:
     """Microseconds of a copy that moves `nbytes`, reads and writes together, one of `count` in a captured graph."""
-    pairs = [torch.empty(2, nbytes // 2, dtype=torch.uint8, device="cuda") for _ in range(count)]
+    pairs = [[torch.zeros(nbytes // 4, dtype=torch.bfloat16, device="cuda") for _ in range(2)] for _ in range(count)]
     return captured(lambda: [target.copy_(source) for source, target in pairs], count)
 
 

@@ -167,3 +167,14 @@ def test_made_up_steps_replay_what_was_captured_or_run_eagerly_and_nothing_betwe
         with pytest.raises(IntegrityError, match="no graph of GraphShape"):
             runner.run(gatherer.dummy([2] if other.query_len == 2 else [1, 1], shape=other))
     assert len(made._captured) == 2
+
+
+@pytest.mark.behaviour(138)
+@pytest.mark.parametrize("state", ["captured", "eager"])
+def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
+    state: str, capture: Callable[[str], tuple[GraphRunner, list[str]]]
+) -> None:
+    made, _ = capture(state)
+    inputs, _ = made.made_up(GraphShape(2, 1, cascade=True))
+    for batch in inputs.batches:
+        assert 0 < batch.common_prefix_len < int(batch.seq_lens.min())

@@ -159,13 +159,14 @@ class GraphRunner:
         """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
         rows = self._gatherer.rows
         # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
-        # Short ones where no attention is captured and no state: all keys of so many requests would be read in vain.
+        # Short ones where no attention is captured and no state: all keys of so many requests would be read in vain. A
+        # prefix that they share is as long as it may be, though, and they are longer.
         lens, broken = self._query_lens(shape), self._broken(shape)
         captured = any(group.name not in broken for group in self._groups())
         prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
         inputs = self._gatherer.dummy(
             lens,
-            seq_len=rows.max_model_len if captured else None,
+            seq_len=rows.max_model_len if captured or prefixes else None,
             shape=shape,
             prefixes=prefixes,
             adapters=shape.adapters,
