@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from time import sleep
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 from test_drafting import NGRAM, drafted_by, guided
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.drafting.adaptive import PERIOD, DraftControl
+from slotline.core.drafting.adaptive import LEARNING, PERIOD, PLAIN, DraftControl
 from slotline.core.drafting.timing import StepTimes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -32,13 +33,21 @@ def simulated(
     noise: float = 0.05,
     uniform: bool = False,
     steps: int = 400,
+    seed: int = 1,
+    first: float = 1.0,
+    behind: int = 0,
 ) -> tuple[np.ndarray, DraftControl]:
-    """Mean drafts of each request over the second half of a run whose costs and acceptance are given."""
-    rng, control = Random(1), DraftControl(len(acceptance), K, uniform=uniform)
+    """Drafts [steps, n] of each request in a run whose costs and acceptance are given.
+
+    Args:
+        first: how many times as long the first step of each kind takes.
+        behind: steps that are under way when the next one is decided.
+    """
+    rng, control = Random(seed), DraftControl(len(acceptance), K, uniform=uniform)
     rows = np.arange(len(acceptance))
     for row in rows:
         control.admit(int(row))
-    history = []
+    history, timed = list[np.ndarray](), list[tuple[int, float, bool]]()
     for _ in range(steps):
         drafts = np.zeros(len(rows), np.int64)
         if control.asks(rows):
@@ -47,29 +56,40 @@ def simulated(
             drafts = control.lengths(rows, lengths)
         tokens = len(rows) + int(drafts.sum())
         seconds = (base + per_token * tokens) * (1 + noise * rng.random())
-        control.stepped(tokens, seconds, drafted=bool(drafts.any()))
+        drafted = bool(drafts.any())
+        seconds *= 1.0 if any(kind == drafted for _, _, kind in timed) else first
+        timed.append((tokens, seconds, drafted))
+        if len(timed) > behind:
+            *done, drafted = timed[-1 - behind]
+            control.stepped(*done, drafted=drafted)
         stood = [next((i for i in range(n) if rng.random() > p), n) for n, p in zip(drafts, acceptance, strict=True)]
         some = drafts > 0
         if some.any():
             control.judged(rows[some], drafts[some], np.array(stood)[some])
         history.append(drafts)
-    return np.mean(history[steps // 2 :], axis=0), control
+    return np.array(history), control
+
+
+def settled(acceptance: list[float], **more: Any) -> tuple[np.ndarray, DraftControl]:
+    """Mean drafts of each request over the second half of a simulated run."""
+    history, control = simulated(acceptance, **more)
+    return history[len(history) // 2 :].mean(0), control
 
 
 def test_all_drafts_are_taken_where_tokens_are_free() -> None:
-    chosen, control = simulated([0.8, 0.9])
+    chosen, control = settled([0.8, 0.9])
     assert (chosen > 3.7).all()
     assert control.to_json()["acceptance"] == pytest.approx(0.85, abs=0.1)
 
 
 def test_no_draft_is_taken_where_none_stands() -> None:
-    chosen, control = simulated([0.0, 0.0], per_token=0.1)
+    chosen, control = settled([0.0, 0.0], per_token=0.1)
     assert (chosen < 0.2).all()
     assert control.steps_without > 100
 
 
 def test_each_request_drafts_as_much_as_it_pays_for() -> None:
-    chosen, _ = simulated([0.95, 0.6, 0.02], base=1.0, per_token=0.12)
+    chosen, _ = settled([0.95, 0.6, 0.02], base=1.0, per_token=0.12)
     assert chosen[0] > 3.3
     assert 0.4 < chosen[1] < 3.0
     assert chosen[2] < 0.4
@@ -78,20 +98,20 @@ def test_each_request_drafts_as_much_as_it_pays_for() -> None:
 def test_the_best_length_is_that_of_an_exhaustive_search() -> None:
     """One request: tokens (1 - p**(k+1)) / (1 - p) over seconds base + per_token * (1 + k), for k from 0."""
     for p, per_token in ((0.5, 0.05), (0.7, 0.2), (0.8, 0.1), (0.3, 0.3), (0.9, 0.3)):
-        chosen, _ = simulated([p], per_token=per_token, noise=0.0, steps=1200)
+        chosen, _ = settled([p], per_token=per_token, noise=0.0, steps=1200)
         best = max(range(K + 1), key=lambda k: (1 - p ** (k + 1)) / (1 - p) / (1 + per_token * (1 + k)))
         assert abs(chosen[0] - best) < 1.0, (p, per_token, best)
 
 
 def test_a_batch_that_fills_the_device_drafts_less() -> None:
-    few, _ = simulated([0.6] * 2, base=1.0, per_token=0.02)
-    many, _ = simulated([0.6] * 60, base=0.1, per_token=0.02)
+    few, _ = settled([0.6] * 2, base=1.0, per_token=0.02)
+    many, _ = settled([0.6] * 60, base=0.1, per_token=0.02)
     assert few.mean() > many.mean() + 1.5
 
 
 def test_a_drafter_that_costs_more_than_it_saves_is_not_asked() -> None:
-    asked, _ = simulated([0.5], draft=0.05)
-    spared, control = simulated([0.5], draft=3.0)
+    asked, _ = settled([0.5], draft=0.05)
+    spared, control = settled([0.5], draft=3.0)
     assert asked.mean() > 2
     assert spared.mean() < 0.3
     assert control.to_json()["draft_seconds"] == pytest.approx(3.0, rel=0.1)
@@ -99,8 +119,28 @@ def test_a_drafter_that_costs_more_than_it_saves_is_not_asked() -> None:
 
 def test_a_uniform_batch_drafts_as_one() -> None:
     for acceptance in ([0.9, 0.9], [0.0, 0.05]):
-        _, control = simulated(acceptance, per_token=0.2, uniform=True)
+        _, control = settled(acceptance, per_token=0.2, uniform=True)
         assert control.chosen[1:K].sum() == 0
+
+
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_a_good_drafter_loses_few_steps_to_learning(behind: int) -> None:
+    for seed in range(8):
+        history, _ = simulated([0.9], noise=0.3, steps=30, seed=seed, behind=behind)
+        plain = np.flatnonzero(history[:, 0] == 0)
+        assert len(plain) == PLAIN
+        assert (np.diff(plain) > 2).all()  # spread out
+        assert plain[-1] < LEARNING + PLAIN
+
+
+@pytest.mark.parametrize("first", [1.0, 20.0])
+@pytest.mark.parametrize(("p", "drafts"), [(0.9, True), (0.1, False)])
+def test_no_noise_of_the_first_steps_decides_for_long(first: float, p: float, drafts: bool) -> None:
+    """Steps that vary by half, of which the first of each kind may take as long as compiling takes."""
+    for seed in range(20):
+        history, _ = simulated([p] * 2, per_token=0.05, draft=0.2, noise=0.5, seed=seed, first=first, behind=1)
+        chosen = history[2 * PERIOD : 3 * PERIOD].mean()
+        assert chosen > 2.5 if drafts else chosen < 1.0, (seed, chosen)
 
 
 def test_acceptance_that_changes_is_noticed() -> None:
@@ -123,7 +163,7 @@ def test_acceptance_that_changes_is_noticed() -> None:
 
 
 def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **NGRAM, **{"drafter.adaptive": True})
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": True})
     prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
     for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected = tokens_of(plain, prompts, params)
@@ -139,7 +179,7 @@ def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
 def test_what_a_grammar_forces_says_nothing_of_the_drafter(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = engines(tiny("llama"), **NGRAM, **{"drafter.adaptive": True})
+    llm = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": True})
     drafting, control = llm.engine.drafting, DraftControl(8, K)
     assert drafting is not None
     monkeypatch.setattr(drafting, "control", control)

@@ -11,6 +11,7 @@ Nothing here looks at a draft's token, so a text's distribution does not depend 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ PRIOR_WEIGHT = 2.0
 PERIOD = 64
 """Once in so many steps nothing is drafted, and once everything, so that both costs and acceptance stay known."""
 LEARNING = 8
-"""Steps of each kind at the start before anything is decided."""
+"""Steps with drafts at the start before anything is decided."""
+PLAIN = 3
+"""Steps without, spread out among them: a run that drafts well loses no more."""
 
 
 class DraftControl:
@@ -76,7 +79,8 @@ class DraftControl:
         """Whether the drafter is asked in this step for the drafts of `rows` [n]."""
         self._turn += 1
         if not self._cost.known:
-            return not self._cost.wants_plain
+            due = self._turn % (LEARNING // PLAIN + 1) == 0  # not by steps measured: those under way are not yet
+            return not (due and self._cost.wants_plain)
         if self._turn % PERIOD in (0, PERIOD // 2):
             return self._turn % PERIOD == 0
         lengths = np.full(len(rows), max(1, round(self._mean_length)))
@@ -137,23 +141,31 @@ class StepCost:
     def __init__(self) -> None:
         self.base = self.per_token = 0.0
         self._sums = np.zeros(5)  # of 1, x, y, x * x, x * y
-        self._seen = {False: 0, True: 0}
+        self._first = {drafted: deque[tuple[int, float]](maxlen=LEARNING) for drafted in (False, True)}
 
     @property
     def known(self) -> bool:
         """Whether steps with and without drafts were measured."""
-        return min(self._seen.values()) >= LEARNING
+        return len(self._first[True]) >= LEARNING and not self.wants_plain
 
     @property
     def wants_plain(self) -> bool:
-        """Which kind of step to measure next: with and without drafts in turn."""
-        return self._seen[False] < self._seen[True]
+        """Whether more steps without drafts are to be measured before anything is decided."""
+        return len(self._first[False]) < PLAIN
 
     def add(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
         """One more step; one that took far longer than it should counts as slow, not as that slow."""
         if self.known:
-            seconds = min(seconds, 4 * float(self.of(np.array([num_tokens]))[0]))
-        self._seen[drafted] += 1
+            self._fit(num_tokens, min(seconds, 4 * float(self.of(np.array([num_tokens]))[0])))
+            return
+        self._first[drafted].append((num_tokens, seconds))
+        if self.known:
+            for steps in self._first.values():  # the first of a kind may compile
+                most = 2 * float(np.median([took for _, took in steps]))
+                for tokens, took in steps:
+                    self._fit(tokens, min(took, most))
+
+    def _fit(self, num_tokens: int, seconds: float) -> None:
         self._sums = STEP_FORGETTING * self._sums + np.array(
             [1.0, num_tokens, seconds, num_tokens * num_tokens, num_tokens * seconds]
         )
