@@ -6,6 +6,7 @@
 Files of the standard library whose path the training script holds out. The first run has no drafter, and every other
 one must give its texts. `suffix` meets each file once, but the files before it too. Tokens a step: of a request in a
 verifying step, the token behind the drafts included; seconds are those of generating all files, `--batch` at a time.
+All drafts are verified, unless `--set drafter.adaptive=true`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def main() -> None:
     arguments = parser.parse_args()
     expected: list[list[int]] = []
     for name in ("", *arguments.drafters):
-        settings = [f"drafter.name={name}", f"drafter.tokens={arguments.drafts}", *arguments.settings] if name else []
+        drafter = [f"drafter.name={name}", f"drafter.tokens={arguments.drafts}", "drafter.adaptive=false"]
+        settings = [*drafter, *arguments.settings] if name else []
         llm = LLM(overrides=["observability.progress=false", "cache.prefix_caching=false", *settings])
         prompts = held_out(llm, arguments.files, arguments.prompt)
         params = SamplingParams(temperature=0, max_tokens=arguments.tokens, ignore_eos=True, detokenize=False)

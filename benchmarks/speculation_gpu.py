@@ -234,7 +234,7 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     for draft, variant in itertools.product(arguments.draft, arguments.variants):
-        own = [*settings, f"drafter.tokens={drafts}", variant]
+        own = [*settings, f"drafter.tokens={drafts}", "drafter.adaptive=false", variant]
         print(f"\n{draft.name}, {variant}:")
         show(counting_engine(folder, draft, longest, most, own), prompts, results, arguments)
         gc.collect()

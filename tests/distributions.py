@@ -101,7 +101,7 @@ def drafting_with(name: str, folder: Path, tiny: Build) -> tuple[Path, dict[str,
     """
     sizes = {"vocab_size": VOCAB, "initializer_range": 0.2}
     model = tiny("llama", **sizes)
-    settings: dict[str, Any] = {"drafter.name": name, "drafter.tokens": K}
+    settings: dict[str, Any] = {"drafter.name": name, "drafter.tokens": K, "drafter.adaptive": False}
     if name in ("ngram", "suffix"):
         settings[f"drafter.{name}.min_tokens"] = 1
     elif name.startswith("medusa"):

@@ -11,17 +11,23 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_driver import GREEDY, random_prompts, tokens_of
+from test_draft_tree import TREE
 from test_drafting import NGRAM, drafted_by, guided
+from test_pages import planned
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.drafting.adaptive import LEARNING, PERIOD, PLAIN, DraftControl
 from slotline.core.drafting.timing import StepTimes
+from slotline.core.planning.plan import Planned
+from slotline.registry.errors import NegotiationError
+from slotline.testing.reference import drafter as reference
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 K = 4
+PROBABILISTIC = {"plugins.inline": (f"{reference.__file__}:probabilistic",), "drafter.name": "reference_pair_counts"}
 
 
 def simulated(
@@ -163,7 +169,7 @@ def test_acceptance_that_changes_is_noticed() -> None:
 
 
 def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": True})
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": "auto"})
     prompts = random_prompts((5, 40, 17, 1, 30, 12), seed=3)
     for params in (GREEDY, SamplingParams(temperature=0.9, seed=11, max_tokens=20, ignore_eos=True)):
         expected = tokens_of(plain, prompts, params)
@@ -174,6 +180,51 @@ def test_texts_do_not_depend_on_it(tiny: Tiny, engines: Engines) -> None:
     decided = llm.engine.drafting.to_json()["adaptive"]
     assert sum(decided["chosen"]) > 0
     assert decided["step_seconds"] + decided["step_seconds_per_token"] > 0
+
+
+def decision(found: Planned) -> tuple[str, str, str, bool]:
+    (setting,) = [setting for setting in found.plan.settings if setting.key == "drafter.adaptive"]
+    assert "drafter.adaptive" in found.plan.explain()
+    assert found.adaptive == (setting.resolved == "true")
+    return setting.asked, setting.resolved, setting.origin, setting.explicit
+
+
+def test_auto_says_why(tiny: Tiny) -> None:
+    path, look_up = tiny("llama"), {"drafter.name": "ngram"}
+    assert decision(planned(path, **look_up)) == ("auto", "true", "auto: nothing forbids it", False)
+    asked, resolved, _, explicit = decision(planned(path, **NGRAM))
+    assert (asked, resolved, explicit) == ("false", "false", True)
+    asked, resolved, origin, _ = decision(planned(path, **PROBABILISTIC))
+    assert (asked, resolved) == ("auto", "false")
+    assert "'reference_pair_counts' gives probabilities: a seed's text would depend" in origin
+    trees = {**TREE, "drafter.adaptive": "auto"}
+    asked, resolved, origin, _ = decision(planned(path, **trees, **{"attention.backend": "torch"}))
+    assert (asked, resolved) == ("auto", "false")
+    assert "'tree': its trees are verified whole" in origin
+    assert decision(planned(path, **trees, **{"attention.backend": "cpu"}))[1] == "true"  # as chains
+    assert all(setting.key != "drafter.adaptive" for setting in planned(path).plan.settings)
+
+
+def test_what_is_asked_for_is_done_or_refused(tiny: Tiny) -> None:
+    path, asked = tiny("llama"), {"drafter.adaptive": True}
+    assert decision(planned(path, **PROBABILISTIC, **asked))[1] == "true"
+    with pytest.raises(
+        NegotiationError, match=r"drafter.adaptive = true .*'tree': its trees are verified whole"
+    ) as found:
+        planned(path, **{**TREE, **asked}, **{"attention.backend": "torch"})
+    assert found.value.fix == 'set drafter.adaptive to "auto" or false'
+    with pytest.raises(NegotiationError, match=r"drafter.adaptive = true .*there is no drafter"):
+        planned(path, **asked)
+
+
+def test_lengths_are_chosen_where_the_plan_says_so(tiny: Tiny, engines: Engines) -> None:
+    drafting = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": "auto"}).engine.drafting
+    assert drafting is not None
+    assert drafting.control is not None
+    for settings in (NGRAM, PROBABILISTIC, {**TREE, "drafter.adaptive": "auto"}):
+        drafting = engines(tiny("llama"), **settings).engine.drafting
+        assert drafting is not None
+        assert drafting.control is None
 
 
 def test_what_a_grammar_forces_says_nothing_of_the_drafter(

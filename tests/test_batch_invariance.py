@@ -94,7 +94,9 @@ def test_drafts_change_no_bit(engines: Engines) -> None:
     settings = {"backend": "cpu", "optimize": True, "dtype": "float32", "batch_invariant": True, "max_model_len": 64}
     prompts: list[Any] = ["def read_file(path", "for i in range(10):\n    print(i)\nfor i in"]
     expected = alone(engines(SMALL_MODEL, **settings), prompts)
-    drafting = engines(SMALL_MODEL, **settings, **{"drafter.name": "eagle", "drafter.tokens": 3})
+    drafting = engines(
+        SMALL_MODEL, **settings, **{"drafter.name": "eagle", "drafter.tokens": 3, "drafter.adaptive": False}
+    )
     assert [bits(output) for output in drafting.generate(prompts, SCORED)] == expected
     assert drafting.engine.drafting is not None
     assert drafting.engine.drafting.counts.accepted > 0

@@ -21,7 +21,7 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.STATE: {"state.backend": "broken"},
     Kind.KV_SPEC: {"cache.kv_spec.full": "broken"},
     Kind.KV_CONNECTOR: {"kv_connector.name": "broken"},
-    Kind.DRAFTER: {"drafter.name": "broken", "drafter.tokens": 2},
+    Kind.DRAFTER: {"drafter.name": "broken", "drafter.tokens": 2, "drafter.adaptive": False},
     Kind.LOGITS_PROCESSOR: {"logits_processors.broken": {}},
     Kind.LORA: {"lora.name": "broken"},
     Kind.MODEL_FAMILY: {"plugins.block": FAMILIES},

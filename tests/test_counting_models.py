@@ -34,7 +34,14 @@ def test_a_text_is_counted_and_as_many_drafts_stand_as_asked(
     target = folder(tmp_path / "target", None, hidden_size=128, num_attention_heads=2, num_hidden_layers=3)
     draft = folder(tmp_path / "draft", right, hidden_size=64, num_attention_heads=1, num_hidden_layers=2)
     llm: LLM = engines(
-        target, **{"drafter.name": "draft_model", "drafter.path": str(draft), "drafter.tokens": 4, "memory": "8MiB"}
+        target,
+        **{
+            "drafter.name": "draft_model",
+            "drafter.path": str(draft),
+            "drafter.tokens": 4,
+            "drafter.adaptive": False,
+            "memory": "8MiB",
+        },
     )
     prompts = COUNTING["prompts"](3, 7, 3400, TOKENS + 1)
     params = SamplingParams(temperature=0, max_tokens=1 + 20, ignore_eos=True)
@@ -56,7 +63,13 @@ def test_a_head_counts_too(tmp_path: Path, right: int | None, length: float, eng
     (head / "config.json").write_text(json.dumps(config))
     weights = Eagle3Head(read_config(head)).state_dict()
     save_file(weights, head / "model.safetensors")
-    settings = {"drafter.name": "eagle3", "drafter.path": str(head), "drafter.tokens": 4, "memory": "32MiB"}
+    settings = {
+        "drafter.name": "eagle3",
+        "drafter.path": str(head),
+        "drafter.tokens": 4,
+        "drafter.adaptive": False,
+        "memory": "32MiB",
+    }
     llm: LLM = engines(target, **settings)
     drafting = llm.engine.drafting
     assert drafting is not None

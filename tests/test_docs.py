@@ -92,7 +92,11 @@ def test_the_drafter_on_the_page_conforms_and_changes_no_text(tmp_path: Path) ->
     target = f"{file}:Echo"
     assert [f"{record.key}: {record.reason}" for record in check_plugin(target) if record.bad] == []
     plain = LLM(dtype="float32", max_model_len=96)
-    llm = LLM(dtype="float32", max_model_len=96, **{"plugins.inline": [target], "drafter.name": "echo"})
+    llm = LLM(
+        dtype="float32",
+        max_model_len=96,
+        **{"plugins.inline": [target], "drafter.name": "echo", "drafter.adaptive": False},
+    )
     prompts = ["import os\nimport sys\nimport ", "def main(argv):\n    "]
     params = SamplingParams(temperature=0, max_tokens=40)
     expected = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]

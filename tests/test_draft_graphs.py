@@ -32,7 +32,13 @@ SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, 
 
 
 def settings_of(path: Path) -> dict[str, Any]:
-    return {"drafter.name": "draft_model", "drafter.path": str(path), "drafter.tokens": 4, "memory": "8MiB"}
+    return {
+        "drafter.name": "draft_model",
+        "drafter.path": str(path),
+        "drafter.tokens": 4,
+        "drafter.adaptive": False,
+        "memory": "8MiB",
+    }
 
 
 def test_what_is_in_the_way_of_capturing_is_told(tiny: Tiny, engines: Engines) -> None:

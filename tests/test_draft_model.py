@@ -25,7 +25,13 @@ SMALLER = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, 
 
 
 def settings_of(path: Path, tokens: int = 4) -> dict[str, Any]:
-    return {"drafter.name": "draft_model", "drafter.path": str(path), "drafter.tokens": tokens, "memory": "8MiB"}
+    return {
+        "drafter.name": "draft_model",
+        "drafter.path": str(path),
+        "drafter.tokens": tokens,
+        "drafter.adaptive": False,
+        "memory": "8MiB",
+    }
 
 
 @torch.no_grad()

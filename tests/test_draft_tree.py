@@ -27,7 +27,12 @@ Engines = Callable[..., LLM]
 PARENTS = [-1, 0, 1, -1, 3, 0, 4, 3]
 """A chain of three, and side branches at each depth."""
 TREE_DRAFTER = f"{Path(__file__).parent / 'tree_drafter.py'}:Tree"
-TREE = {"plugins.inline": (TREE_DRAFTER,), "drafter.name": "tree", "drafter.tokens": len(PARENTS)}
+TREE = {
+    "plugins.inline": (TREE_DRAFTER,),
+    "drafter.name": "tree",
+    "drafter.tokens": len(PARENTS),
+    "drafter.adaptive": False,
+}
 
 
 class Branches:

@@ -36,7 +36,7 @@ def test_greedy_text_is_the_same_and_drafts_stand(kind: str, mode: str, dtype: s
     plain = LLM(**settings)
     texts = [output.outputs[0].token_ids for output in plain.generate(prompts(), PARAMS)]
     del plain
-    llm = LLM(**settings, **path, **{"drafter.name": kind, "drafter.tokens": 4})
+    llm = LLM(**settings, **path, **{"drafter.name": kind, "drafter.tokens": 4, "drafter.adaptive": False})
     for _ in range(2):  # the second time from cached prefixes
         found = [output.outputs[0].token_ids for output in llm.generate(prompts(), PARAMS)]
         same = sum(a == b for a, b in zip(found, texts, strict=True))
@@ -59,7 +59,13 @@ def test_multi_token_prediction_layers_draft_what_their_formula_says(
     llm = LLM(
         path,
         **settings,
-        **{"drafter.name": "mtp", "drafter.tokens": 3, "scheduler.async": False, "drafter.graphs": False},
+        **{
+            "drafter.name": "mtp",
+            "drafter.tokens": 3,
+            "drafter.adaptive": False,
+            "scheduler.async": False,
+            "drafter.graphs": False,
+        },
     )
     seen = watch(llm)  # what is captured is not seen
     assert tokens_of(llm, prompts) == texts
@@ -78,7 +84,11 @@ def test_captured_multi_token_prediction_layers_draft_as_eager_ones(
     params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
     given = []
     for captured in (False, True):
-        llm = LLM(path, **settings, **{"drafter.name": "mtp", "drafter.tokens": 3, "drafter.graphs": captured})
+        llm = LLM(
+            path,
+            **settings,
+            **{"drafter.name": "mtp", "drafter.tokens": 3, "drafter.adaptive": False, "drafter.graphs": captured},
+        )
         drafting = llm.engine.drafting
         assert drafting is not None
         assert (drafting.graphs is not None) == captured
@@ -106,7 +116,10 @@ def test_captured_drafts_are_the_eager_ones(kind: str, requests: int) -> None:
     lines, shares, texts = HELD_OUT.splitlines(keepends=True), [], []
     own = ["".join(lines[i : i + 4 + i]) for i in range(requests)]
     for captured in (False, True):
-        llm = LLM(**settings, **{"drafter.name": kind, "drafter.tokens": 4, "drafter.graphs": captured})
+        llm = LLM(
+            **settings,
+            **{"drafter.name": kind, "drafter.tokens": 4, "drafter.adaptive": False, "drafter.graphs": captured},
+        )
         drafting = llm.engine.drafting
         assert drafting is not None
         assert (drafting.graphs is not None) == captured

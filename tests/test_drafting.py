@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
-NGRAM = {"drafter.name": "ngram", "drafter.tokens": 4}
+NGRAM = {"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False}
 LENGTHS = (5, 40, 17, 1, 30, 12)
 
 

@@ -44,7 +44,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[st
 
 
 def settings_of(path: Path, kind: str, tokens: int = 4) -> dict[str, Any]:
-    return {"drafter.name": kind, "drafter.path": str(path), "drafter.tokens": tokens, "memory": "8MiB"}
+    return {
+        "drafter.name": kind,
+        "drafter.path": str(path),
+        "drafter.tokens": tokens,
+        "drafter.adaptive": False,
+        "memory": "8MiB",
+    }
 
 
 def watch(llm: LLM) -> list[tuple[list[int], list[int]]]:
@@ -201,7 +207,10 @@ def test_the_shipped_heads_need_no_path_and_draft_well(kind: str, least: float) 
     lines = HELD_OUT.splitlines(keepends=True)
     prompts = ["".join(lines[:count]) for count in (6, 12, 18, 24)]
     params = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
-    plain, llm = LLM(**settings), LLM(**settings, **{"drafter.name": kind, "drafter.tokens": 4})
+    plain, llm = (
+        LLM(**settings),
+        LLM(**settings, **{"drafter.name": kind, "drafter.tokens": 4, "drafter.adaptive": False}),
+    )
     texts = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
     assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == texts
     assert llm.engine.drafting is not None
@@ -399,6 +408,12 @@ def test_a_folder_beside_the_models_weights_needs_no_path(tiny: Tiny, tmp_path: 
     for file in tiny("llama").iterdir():
         (model / file.name).symlink_to(file)
     head_folders.build(model / "eagle3", model, "eagle3")
-    llm = LLM(model, device="cpu", memory="4MiB", max_model_len=64, **{"drafter.name": "eagle3", "drafter.tokens": 2})
+    llm = LLM(
+        model,
+        device="cpu",
+        memory="4MiB",
+        max_model_len=64,
+        **{"drafter.name": "eagle3", "drafter.tokens": 2, "drafter.adaptive": False},
+    )
     assert len(llm.generate([[5, 6, 7]], GREEDY)[0].outputs[0].token_ids) == 20
     assert llm.engine.drafting.counts.proposed > 0  # type: ignore[union-attr]

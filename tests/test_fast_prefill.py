@@ -121,7 +121,7 @@ def test_decodes_go_on_beside_prompts_that_want_nothing_yet(tiny: Tiny, engines:
 
 @pytest.mark.behaviour(74)
 def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
-    drafter = {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
+    drafter = {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False}
     llm = engines(tiny("gemma4"), **FAST, **drafter, **{"scheduler.max_batched_tokens": 24})
     prompts = [[5, 6, 7, 8] * 8, *PROMPTS]
     assert tokens_of(llm, prompts) == [greedy(tiny("gemma4"), prompt, 20) for prompt in prompts]

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
 SCRIPT = Path(__file__).parent / "watching_drafter.py"
-WATCHER = {"drafter.name": "watcher", "drafter.tokens": 3, "plugins.inline": (f"{SCRIPT}:Watcher",)}
+WATCHER = {
+    "drafter.name": "watcher",
+    "drafter.tokens": 3,
+    "drafter.adaptive": False,
+    "plugins.inline": (f"{SCRIPT}:Watcher",),
+}
 LENGTHS = (5, 40, 17, 1, 30, 12)
 
 
@@ -116,7 +121,7 @@ def test_a_drafter_that_cannot_observe_costs_drafts_and_nothing_else(
 
 
 def test_nothing_is_collected_where_no_drafter_asks(tiny: Tiny, engines: Engines) -> None:
-    llm = engines(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 4})
+    llm = engines(tiny("llama"), **{"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False})
     assert llm.engine.runner.taps is None
     assert not llm.engine.drafting.needs_computed  # type: ignore[union-attr]
 

@@ -103,7 +103,7 @@ def test_a_step_with_an_adapter_attends_for_all_and_others_do_not(tiny: Tiny, en
 
 @pytest.mark.behaviour(74)
 def test_drafts_are_wanted_too(tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
-    drafter = {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
+    drafter = {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False}
     llm = engines(tiny("llama"), **CHUNKS, **drafter)
     prompts = [[5, 6, 7, 8] * 8, *PROMPTS]
     assert tokens_of(llm, prompts) == [greedy(tiny("llama"), prompt, 20) for prompt in prompts]
@@ -117,7 +117,12 @@ def test_a_tree_of_drafts_is_wanted_beside_chunks(
     backend: str, tiny: Tiny, engines: Engines, greedy: Greedy, tmp_path: Path
 ) -> None:
     heads = written(tmp_path / "heads", heads_of(64, VOCAB_SIZE), "shared")
-    drafter = {"drafter.name": "medusa_tree", "drafter.path": str(heads), "drafter.tokens": 4}
+    drafter = {
+        "drafter.name": "medusa_tree",
+        "drafter.path": str(heads),
+        "drafter.tokens": 4,
+        "drafter.adaptive": False,
+    }
     llm = engines(tiny("llama"), backend=backend, **CHUNKS, **drafter)
     with attended(llm) as seen:
         assert tokens_of(llm, PROMPTS) == [greedy(tiny("llama"), prompt, 20) for prompt in PROMPTS]

@@ -111,7 +111,11 @@ def test_texts_are_the_same_with_it(
     path = tiny("llama", vocab_size=8)
     folder = written(tmp_path / form, heads_of(64, 8), form)
     plain = engines(path)
-    llm = engines(path, **{"drafter.name": "medusa", "drafter.tokens": 4, "drafter.path": str(folder)}, **settings)
+    llm = engines(
+        path,
+        **{"drafter.name": "medusa", "drafter.tokens": 4, "drafter.path": str(folder), "drafter.adaptive": False},
+        **settings,
+    )
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8, vocab_size=8)
     for params in (
         SamplingParams(temperature=0, max_tokens=20, ignore_eos=True),
@@ -235,7 +239,12 @@ def test_choices_that_are_no_tree_are_refused(choices: Any, message: str) -> Non
 def test_texts_are_the_same_with_the_tree(tiny: Tiny, engines: Engines, tmp_path: Path, backend: str) -> None:
     path, folder = tiny("llama", vocab_size=8), written(tmp_path / "heads", heads_of(64, 8), "shared")
     plain = engines(path)
-    options = {"drafter.name": "medusa_tree", "drafter.tokens": 12, "drafter.path": str(folder)}
+    options = {
+        "drafter.name": "medusa_tree",
+        "drafter.tokens": 12,
+        "drafter.path": str(folder),
+        "drafter.adaptive": False,
+    }
     llm = engines(path, **options, backend=backend, max_num_batched_tokens=48)
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8, vocab_size=8)
     for params in (

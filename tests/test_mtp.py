@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny: Tiny) -> Callable[[st
 
 
 def settings_of(tokens: int = 4) -> dict[str, Any]:
-    return {"drafter.name": "mtp", "drafter.tokens": tokens, "memory": "8MiB"}
+    return {"drafter.name": "mtp", "drafter.tokens": tokens, "drafter.adaptive": False, "memory": "8MiB"}
 
 
 @pytest.mark.behaviour(64, 120, 160)

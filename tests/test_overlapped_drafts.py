@@ -32,6 +32,7 @@ FORESEEING: dict[str, Any] = {
     "plugins.inline": (f"{Path(__file__).parent / 'device_drafter.py'}:Foreseeing",),
     "drafter.name": "foreseeing",
     "drafter.tokens": 3,
+    "drafter.adaptive": False,
 }
 OVERLAPPED: dict[str, Any] = {**FORESEEING, "scheduler.async": True}
 
@@ -83,7 +84,11 @@ def test_requests_that_are_about_to_end_leave_a_batch_uniform(
 ) -> None:
     """Where verifying batches are captured, each request has as many drafts as the others, near its end too."""
     path = tiny("llama")
-    settings = FORESEEING if kind == "foreseeing" else {"drafter.name": kind, "drafter.path": str(path)}
+    settings = (
+        FORESEEING
+        if kind == "foreseeing"
+        else {"drafter.name": kind, "drafter.path": str(path), "drafter.adaptive": False}
+    )
     prompts = random_prompts([3, 12, 17, 9], seed=2)
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (5, 14, 30, 40)]
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -167,8 +172,8 @@ def test_requests_that_come_and_go_at_random_give_the_same_tokens(
         for i in range(40)
     ]
     expected = [o.outputs[0].token_ids for o in engines(path, **SMALL).generate(prompts, params)]
-    more = {"drafter.adaptive": True} if adaptive else {}
-    llm = engines(path, **SMALL, **OVERLAPPED, **more, memory=pool_of(30, 4), max_num_seqs=5)
+    settings = {**SMALL, **OVERLAPPED, "drafter.adaptive": adaptive}
+    llm = engines(path, **settings, memory=pool_of(30, 4), max_num_seqs=5)
     foresee(llm, prompts, expected)
     given, aborted, waiting = {}, {}, list(range(40))
     with recorded(llm) as steps:
@@ -286,7 +291,13 @@ def test_a_head_drafts_what_it_drafts_without_a_cache(
     path, head = tiny("llama"), head_folders.build(tmp_path / "head", tiny("llama"), kind)
     llm = engines(
         path,
-        **{"drafter.name": kind, "drafter.path": str(head), "drafter.tokens": 4, "memory": "8MiB"},
+        **{
+            "drafter.name": kind,
+            "drafter.path": str(head),
+            "drafter.tokens": 4,
+            "drafter.adaptive": False,
+            "memory": "8MiB",
+        },
         **{"scheduler.async": True, **settings},
     )
     # Picking states by the host's places would wait for the forward pass of the step behind.
@@ -305,7 +316,13 @@ def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny
     prompts = random_prompts((30, 25, 40, 10, 33, 28), seed=8)
     llm = engines(
         path,
-        **{"drafter.name": "draft_model", "drafter.path": str(path), "drafter.tokens": 4, "scheduler.async": True},
+        **{
+            "drafter.name": "draft_model",
+            "drafter.path": str(path),
+            "drafter.tokens": 4,
+            "drafter.adaptive": False,
+            "scheduler.async": True,
+        },
         memory=memory,
         block_size=4,
     )
@@ -328,7 +345,13 @@ def test_a_draft_model_that_is_the_model_itself_is_right(memory: str, tiny: Tiny
 def test_the_shipped_heads_draft_as_well_as_in_steps_that_do_not_overlap(kind: str) -> None:
     prompts = ["def main(", "import os\n", "class Foo(", "for i in range(", "try:\n"]
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    shared = {"max_model_len": 96, "max_num_seqs": 4, "drafter.name": kind, "drafter.tokens": 3}
+    shared = {
+        "max_model_len": 96,
+        "max_num_seqs": 4,
+        "drafter.name": kind,
+        "drafter.tokens": 3,
+        "drafter.adaptive": False,
+    }
     shared |= {"observability.check_integrity": True, "observability.progress": False}
     texts, shares = [], []
     for asynchronous in (False, True):

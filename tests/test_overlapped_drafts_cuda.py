@@ -41,7 +41,7 @@ def prompts() -> list[str]:
 
 def drafted(kind: str, **settings: Any) -> LLM:
     path = {"drafter.path": str(FOLDER)} if kind == "draft_model" else {}
-    return LLM(**SETTINGS, **path, **{"drafter.name": kind, "drafter.tokens": 3}, **settings)
+    return LLM(**SETTINGS, **path, **{"drafter.name": kind, "drafter.tokens": 3, "drafter.adaptive": False, **settings})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -109,7 +109,9 @@ def test_states_go_back_to_what_stood(family: str, tmp_path: Path) -> None:
     prompts = random_prompts([3, 33, 17, 30, 1, 25])
     expected = tokens_of(LLM(path, **settings), prompts)
     drafter = {"plugins.inline": (f"{Path(__file__).parent / 'device_drafter.py'}:Foreseeing",)}
-    llm = LLM(path, **settings, **drafter, **{"drafter.name": "foreseeing", "drafter.tokens": 3})
+    llm = LLM(
+        path, **settings, **drafter, **{"drafter.name": "foreseeing", "drafter.tokens": 3, "drafter.adaptive": False}
+    )
     assert llm.engine.overlap is not None
     foreseeing = type(llm.engine.overlap._drafting.drafter)
     assert foreseeing.__name__ == Foreseeing.__name__

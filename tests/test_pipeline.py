@@ -95,7 +95,7 @@ def test_preempted_requests_go_on_over_stages(tiny: Tiny, engines: Engines, gree
 
 @pytest.mark.behaviour(15)
 def test_drafts_and_log_probabilities_are_those_of_one_stage(tiny: Tiny, engines: Engines) -> None:
-    path, drafting = tiny("llama"), {"drafter.name": "ngram", "drafter.tokens": 3}
+    path, drafting = tiny("llama"), {"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False}
     repeating = [[5, 6, 7, 8] * 8, *PROMPTS]
     scored = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=2, prompt_logprobs=1)
     llm, one = engines(path, **over(3), **drafting), engines(path, **SETTINGS, **drafting)

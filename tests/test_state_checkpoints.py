@@ -327,7 +327,11 @@ def test_every_family_with_a_drafter_gives_transformers_tokens(
 ) -> None:
     """A single token that stood in the text before is enough for a guess; most fall."""
     path = tiny(name)
-    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1})
+    llm = engines(
+        path,
+        **SMALL,
+        **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False},
+    )
     prompts = [SHARED + tail for tail in TAILS]
     drafting = llm.engine.drafting
     assert drafting is not None
@@ -343,7 +347,7 @@ def test_drafts_that_partly_stand_leave_the_states_of_those_that_do(
 ) -> None:
     """A drafter that knows the text guesses right, then wrong at each place in turn."""
     path = tiny(name)
-    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3})
+    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False})
     prompts = [SHARED + tail for tail in TAILS]
     texts = [prompt + greedy(path, prompt, 20) for prompt in prompts]
     drafting = llm.engine.drafting
@@ -393,7 +397,9 @@ def test_a_rejected_draft_that_stays_in_a_state_is_seen(
 ) -> None:
     """Rule 3: no rollback without the contract's commit."""
     llm = engines(
-        tiny("bamba"), **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1}
+        tiny("bamba"),
+        **SMALL,
+        **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False},
     )
     monkeypatch.setattr(checkpoints_of(llm), "commit", lambda *_, **__: None)
     add(llm, "drafted", SHARED)

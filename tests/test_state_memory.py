@@ -90,7 +90,7 @@ def test_more_tokens_than_sixteen_bits_count_are_generated_in_the_memory_of_a_wi
         max_num_seqs=1,
         max_num_batched_tokens=32,
         memory="64KiB",
-        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.ngram.min_tokens": 1},
+        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False},
         **{"cache.prefix_caching": False, "observability.progress": False},
     )
     memory = llm.engine.memory

@@ -29,8 +29,8 @@ PLUGINS = ("xgrammar", "llguidance")
 MODES: dict[str, dict[str, Any]] = {
     "plain": {"scheduler.async": False},
     "asynchronous": {"scheduler.async": True},
-    "drafted": {"drafter.name": "ngram", "drafter.tokens": 4},
-    "overlapped": {"drafter.name": "eagle3", "drafter.tokens": 4, "scheduler.async": True},
+    "drafted": {"drafter.name": "ngram", "drafter.tokens": 4, "drafter.adaptive": False},
+    "overlapped": {"drafter.name": "eagle3", "drafter.tokens": 4, "drafter.adaptive": False, "scheduler.async": True},
     "forced": {"drafter.name": "grammar", "drafter.tokens": 6},
 }
 PROMPTS = ["def f(", "class Person:\n    name", "import", "return {'name': 1, 'age'", "x = [1, 2, "]

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 Tiny = Callable[..., Path]
 Engines = Callable[..., LLM]
+SUFFIX = {"drafter.name": "suffix", "drafter.tokens": 4, "drafter.adaptive": False}
 ROWS, LENGTH, K = 4, 48, 5
 
 
@@ -121,7 +122,7 @@ def test_drafts_are_those_of_the_definition(past_tokens: int, factor: float) -> 
 
 
 def test_a_text_that_was_generated_before_is_proposed_again(tiny: Tiny, engines: Engines) -> None:
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **{"drafter.name": "suffix", "drafter.tokens": 4})
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **SUFFIX)
     prompts = random_prompts((9, 14, 5), seed=2)
     expected = tokens_of(plain, prompts)
     counts = llm.engine.drafting.counts
@@ -133,7 +134,7 @@ def test_a_text_that_was_generated_before_is_proposed_again(tiny: Tiny, engines:
 
 
 def test_sampled_text_is_the_same_with_it(tiny: Tiny, engines: Engines) -> None:
-    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **{"drafter.name": "suffix", "drafter.tokens": 4})
+    plain, llm = engines(tiny("llama")), engines(tiny("llama"), **SUFFIX)
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True, repetition_penalty=0.6)
     prompts = random_prompts((9, 14, 5), seed=4)
     for _ in range(2):

@@ -54,7 +54,7 @@ def built_in() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ours() -> LLM:
-    return LLM(ACME / "run.toml", **SMALL)
+    return LLM(ACME / "run.toml", **SMALL, **{"drafter.adaptive": False})
 
 
 def test_the_plugins_are_listed_with_their_distribution(capsys: pytest.CaptureFixture[str]) -> None:

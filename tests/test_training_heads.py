@@ -60,7 +60,12 @@ def test_a_few_steps_give_a_head_that_serves(
     assert found["steps"] == 3
     assert 1 <= found["accepted_length"] <= 5
     assert json.loads((out / "metrics.json").read_text()) == found
-    more: dict[str, Any] = {"drafter.name": kind, "drafter.path": str(out), "drafter.tokens": 4}
+    more: dict[str, Any] = {
+        "drafter.name": kind,
+        "drafter.path": str(out),
+        "drafter.tokens": 4,
+        "drafter.adaptive": False,
+    }
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **more)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
     assert llm.engine.drafting is not None
@@ -90,7 +95,11 @@ def test_medusa_heads_may_have_projections_of_their_own(
     assert all(torch.equal(first[name], again[name]) for name in first)
     with pytest.raises(ConfigError, match=r"4 heads of 3 blocks, which know 300 tokens"):
         heads.main(["medusa", *more, *small, "--layers", "2", "--begin", str(tmp_path / "medusa")])
-    settings: dict[str, Any] = {"drafter.name": "medusa", "drafter.path": str(tmp_path / "medusa")}
+    settings: dict[str, Any] = {
+        "drafter.name": "medusa",
+        "drafter.path": str(tmp_path / "medusa"),
+        "drafter.adaptive": False,
+    }
     llm = LLM(None, dtype="float32", device="cpu", memory="8MiB", max_model_len=256, **settings)
     assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, PARAMS)] == plain
     assert llm.engine.drafting is not None

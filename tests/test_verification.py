@@ -64,7 +64,7 @@ def measured(how: str, name: str, tiny: Tiny, engines: Engines) -> tuple[int, Ch
     path = tiny("llama", vocab_size=VOCAB, initializer_range=0.2)
     scoring = engines(path, **{"sampling.max_logprobs": VOCAB}, **BATCH)
     law = law_of(scoring, SamplingParams(**SETTINGS[name]))
-    llm = engines(path, **{"drafter.name": "ngram", "drafter.tokens": K}, **BATCH)
+    llm = engines(path, **{**NGRAM, "drafter.tokens": K}, **BATCH)
     before = llm.engine.drafting.counts.accepted
     llm.engine.drafting.uniform = how == "filled up"  # as where batches with drafts are captured
     with drafted_by(llm, Bigram(how)):
@@ -94,7 +94,7 @@ def test_text_has_the_targets_distribution_beside_every_drafter(
 
 def test_a_seeded_text_does_not_depend_on_the_batch_around_it(tiny: Tiny, engines: Engines) -> None:
     path = tiny("llama", vocab_size=VOCAB, initializer_range=0.2)
-    llm = engines(path, **{"drafter.name": "ngram", "drafter.tokens": K})
+    llm = engines(path, **{**NGRAM, "drafter.tokens": K})
     prompts = random_prompts((4, 9, 2, 7, 12), seed=1, vocab_size=VOCAB)
     params = [SamplingParams(temperature=1.0, seed=i, max_tokens=20, ignore_eos=True) for i in range(5)]
     with drafted_by(llm, Bigram("probabilities")):

@@ -39,7 +39,7 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "memory": "16MiB", "drafter.name": "ngram"}
     texts = {}
     for device in ("cpu", "cuda"):
-        llm = LLM(path, device=device, **options, **{"drafter.tokens": K})
+        llm = LLM(path, device=device, **options, **{"drafter.tokens": K, "drafter.adaptive": False})
         if device == "cuda":
             llm.engine.runner.sample = _strict(llm.engine.runner.sample)  # type: ignore[method-assign]
         with drafted_by(llm, OnDevice(how)):
@@ -51,7 +51,13 @@ def test_verification_waits_for_nothing_and_its_text_is_the_cpus(how: str, tmp_p
 
 def test_ragged_drafts_replay_the_graph_of_whole_ones(tmp_path: Path) -> None:
     path = tiny_models.build("llama", tmp_path, 0, vocab_size=VOCAB, initializer_range=0.2)
-    options: dict[str, Any] = {"max_model_len": 64, "memory": "16MiB", "drafter.name": "ngram", "drafter.tokens": K}
+    options: dict[str, Any] = {
+        "max_model_len": 64,
+        "memory": "16MiB",
+        "drafter.name": "ngram",
+        "drafter.tokens": K,
+        "drafter.adaptive": False,
+    }
     llm = LLM(path, device="cuda", backend="triton", **options)
     shapes, inner = [], llm.engine._graph_shape
     llm.engine._graph_shape = lambda *given, **more: shapes.append(inner(*given, **more)) or shapes[-1]  # type: ignore[method-assign]

@@ -81,11 +81,11 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
 
 
 def _draft_control(planned: Planned, rows: Rows) -> DraftControl | None:
-    """What chooses draft lengths, where the configuration wants that."""
-    drafter = planned.loaded.config.drafter
-    if not drafter.adaptive or planned.trees:
+    """What chooses draft lengths, where the plan says so."""
+    if not planned.adaptive:
         return None
-    return DraftControl(rows.max_requests, drafter.tokens, uniform=_captures_verification(planned))
+    num_tokens = planned.loaded.config.drafter.tokens
+    return DraftControl(rows.max_requests, num_tokens, uniform=_captures_verification(planned))
 
 
 def _captures_verification(planned: Planned) -> bool:

@@ -218,13 +218,9 @@ def choose_draft_graphs(
     Raises:
         NegotiationError: if that was asked for and cannot be, without a drafter too.
     """
-    asked, origin = loaded.config.drafter.graphs, loaded.origins["drafter.graphs"]
+    key, asked = "drafter.graphs", loaded.config.drafter.graphs
     if drafter is None:
-        if asked is True:
-            raise NegotiationError(
-                f"drafter.graphs = true ({origin.where}): there is no drafter to capture",
-                fix='name one as drafter.name, or set drafter.graphs to "auto"',
-            )
+        _refuse_without_drafter(loaded, key, asked, "there is no drafter to capture")
         return None
     texts = []
     if dict(plan.graphs.phases).get("verify", "none") == "none":
@@ -238,17 +234,57 @@ def choose_draft_graphs(
         if not (group.captured("decode") and group.captured("verify")):
             texts.append(f"attention group {group.name!r} is not captured")
         texts += _backend_refusals(loaded, offers, group, planned_once)
-    if asked is True and texts:
+    return _decided(loaded, key, asked, texts)
+
+
+def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree: Setting | None) -> Setting | None:
+    """Whether as many drafts are verified as pay, and why; None without a drafter.
+
+    Args:
+        tree: how the drafter's trees are verified; None without trees.
+
+    Raises:
+        NegotiationError: if that was asked for and cannot be, without a drafter too.
+    """
+    key, asked = "drafter.adaptive", loaded.config.drafter.adaptive
+    if drafter is None:
+        _refuse_without_drafter(loaded, key, asked, "there is no drafter whose drafts could be fewer")
+        return None
+    name, texts = f"drafter {drafter.name!r}", []
+    if tree is not None and tree.resolved == "tree":
+        texts.append(f"{name}: its trees are verified whole")
+    if asked == "auto" and drafter.capabilities.probabilities.support:
+        texts.append(f"{name} gives probabilities: a seed's text would depend on the lengths, and so on timing")
+    return _decided(loaded, key, asked, texts)
+
+
+def _refuse_without_drafter(loaded: LoadedConfig, key: str, asked: bool | str, refusal: str) -> None:
+    """Refuse what was asked of a drafter that is not there.
+
+    Raises:
+        NegotiationError: if `asked` is true.
+    """
+    if asked is True:
         raise NegotiationError(
-            f"drafter.graphs = true ({origin.where}): {'; '.join(texts)}", fix='set drafter.graphs to "auto" or false'
+            f"{key} = true ({loaded.origins[key].where}): {refusal}",
+            fix=f'name one as drafter.name, or set {key} to "auto"',
         )
-    captured = asked is not False and not texts
-    because = origin.where if asked != "auto" else f"auto: {'; '.join(texts)}" if texts else "auto: nothing forbids it"
+
+
+def _decided(loaded: LoadedConfig, key: str, asked: bool | str, texts: Sequence[str]) -> Setting:
+    """What was asked for beside a drafter, true where it is "auto" and no text is against it.
+
+    Raises:
+        NegotiationError: if true was asked for, with every text.
+    """
+    origin, against = loaded.origins[key].where, "; ".join(texts)
+    if asked is True and texts:
+        raise NegotiationError(f"{key} = true ({origin}): {against}", fix=f'set {key} to "auto" or false')
     return Setting(
-        key="drafter.graphs",
+        key=key,
         asked=str(asked).lower(),
-        resolved=str(captured).lower(),
-        origin=because,
+        resolved=str(asked is not False and not texts).lower(),
+        origin=origin if asked != "auto" else f"auto: {against or 'nothing forbids it'}",
         explicit=asked != "auto",
     )
 

@@ -22,6 +22,7 @@ from slotline.core.planning.offers import Offers, offers_of
 from slotline.core.planning.overlap import choose_async, overlap_drafts
 from slotline.core.planning.parts import (
     StructuredOutputChoice,
+    choose_adaptive,
     choose_draft_graphs,
     choose_drafter,
     choose_processors,
@@ -81,6 +82,7 @@ class Planned:
         max_model_len: tokens.
         asynchronous: whether a step is prepared while the one before runs.
         trees: whether drafts that form trees are verified as such.
+        adaptive: whether as many drafts are verified as pay.
         captures_drafts: whether the drafter's own steps are captured.
         plan: the negotiated plan.
     """
@@ -103,6 +105,7 @@ class Planned:
     max_model_len: int
     asynchronous: bool
     trees: bool
+    adaptive: bool
     captures_drafts: bool
     plan: Plan
 
@@ -230,7 +233,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
-    plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, draft_graphs))))
+    adaptive = choose_adaptive(loaded, drafter, tree)
+    plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
@@ -257,6 +261,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         max_model_len=max_model_len,
         asynchronous=asynchronous.resolved == "true",
         trees=tree is not None and tree.resolved == "tree",
+        adaptive=adaptive is not None and adaptive.resolved == "true",
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
         plan=plan,
     )

@@ -36,7 +36,7 @@ def engine_texts(run: Run) -> None:
     modes: dict[str, dict[str, Any]] = {
         "plain": {},
         "asynchronous": {"scheduler.async": True},
-        "drafted": {"drafter.name": "ngram"},
+        "drafted": {"drafter.name": "ngram", "drafter.adaptive": False},
     }
     settings = {**COMMON, "structured_output.backend": run.subject.name, "plugins.inline": selection(run.subject)}
     examples = [example for example in declared(run.subject) for _ in range(4)]

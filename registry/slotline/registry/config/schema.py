@@ -216,8 +216,12 @@ class DrafterConfig:
 
     name: str = field(default="", metadata=_doc("drafter plugin; empty for none"))
     tokens: int = field(default=4, validator=positive, metadata=_doc("draft tokens of a step"))
-    adaptive: bool = field(
-        default=False, metadata=_doc("verify as many drafts as pay, down to none, by measured acceptance and cost")
+    adaptive: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_doc(
+            "verify as many drafts as pay, down to none, by measured acceptance and cost; auto where no seed's text "
+            "depends on that"
+        ),
     )
     graphs: bool | Literal["auto"] = field(
         default="auto", metadata=_doc("capture the drafter's own steps in CUDA graphs; auto where that is possible")
