@@ -149,6 +149,17 @@ def test_no_noise_of_the_first_steps_decides_for_long(first: float, p: float, dr
         assert chosen > 2.5 if drafts else chosen < 1.0, (seed, chosen)
 
 
+@pytest.mark.parametrize(("p", "draft"), [(0.5, 0.5), (0.2, 0.05), (0.6, 0.8)])
+def test_drafts_that_failed_by_chance_are_not_left_out_for_long(p: float, draft: float) -> None:
+    """They pay, by a fifth to a third; a period's one look that fails must not decide for many."""
+    for seed in range(6):
+        history, _ = simulated([p], draft=draft, noise=0.1, steps=10 * PERIOD, seed=seed, behind=1)
+        drafted = history[:, 0] > 0
+        for begin in range(0, 7 * PERIOD, 8):
+            assert drafted[begin : begin + 5 * PERIOD // 2].sum() > 4, (seed, begin)  # looks alone are at most 3
+        assert drafted.mean() > 0.5, seed
+
+
 def test_acceptance_that_changes_is_noticed() -> None:
     """A request that starts to repeat itself after 400 steps gets drafts again."""
     rng, control, rows = Random(2), DraftControl(1, K), np.array([0])

@@ -20,8 +20,10 @@ import numpy.typing as npt
 Int = npt.NDArray[np.int64]
 Float = npt.NDArray[np.float64]
 
-FORGETTING = 0.9
+FORGETTING = 0.95
 """What evidence of a request's acceptance keeps of its weight with each step that adds some."""
+AGEING = 0.97
+"""The same with each step that was decided against its drafts."""
 STEP_FORGETTING = 0.98
 """The same for measured steps."""
 PRIOR_WEIGHT = 2.0
@@ -85,7 +87,9 @@ class DraftControl:
             return self._turn % PERIOD == 0
         lengths = np.full(len(rows), max(1, round(self._mean_length)))
         asked = bool(self._best(rows, lengths, self._draft_seconds).any())
-        self.steps_without += not asked
+        if not asked:
+            self.steps_without += 1
+            self._age(np.append(rows, -1))
         return asked
 
     def lengths(self, rows: Int, lengths: Int) -> Int:
@@ -93,6 +97,7 @@ class DraftControl:
         kept = lengths
         if self._cost.known and self._turn % PERIOD:
             kept = self._best(rows, lengths, 0.0)  # what the proposal cost is spent
+            self._age(rows[(kept == 0) & (lengths > 0)])
         self.chosen += np.bincount(kept, minlength=self.num_tokens + 1)
         return kept
 
@@ -114,6 +119,11 @@ class DraftControl:
             "step_seconds_per_token": self._cost.per_token,
             "draft_seconds": self._draft_seconds,
         }
+
+    def _age(self, rows: Int) -> None:
+        """The distinct `rows` [n] get no drafts: what is known of them counts less, so that chance does not last."""
+        for total in (self._accepted, self._judged):
+            total[rows] *= AGEING
 
     def _best(self, rows: Int, lengths: Int, draft_seconds: float) -> Int:
         """The drafts [n] of each row, `lengths` [n] at most, with the most tokens a second."""
