@@ -18,7 +18,6 @@ from slotline.core.execution.attention import unowned
 from slotline.core.execution.capturing import WARM_UPS, CaptureReport
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.graphs import GraphRunner
-from slotline.core.launching import may_choose
 from slotline.registry.errors import IntegrityError
 
 
@@ -126,7 +125,7 @@ def capture(
                 events.append("attention")
                 return attend(*given)
 
-            events.append("choosing" if may_choose() else "forward")
+            events.append("forward")
             return forward(token_ids, positions, attention, *rest, **more)
 
         monkeypatch.setattr(runner.model, "forward", noted)
@@ -147,7 +146,7 @@ def test_every_shape_runs_eagerly_with_its_attention_before_it_is_captured(
 ) -> None:
     made, events = capture(state)
     layers = sum(len(group.layers) for group in made._router.groups)
-    warm_up = ["choosing"] + ["attention"] * layers
+    warm_up = ["forward"] + ["attention"] * layers
     inside = (["attention"] if state == "captured" else ["attention", "end", "begin"]) * layers
     assert events == (WARM_UPS * warm_up + ["begin", "forward", *inside, "end"]) * 2
     assert made.report.graphs == (2 if state == "captured" else 2 * (layers + 1))

@@ -6,9 +6,7 @@ layer of a prompt has five such launches. Here the compiled kernel is remembered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -17,24 +15,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 512
 """Launches, or shapes, that are remembered; then all are forgotten, as under shapes that never come again."""
-
-
-_choosing: ContextVar[bool] = ContextVar("choosing", default=False)
-
-
-@contextmanager
-def choosing() -> Iterator[None]:
-    """A run whose results nobody wants, in front of a capture of the same step."""
-    token = _choosing.set(True)
-    try:
-        yield
-    finally:
-        _choosing.reset(token)
-
-
-def may_choose() -> bool:
-    """Whether kernels may be timed now, to take the fastest into the capture that follows."""
-    return _choosing.get()
 
 
 def next_power_of_2(n: int) -> int:

@@ -29,7 +29,6 @@ from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.states import Advance, StateRouter
 from slotline.core.execution.step_inputs import StepInputs, even_split
 from slotline.core.frontend.progress import counted
-from slotline.core.launching import choosing
 from slotline.registry.contracts import Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
@@ -177,9 +176,8 @@ class GraphRunner:
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
         """One shape, and the number of its graphs."""
         inputs, attend, advance = self._planned(shape)
-        with choosing():
-            for _ in range(WARM_UPS):
-                self._forward(inputs, attend, advance)
+        for _ in range(WARM_UPS):
+            self._forward(inputs, attend, advance)
         torch.cuda.synchronize()
         recorder = Recorder(pool, [])
         hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)

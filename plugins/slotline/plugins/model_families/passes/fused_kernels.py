@@ -8,7 +8,6 @@ from torch.nn import functional
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
-from slotline.plugins.model_families.passes.library_products import LibraryProducts
 from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, SINGLE, Products
 from slotline.registry.contracts.attention import CacheSlots
 
@@ -35,7 +34,6 @@ class TritonKernels:
     def __init__(self, *, early: bool = False, multiprocessors: int = 0) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
-        self._library = LibraryProducts()
         self._starts = {"launch_pdl": True} if early else {}
         self._rms_norm = Launcher(triton_kernels.rms_norm)
         self._add_rms_norm = Launcher(triton_kernels.add_rms_norm)
@@ -202,7 +200,7 @@ class TritonKernels:
             return self._products.dot(x, weight, bias)[0]
         if self._products.suits_single(x, weight):
             return self._products.dot(x, weight, bias, shape=SINGLE)[0]
-        return self._by_library(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `kernels.FusedKernels.linear_parts`."""
@@ -230,8 +228,6 @@ class TritonKernels:
             return self._products.dot(x, weight, None, shape=LARGE, dtype=torch.float32)[0]
         if not x.is_cuda or x.dtype == torch.float32:  # torch has no such product there
             return functional.linear(x, weight).float()
-        if (found := self._library.linear(x, weight, torch.float32)) is not None:
-            return found
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
         return out.view(*x.shape[:-1], -1)
 
@@ -251,7 +247,7 @@ class TritonKernels:
             return self._products.dot(x, weight, bias, activation)[0]
         if self._products.suits_many(x, weight, bias):
             return self._products.gated(x, weight, activation)
-        return self.act_and_mul(self._by_library(x, weight, bias), activation)
+        return self.act_and_mul(functional.linear(x, weight, bias), activation)
 
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -266,10 +262,6 @@ class TritonKernels:
     def norms_inside(self, x: torch.Tensor) -> bool:
         """See `kernels.FusedKernels.norms_inside`."""
         return x.numel() <= PRODUCT_ROWS * x.shape[-1]
-
-    def _by_library(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        found = self._library.linear(x, weight) if bias is None else None
-        return functional.linear(x, weight, bias) if found is None else found
 
     def _normed(self, x: torch.Tensor, norm: NormWeight | None) -> torch.Tensor:
         return x if norm is None else self.rms_norm(x, norm.weight, norm.eps, norm.offset)
