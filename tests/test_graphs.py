@@ -13,11 +13,12 @@ import torch
 from attrs import evolve
 
 from slotline.core import LLM
-from slotline.core.execution import graphs
+from slotline.core.execution import graphs, rehearsal
 from slotline.core.execution.attention import unowned
 from slotline.core.execution.capturing import WARM_UPS, CaptureReport
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.graphs import GraphRunner
+from slotline.core.execution.staging import CpuStaging
 from slotline.registry.errors import IntegrityError
 
 
@@ -178,3 +179,28 @@ def test_made_up_steps_are_longer_than_the_prefix_that_they_share(
     inputs, _ = made.made_up(GraphShape(2, 1, cascade=True))
     for batch in inputs.batches:
         assert 0 < batch.common_prefix_len < int(batch.seq_lens.min())
+
+
+@pytest.mark.behaviour(30)
+def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_over(
+    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    tiny: Callable[..., Path],
+    engines: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captures and rehearsals prepare one step behind the other and run none: each says what the next waits for."""
+    engine, calls = engines(tiny("llama")).engine, list[str]()
+    for name in ("begin", "mark"):
+        monkeypatch.setattr(CpuStaging, name, lambda self, name=name: calls.append(name))
+    made, _ = capture("captured")
+    made.made_up(GraphShape(2, 1))
+    assert calls == ["begin", "mark", "mark"] * 2 + ["begin", "mark"]
+    calls.clear()
+    monkeypatch.setattr(rehearsal, "Recorder", lambda pool, parts, replayed: PretendedRecorder([], parts))
+    monkeypatch.setattr(rehearsal, "Capturing", lambda fix: PretendedCapturing())
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    router = engine.runner.router
+    monkeypatch.setattr(router, "groups", tuple(evolve(group, any_captured=True) for group in router.groups))
+    rehearsal.rehearse(router, engine.gatherer, torch.float32, 16, {})
+    count = len(list(rehearsal.steps(16, engine.rows.max_requests, engine.rows.max_model_len)))
+    assert calls == ["begin", "mark"] * count

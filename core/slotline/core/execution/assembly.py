@@ -105,6 +105,11 @@ class StepAssembler:
                 + feed.tables.num_bytes
             )
 
+    def mark(self) -> None:
+        """All copies of the step's inputs have been started, those of plans too; the next step's wait for them."""
+        for feed in self.feeds:
+            feed.staging.mark()
+
     def assemble(self, host: HostInputs, shape: GraphShape | None) -> StepInputs:
         """Pad to the shape, if there is one, and upload."""
         if shape is not None:

@@ -171,7 +171,9 @@ class GraphRunner:
             prefixes=prefixes,
             adapters=shape.adapters,
         )
-        return inputs, self._router.plan(inputs.batches)
+        attend = self._router.plan(inputs.batches)
+        self._gatherer.assembler.mark()
+        return inputs, attend
 
     def _capture(self, shape: GraphShape, pool: Any) -> tuple[Captured, int]:
         """One shape, and the number of its graphs."""
@@ -198,6 +200,7 @@ class GraphRunner:
             self._adapters.plan(inputs.lora_slots, inputs.single_slot)
         if self._states is not None and inputs.states is not None:
             advance = self._states.plan(inputs.states)
+        self._gatherer.assembler.mark()
         return inputs, attend, advance
 
     def _record(

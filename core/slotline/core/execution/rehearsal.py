@@ -77,6 +77,7 @@ def rehearse(
         try:
             for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
                 attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
+                gatherer.assembler.mark()
                 for group in groups:
                     dropped.append(Recorder(capturing.pool, [], replayed=False))
                     with compiling.leaving_out(missing):
