@@ -123,16 +123,16 @@ def hopper() -> None:
     """The kernels for Hopper, and whether they compile under this Triton."""
     from slotline.core.execution import compiling
 
-    launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
+    launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS), *hopper_products()]
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        for launch in (launches[0], launches[-1]):
+        for launch in (launches[0], launches[len(COUNTS)], launches[-2], launches[-1]):
             launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)
     triton.knobs.runtime.jit_cache_hook = asked
-    assert len(missing) == 2
+    assert len(missing) == 4
 
 
 def hopper_latents(n: int) -> Callable[[], bool]:
@@ -170,6 +170,20 @@ def hopper_prompts(n: int) -> Callable[[], bool]:
         given = (world.layer, query, key, value, world.batch, launch, out, lse)
         assert HopperPrompts(4, "cpu", 132).attend(*given)
     return partial(HopperPrompts(4, "cpu", 132).attend, *given)
+
+
+def hopper_products() -> list[Callable[[], torch.Tensor]]:
+    """Products of all numbers of rows, as `hopper_latents`; the last two are a gated one and one in parts."""
+    from slotline.plugins.model_families.passes.hopper_products import HopperProducts
+
+    products = HopperProducts({"early": True, "launch_pdl": True}, 8)
+    weight = torch.zeros(256, 1024, dtype=torch.bfloat16)
+    for rows in range(33, 129):
+        x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
+        launches = [partial(products.dot, x, weight, 1, "silu"), partial(products.dot, x, weight, 4)]
+        for launch in launches:
+            launch()
+    return launches
 
 
 def states() -> None:

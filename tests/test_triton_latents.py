@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 from slotline.backends import triton as triton_backend
 from slotline.backends.triton.build import build
 from slotline.backends.triton.latents import MANY, TritonLatents
+from slotline.core import hopper
 from slotline.registry.capability import Set
 from slotline.registry.errors import PluginError
 from slotline.registry.negotiation import Candidate, negotiate
@@ -65,7 +66,7 @@ def test_the_kernels_agree_with_the_oracle(batch: str, shape: str) -> None:
 def test_explain_says_where_hopper_s_own_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Written in Gluon, which changes with each release of Triton: it is used with the one that it was run with."""
     for release, capability, expected in (("3.6.0", (9, 0), True), ("3.9.0", (9, 0), False), ("3.6.0", (8, 0), False)):
-        monkeypatch.setattr(triton_backend, "version", lambda _, release=release: release)
+        monkeypatch.setattr(hopper, "version", lambda _, release=release: release)
         offer = probe(triton_backend.descriptor, evolve(GPU, compute_capability=capability))
         assert ("Hopper's own kernel" in offer.priority_reason) == expected
         for heads, size in ((128, 576), (128, 320), (16, 576)):

@@ -11,9 +11,10 @@ from torch.nn.functional import scaled_dot_product_attention
 pytest.importorskip("triton")
 
 from slotline.backends.triton import backend as triton_backend
-from slotline.backends.triton import has_hopper_kernels, prompts
+from slotline.backends.triton import prompts
 from slotline.backends.triton.backend import TritonBackend
 from slotline.backends.triton.prompts import PromptAttention
+from slotline.core.hopper import has_hopper_kernels
 from slotline.testing.environments.attention import Case, World
 
 pytestmark = pytest.mark.skipif(

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import product
 from typing import Any, Literal
 
 from attrs import evolve, frozen
 
+from slotline.core.hopper import has_hopper_kernels
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 FLOATS = ("float32", "bfloat16", "float16")
-HOPPER, GLUON = 9, "3.6."
-"""The major compute capability that the kernels of `latent_hopper` and `prompt_hopper` are for, and the release of
-Triton that they were run with: what they are written in, Gluon, still changes with each."""
 HOPPER_BLOCKS = Limit(
     when="latent_sizes=576",
     capability="preferred_block_sizes",
@@ -45,11 +42,6 @@ class TritonOptions:
     """
 
     prompts: Literal["step", "pages"] = "step"
-
-
-def has_hopper_kernels(compute_capability: tuple[int, int] | None) -> bool:
-    """Whether the kernels in Gluon run on such a device with the Triton that is installed."""
-    return compute_capability is not None and compute_capability[0] == HOPPER and version("triton").startswith(GLUON)
 
 
 def probe(device: DeviceInfo) -> Any:

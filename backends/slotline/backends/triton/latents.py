@@ -9,7 +9,8 @@ import torch
 import triton
 from attrs import frozen
 
-from slotline.backends.triton import has_hopper_kernels, kernels, latent_kernels
+from slotline.backends.triton import kernels, latent_kernels
+from slotline.core.hopper import has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from slotline.backends.triton import has_hopper_kernels
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
+from slotline.core.hopper import has_hopper_kernels
 from slotline.core.launching import Boxes, Launcher, next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.nn import functional
 
+from slotline.core.hopper import HOPPER, has_hopper_kernels
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
 from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, SINGLE, Products
 from slotline.registry.contracts.attention import CacheSlots
+
+if TYPE_CHECKING:
+    from slotline.plugins.model_families.passes.hopper_products import HopperProducts
 
 ACTIVATION_BLOCK = 1024
 ROWS_BY_HEAD, MANY_ROWS = 64, 1024
@@ -18,9 +24,8 @@ HEADS, MANY_HEADS = 8, 32
 above `MANY_ROWS`, as a prompt has, `MANY_HEADS`."""
 MANY_WARPS = 8
 """Most warps of a row's norm above `MANY_ROWS`: 33 us for 8,192 rows of 4,096 instead of 37 with 16."""
-EARLIEST, HOPPER = (9, 0), 9
-"""The compute capability from which a kernel may start before the one in front of it ends; and the major number of the
-one that the gated product of many rows is made for."""
+EARLIEST = (9, 0)
+"""The compute capability from which a kernel may start before the one in front of it ends."""
 
 
 class TritonKernels:
@@ -29,11 +34,18 @@ class TritonKernels:
     Args:
         early: whether kernels may start early (programmatic dependent launch).
         multiprocessors: see `Products`.
+        gluon: whether kernels in Gluon run there, see `hopper.has_hopper_kernels`.
     """
 
-    def __init__(self, *, early: bool = False, multiprocessors: int = 0) -> None:
+    _hopper: HopperProducts | None = None
+
+    def __init__(self, *, early: bool = False, multiprocessors: int = 0, gluon: bool = False) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
+        if gluon:
+            from slotline.plugins.model_families.passes.hopper_products import HopperProducts
+
+            self._hopper = HopperProducts(self._early, multiprocessors)
         self._starts = {"launch_pdl": True} if early else {}
         self._rms_norm = Launcher(triton_kernels.rms_norm)
         self._add_rms_norm = Launcher(triton_kernels.add_rms_norm)
@@ -210,6 +222,8 @@ class TritonKernels:
             return self._products.dot(x, weight, bias, in_parts=True)
         if self._products.suits_large(x, weight) and (parts := self._products.large_parts(weight)) > 1:
             return self._products.dot(x, weight, bias, shape=LARGE._replace(parts=parts))
+        if self._hopper is not None and (parts := self._hopper.parts(x, weight, bias, gated=False)):
+            return self._hopper.dot(x, weight, parts)
         return self.linear(x, weight, bias)[None]
 
     def extended_parts(
@@ -245,6 +259,8 @@ class TritonKernels:
         x = self._normed(x, norm)
         if self._products.suits(x, weight, gated=True):
             return self._products.dot(x, weight, bias, activation)[0]
+        if self._hopper is not None and self._hopper.parts(x, weight, bias, gated=True):
+            return self._hopper.dot(x, weight, 1, activation)[0]
         if self._products.suits_many(x, weight, bias):
             return self._products.gated(x, weight, activation)
         return self.act_and_mul(functional.linear(x, weight, bias), activation)
@@ -271,7 +287,7 @@ def triton_kernels_for(device: str) -> TritonKernels:
     """The kernels for a GPU such as ``cuda:0``."""
     capability = torch.cuda.get_device_capability(device)
     count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
-    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count)
+    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count, gluon=has_hopper_kernels(capability))
 
 
 def _row_options(n: int) -> dict[str, int]:
