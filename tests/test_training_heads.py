@@ -95,6 +95,13 @@ def test_medusa_heads_may_have_projections_of_their_own(
     assert all(torch.equal(first[name], again[name]) for name in first)
     with pytest.raises(ConfigError, match=r"4 heads of 3 blocks, which know 300 tokens"):
         heads.main(["medusa", *more, *small, "--layers", "2", "--begin", str(tmp_path / "medusa")])
+    measured = heads.main(["medusa", *more, *small, *shape, "--measure", "--begin", str(tmp_path / "medusa")])
+    assert set(measured) <= {"library", "test"}
+    assert len(measured) > 0
+    assert all(1 <= found["accepted_length"] <= 5 and found["held_out_prompts"] == 2 for found in measured.values())
+    assert all(torch.equal(load_file(tmp_path / "medusa" / "model.safetensors")[name], first[name]) for name in first)
+    with pytest.raises(SystemExit):
+        heads.main(["medusa", *more, *small, *shape, "--measure"])
     settings: dict[str, Any] = {
         "drafter.name": "medusa",
         "drafter.path": str(tmp_path / "medusa"),
