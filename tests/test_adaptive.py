@@ -160,6 +160,14 @@ def test_drafts_that_failed_by_chance_are_not_left_out_for_long(p: float, draft:
         assert drafted.mean() > 0.5, seed
 
 
+def test_steps_that_cannot_be_measured_keep_their_drafts() -> None:
+    """While prompts stand beside all decoding requests nothing is learned, and a good drafter must not lose by it."""
+    control, rows = DraftControl(2, K), np.arange(2)
+    asked = [control.asks(rows) for _ in range(10 * PERIOD)]
+    assert 1 <= asked[: PERIOD // 2].count(False) <= 8
+    assert asked.count(False) < 0.08 * len(asked)
+
+
 def test_acceptance_that_changes_is_noticed() -> None:
     """A request that starts to repeat itself after 400 steps gets drafts again."""
     rng, control, rows = Random(2), DraftControl(1, K), np.array([0])

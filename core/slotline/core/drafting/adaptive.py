@@ -81,8 +81,9 @@ class DraftControl:
         """Whether the drafter is asked in this step for the drafts of `rows` [n]."""
         self._turn += 1
         if not self._cost.known:
-            due = self._turn % (LEARNING // PLAIN + 1) == 0  # not by steps measured: those under way are not yet
-            return not (due and self._cost.wants_plain)
+            # By turns and not by steps measured: those under way are not yet, and none is while prompts are beside all.
+            apart = LEARNING // PLAIN + 1 if self._turn <= 2 * (LEARNING + PLAIN) else PERIOD // 4
+            return not (self._turn % apart == 0 and self._cost.wants_plain)
         if self._turn % PERIOD in (0, PERIOD // 2):
             return self._turn % PERIOD == 0
         lengths = np.full(len(rows), max(1, round(self._mean_length)))
