@@ -244,7 +244,7 @@ class EngineBuilder:
             adapters=adapters,
             logprobs_mode=config.sampling.logprobs_mode,
             count_nans=config.observability.count_nans,
-            earlier=stagings[:-1],
+            mark=gatherer.assembler.mark,
             microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
         )
         self.groups.set_router(runner, gatherer, runner.router)

@@ -7,7 +7,7 @@ log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class Runner:
     """Runs steps; the same functions serve profiling, warm-up and real requests.
 
     Attributes:
-        staging: of the device where tokens are sampled; `earlier` those of the pipeline stages before it.
+        staging: of the device where tokens are sampled.
+        mark: says that all copies of a step's inputs have been started, see `StepAssembler.mark`.
         last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
         pooling: what is done with hidden states where nothing is sampled, else None.
         states: serves the model's state layers, where it has any.
@@ -69,9 +70,9 @@ class Runner:
         grammars: StructuredOutputs | None = None,
         adapters: AdapterSource | None = None,
         *,
+        mark: Callable[[], None],
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
-        earlier: Sequence[Staging] = (),
         microbatches: Microbatches | None = None,
     ) -> None:
         self.model = model
@@ -79,7 +80,7 @@ class Runner:
         self.rows = rows
         self.pipeline = pipeline
         self.staging = staging
-        self.earlier = tuple(earlier)
+        self.mark = mark
         self.microbatches = microbatches or Microbatches()
         self.profiler = profiler
         self.drafting = drafting
@@ -111,8 +112,7 @@ class Runner:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
                 self.adapters.plan(inputs.lora_slots, inputs.single_slot)
-            for staging in (*self.earlier, self.staging):
-                staging.mark()
+            self.mark()
         masks = None
         if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
             with scope("grammar"):
