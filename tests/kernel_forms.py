@@ -176,7 +176,7 @@ def hopper_products() -> list[Callable[[], torch.Tensor]]:
     """Products of all numbers of rows, as `hopper_latents`; the last two are a gated one and one in parts."""
     from slotline.plugins.model_families.passes.hopper_products import HopperProducts
 
-    products = HopperProducts({"early": True, "launch_pdl": True}, 8)
+    products = HopperProducts({"launch_pdl": True}, 8)
     weight = torch.zeros(256, 1024, dtype=torch.bfloat16)
     for rows in range(33, 129):
         x = torch.zeros(rows, 1024, dtype=torch.bfloat16)

@@ -36,7 +36,7 @@ def far(found: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> TritonKernels:
     """As on the device, for weights of any size on any number of multiprocessors."""
-    monkeypatch.setattr(hopper_products, "LARGE", 1)
+    monkeypatch.setattr(hopper_products, "LARGE_WEIGHT", 1)
     monkeypatch.setattr(hopper_products.HopperProducts, "_fill", lambda self, programs: programs > 0)
     return triton_kernels_for("cuda:0")
 

@@ -42,11 +42,11 @@ class TritonKernels:
     def __init__(self, *, early: bool = False, multiprocessors: int = 0, gluon: bool = False) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
+        self._starts = {"launch_pdl": True} if early else {}
         if gluon:
             from slotline.plugins.model_families.passes.hopper_products import HopperProducts
 
-            self._hopper = HopperProducts(self._early, multiprocessors)
-        self._starts = {"launch_pdl": True} if early else {}
+            self._hopper = HopperProducts(self._starts, multiprocessors)
         self._rms_norm = Launcher(triton_kernels.rms_norm)
         self._add_rms_norm = Launcher(triton_kernels.add_rms_norm)
         self._rotate = Launcher(triton_kernels.rotate)

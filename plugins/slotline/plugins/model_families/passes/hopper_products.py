@@ -27,20 +27,19 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slotline.core.gluon_names import load_box, thread_barrier
-from slotline.core.launching import Boxes, Launcher, cdiv
+from slotline.core.launching import Boxes, Launcher
+from slotline.plugins.model_families.passes.products import FEWEST_ELEMENTS
 from slotline.plugins.model_families.passes.triton_kernels import activated
 
 FEWEST_ROWS, MOST_ROWS = 33, 128
-"""Rows that it has been measured to be faster for, with a weight of at least `LARGE` elements."""
-LARGE = 1 << 25
+"""Rows that it has been measured to be faster for, with a weight of at least `LARGE_WEIGHT` elements."""
+LARGE_WEIGHT = 1 << 25
 OUTPUTS, ELEMENTS = 128, 64
 """Of a program: 64 outputs for each warp group, and of a tile's rows."""
 STAGES = {(64, True): 5, (128, True): 4, (64, False): 8, (128, False): 6}
 """Tiles in shared memory, by rows of x in a tile and whether there are gate and up."""
 FILLED = 0.8
 """The share of multiprocessors that must have a program."""
-FEWEST_ELEMENTS = 1024
-"""Of a part."""
 
 
 @gluon.jit
@@ -193,12 +192,12 @@ class HopperProducts:
     """Launches the kernel.
 
     Args:
-        early: the launch's options, `early` among them.
+        starts: the launch's options where it may start early, else none.
         multiprocessors: of the device.
     """
 
-    def __init__(self, early: dict[str, bool], multiprocessors: int) -> None:
-        self._early, self._multiprocessors = early, multiprocessors
+    def __init__(self, starts: dict[str, bool], multiprocessors: int) -> None:
+        self._starts, self._multiprocessors = starts, multiprocessors
         layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
         boxes = partial(Boxes, make=partial(TensorDescriptor, layout=layout))
         self._weight_boxes = boxes((64, ELEMENTS))
@@ -213,7 +212,7 @@ class HopperProducts:
         """
         (n, k), rows = weight.shape, x.numel() // x.shape[-1]
         n = n // 2 if gated else n
-        if not FEWEST_ROWS <= rows <= MOST_ROWS or weight.numel() < LARGE or bias is not None:
+        if not FEWEST_ROWS <= rows <= MOST_ROWS or weight.numel() < LARGE_WEIGHT or bias is not None:
             return 0
         half = x.dtype in (torch.bfloat16, torch.float16) and x.dtype == weight.dtype
         if not half or n % OUTPUTS or x.data_ptr() % 16 or weight.data_ptr() % 16:
@@ -235,7 +234,7 @@ class HopperProducts:
         block = 64 if rows <= 64 else 128
         out = x.new_empty((parts, *x.shape[:-1], n), dtype=torch.float32 if parts > 1 else None)
         self._launch(
-            (cdiv(n, OUTPUTS), parts),
+            (n // OUTPUTS, parts),
             self._x_boxes[block](x, (rows, k), (k, 1)),
             self._weight_boxes(weight, tuple(weight.shape), (k, 1)),
             out,
@@ -247,8 +246,8 @@ class HopperProducts:
             ELEMENTS,
             STAGES[block, gated],
             activation,
-            self._early["early"],
+            bool(self._starts),
             num_warps=4,
-            **{name: value for name, value in self._early.items() if name != "early"},
+            **self._starts,
         )
         return out
