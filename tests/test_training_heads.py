@@ -102,6 +102,8 @@ def test_medusa_heads_may_have_projections_of_their_own(
     assert all(torch.equal(load_file(tmp_path / "medusa" / "model.safetensors")[name], first[name]) for name in first)
     with pytest.raises(SystemExit):
         heads.main(["medusa", *more, *small, *shape, "--measure"])
+    with pytest.raises(SystemExit):
+        heads.main(["eagle", *more, *small, "--begin", str(tmp_path / "medusa")])
     settings: dict[str, Any] = {
         "drafter.name": "medusa",
         "drafter.path": str(tmp_path / "medusa"),

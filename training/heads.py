@@ -199,6 +199,8 @@ def parse_options(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.draft_vocab_size is None:
         options.draft_vocab_size = 0 if options.kind == "medusa" else 2048
     options.out = options.out or options.model / options.kind
+    if options.begin is not None and options.kind != "medusa":
+        parser.error("--begin goes on from Medusa heads alone")
     if options.measure and options.begin is None:
         parser.error("--measure needs --begin, the folder of the heads")
     return options
