@@ -95,12 +95,13 @@ def build(num_requests: int) -> Engine:
     router = AttentionRouter(
         [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, batch=0, layers=())], {}
     )
+    gatherer = InputGatherer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192)
     return Engine(
         plan=None,  # type: ignore[arg-type]
         rows=rows,
         scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
-        gatherer=InputGatherer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192),
-        runner=Runner(NoModel(), router, rows, pipeline, staging, profiler),  # type: ignore[arg-type]
+        gatherer=gatherer,
+        runner=Runner(NoModel(), router, rows, pipeline, staging, profiler, mark=gatherer.assembler.mark),  # type: ignore[arg-type]
         pipeline=pipeline,
         profiler=profiler,
         limits=EngineLimits(
