@@ -161,6 +161,20 @@ def test_equal_logits_stay_or_go_together() -> None:
     assert least.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_masked_logits_are_not_kept_by_a_top_k_of_all_others(top_k: int, top_p: float) -> None:
+    logits = torch.full((2, 31), -torch.inf)
+    logits[0, [0, 23]] = torch.tensor([0.0, -0.0232])
+    logits[1, [4, 9]] = 1.0
+    rows = batch(2, temperature=[1e-7, 1.0], top_k=top_k, top_p=top_p)
+    tokens, least = run(logits, rows)
+    for i in range(2):
+        right(logits.numpy(), rows, i, int(tokens[i]), float(least[i]))
+    if (top_k, top_p) == (2, 1.0):
+        assert least.tolist() == [float(logits[0, 23] / 1e-6), 1.0]
+
+
 def test_the_first_of_the_largest_logits_is_taken_by_a_greedy_row() -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [70, 71, 4000]] = 3.0

@@ -92,12 +92,14 @@ def draw_rows(
             bound = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
             looked_at = _choose(peaks, bound, groups, chosen)
             below = _unkey(tl.maximum(_key(bound) - 1, LOWEST))
-            whole, count, _ = _look(logits, packed, chosen, looked_at, vocab_size, most, below, group, tile)
+            whole, count, smallest = _look(logits, packed, chosen, looked_at, vocab_size, most, below, group, tile)
             if limited:
                 if count > top_k:
                     bound, whole = _kth_largest(
                         logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile
                     )
+                elif count == top_k:  # the pivot may be minus infinity, where masked logits lie
+                    bound = smallest
             elif floor == -float("inf"):
                 all_mass = tl.sum(masses.to(tl.float64), 0)
                 if whole < top_p.to(tl.float64) * all_mass:  # a flat row: the pivot was too high
