@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,11 +17,11 @@ from attrs import evolve
 from slotline.core import LLM
 from slotline.core.execution import graphs, rehearsal
 from slotline.core.execution.attention import unowned
-from slotline.core.execution.capturing import WARM_UPS, CaptureReport
+from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.staging import CpuStaging
-from slotline.registry.errors import IntegrityError
+from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 
 
 def test_an_unowned_tensor_is_the_same_memory_and_does_not_hold_it() -> None:
@@ -151,6 +153,46 @@ def test_every_shape_runs_eagerly_with_its_attention_before_it_is_captured(
     inside = (["attention"] if state == "captured" else ["attention", "end", "begin"]) * layers
     assert events == (WARM_UPS * warm_up + ["begin", "forward", *inside, "end"]) * 2
     assert made.report.graphs == (2 if state == "captured" else 2 * (layers + 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "typed", "says"),
+    [
+        (
+            torch.OutOfMemoryError("CUDA out of memory"),
+            CapacityError,
+            r"capturing the forward of 2 tokens does not fit into memory[\s\S]*the largest of graphs.sizes",
+        ),
+        (
+            RuntimeError("operation not permitted when stream is capturing\nmore"),
+            ModelError,
+            r"the forward of 2 tokens cannot be captured: operation not permitted when stream is\D*none",
+        ),
+    ],
+)
+def test_what_goes_wrong_in_a_capture_is_a_typed_error_with_its_remedy(
+    error: RuntimeError,
+    typed: type[Exception],
+    says: str,
+    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, _ = capture("captured")
+    made._captured.clear()
+    for name in ("Stream", "current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(graphs, "Capturing", Capturing)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(made._model, "forward", fail)
+    with pytest.raises(typed, match=says):
+        made.capture()
+    assert not made._captured
+    assert gc.isenabled()
 
 
 @pytest.mark.behaviour(138)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
 from attrs import evolve
 
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Choice, Flag, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -18,8 +18,8 @@ EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 def probe(device: DeviceInfo) -> Any:
     """The offer, where torch can compile it: on a GPU that takes Triton, whose template wants heads of 16 and more."""
-    if device.type == "cuda" and find_spec("triton") is None:
-        return "FlexAttention needs the package triton on a GPU; `pip install triton`"
+    if device.type == "cuda" and (reason := why_no_triton()):
+        return f"FlexAttention is compiled by way of Triton on a GPU: {reason}"
     if device.type == "cuda":
         return evolve(descriptor.capabilities, head_sizes=Range(minimum=16))
     return descriptor.capabilities

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from itertools import product
 from typing import Any, Literal
 
 from attrs import evolve, frozen
 
 from slotline.core.hopper import has_hopper_kernels
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -45,9 +45,9 @@ class TritonOptions:
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton is installed; older GPUs lack the instructions for bfloat16."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
+    """The offer, if Triton's kernels can run; older GPUs lack the instructions for bfloat16."""
+    if device.type == "cuda" and (reason := why_no_triton()):
+        return reason
     if has_hopper_kernels(device.compute_capability):
         offer = descriptor.capabilities
         reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, and for latents of 512 + 64"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Flag, GraphSupport, Level, Set
 from slotline.registry.contracts.state import STATE_KINDS, StateCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton is installed and the GPU has bfloat16."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
+    """The offer, if Triton's kernels can run and the GPU has bfloat16."""
+    if device.type == "cuda" and (reason := why_no_triton()):
+        return reason
     if device.type == "cuda" and (device.compute_capability or (8, 0)) < (8, 0):
         return f"compute capability 8.0 or later is needed, this is {device.compute_capability}"
     return descriptor.capabilities

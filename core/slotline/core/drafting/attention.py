@@ -19,7 +19,7 @@ from slotline.core.cache.block_pool import NULL_BLOCK
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.attention import Attend, AttentionRouter, StepPlans
 from slotline.core.execution.staging import reserved_bytes
-from slotline.core.sampling.batch import has_triton
+from slotline.core.triton_support import has_triton
 from slotline.registry.contracts import AttentionBatch, AttentionLayer
 
 Int = npt.NDArray[np.int64]

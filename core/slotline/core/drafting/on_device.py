@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from slotline.core.sampling.batch import has_triton
 from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.triton_support import has_triton
 
 
 class Stood(NamedTuple):

@@ -17,7 +17,7 @@ from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.feeds import Sent
 from slotline.core.execution.host_inputs import HostInputs
 from slotline.core.execution.staging import Staging
-from slotline.core.sampling.batch import has_triton
+from slotline.core.triton_support import has_triton
 from slotline.registry.contracts import StateBatch
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from functools import cache
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -134,9 +131,3 @@ def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.floa
     z ^= z >> np.uint64(31)
     numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
-
-
-@cache
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return importlib.util.find_spec("triton") is not None

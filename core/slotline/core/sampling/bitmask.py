@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.sampling.batch import has_triton
+from slotline.core.triton_support import has_triton
 
 Int32 = npt.NDArray[np.int32]
 _BITS = 32  # of a word

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slotline.core.sampling.batch import has_triton
+from slotline.core.triton_support import has_triton
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:

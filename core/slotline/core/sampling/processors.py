@@ -17,9 +17,9 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.core.frontend.sampling_params import SamplingParams
-from slotline.core.sampling.batch import has_triton
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
+from slotline.core.triton_support import has_triton
 from slotline.registry.contracts import (
     Companion,
     LogitsBatch,

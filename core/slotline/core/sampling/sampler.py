@@ -15,9 +15,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotline.core.sampling.batch import PackedParameters, SamplingBatch, has_triton, uniforms
+from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
 from slotline.core.sampling.likeliest import likeliest
 from slotline.core.sampling.torch_sampling import invert, sample_torch
+from slotline.core.triton_support import has_triton
 from slotline.registry.errors import CapacityError
 
 __all__ = ["SamplingBatch", "invert", "sample", "uniforms", "warm_up"]

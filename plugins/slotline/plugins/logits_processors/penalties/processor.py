@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from slotline.core.triton_support import has_triton
 from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
@@ -29,7 +29,7 @@ class Penalties:
         self._frequency = np.zeros(context.max_requests, np.float32)
         self._repetition = np.ones(context.max_requests, np.float32)
         self._counts: DeviceCounts | None = None
-        if context.device.startswith("cuda") and find_spec("triton"):
+        if context.device.startswith("cuda") and has_triton():
             from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts
 
             self._counts = DeviceCounts(context.max_requests, context.vocab_size, context.device)

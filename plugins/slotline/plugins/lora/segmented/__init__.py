@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
 from slotline.registry.contracts.lora import LoraCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton is installed."""
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
+    """The offer, if Triton's kernels can run."""
+    if device.type == "cuda" and (reason := why_no_triton()):
+        return reason
     return descriptor.capabilities
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 
 import torch
 from attrs import frozen
 from torch import nn
 
+from slotline.core.triton_support import has_triton
 from slotline.plugins.model_families.passes.kernels import FusedKernels, RowKernels
 from slotline.registry.errors import ModelError
 
@@ -69,7 +69,7 @@ def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
 
 
 def _has_triton(device: str) -> bool:
-    if find_spec("triton") is None or not torch.cuda.is_available():
+    if not torch.cuda.is_available() or not has_triton():
         return False
     return torch.cuda.get_device_capability(device) >= OLDEST_GPU
 

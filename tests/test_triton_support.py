@@ -1,0 +1,70 @@
+"""What Triton's kernels need besides a GPU: what is missing is known, with its remedy, before anything compiles."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from negotiation_cases import CPU, GPU
+
+from slotline.backends import flex, triton, triton_state
+from slotline.core import triton_support
+from slotline.plugins.lora import segmented
+
+PLUGINS: dict[str, ModuleType] = {"triton": triton, "state": triton_state, "lora": segmented, "flex": flex}
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+def test_a_missing_package_is_the_reason_with_its_remedy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_support, "find_spec", lambda _: None)
+    reason = PLUGINS[name].probe(GPU)
+    assert "the package triton is not installed; `pip install triton`" in reason
+    assert PLUGINS[name].probe(CPU) == PLUGINS[name].descriptor.capabilities, "no package makes up for a GPU"
+
+
+@pytest.mark.parametrize("name", PLUGINS)
+@pytest.mark.usefixtures("no_compiler")
+def test_a_missing_compiler_is_the_reason_with_its_remedy(name: str) -> None:
+    pytest.importorskip("triton")
+    reason = PLUGINS[name].probe(GPU)
+    assert "finds no C compiler: gcc or clang; install one, or name it in the environment variable CC" in reason
+    assert PLUGINS[name].probe(CPU) == PLUGINS[name].descriptor.capabilities
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_compiler_is_looked_for_where_triton_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    knobs = pytest.importorskip("triton.knobs")
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "'no-such-compiler', which CC names" in str(triton_support.why_no_triton())
+    monkeypatch.setenv("CC", sys.executable)
+    assert triton_support.why_no_triton() is None
+    monkeypatch.delenv("CC")
+    (tmp_path / "clang").symlink_to(sys.executable)
+    assert triton_support.why_no_triton() is None
+    (tmp_path / "clang").unlink()
+    monkeypatch.setattr(knobs.build, "impl", lambda *_: None)
+    assert triton_support.why_no_triton() is None, "who builds launchers in another way needs no compiler"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_slower_operations_in_place_of_kernels_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("triton")
+    triton_support.has_triton.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, "slotline"):
+            assert not triton_support.has_triton()
+            assert not triton_support.has_triton()
+    finally:
+        triton_support.has_triton.cache_clear()
+    (told,) = caplog.messages
+    assert told.startswith("torch's operations do the work of Triton's kernels on this GPU")
+    assert "finds no C compiler" in told
