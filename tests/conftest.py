@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import mkdtemp
@@ -94,6 +95,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def c_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a machine with a C compiler, for what only looks for one."""
+    monkeypatch.setenv("CC", sys.executable)
 
 
 @pytest.fixture(scope="session")

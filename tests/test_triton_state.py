@@ -238,6 +238,7 @@ def test_auto_takes_the_kernels_on_a_gpu_and_torch_on_a_cpu() -> None:
         assert ("priority: 10, triton has 50" if other == "torch" else "N101") in why_not(plan, other)
 
 
+@pytest.mark.usefixtures("c_compiler")
 def test_a_gpu_without_bfloat16_is_told() -> None:
     assert "compute capability 8.0" in str(probe(evolve(GPU, compute_capability=(7, 5))))
     assert probe(GPU) == descriptor.capabilities
