@@ -33,7 +33,7 @@ from attrs import field, frozen
 HERE = Path(__file__).parent
 SMALL, LARGE = "qwen3-0.6b", "llama-3.1-8b"
 LONGEST = "attention:flashinfer"
-"""The backend that compiles most: no other takes a core that it could use."""
+"""The backend that compiles most; the others yield to it."""
 BACKENDS = (
     LONGEST,
     "attention:flex",
