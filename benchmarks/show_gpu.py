@@ -97,11 +97,11 @@ class Session:
                 status = _wait(process, self.left)
             printed.seek(0)
             lines = [line.rstrip() for line in printed if line.strip() and "Warning" not in line]
+        most = job.shown if status in ("0", "1") else 60  # it ended by itself, or what it said last may say why not
         if job.shown:
             self.verdicts[job.title] = lines[-1] if lines and status in ("0", "1") else status
         ended = "" if status == "0" else f", {status}"
-        if job.shown or status != "0":
-            lines = lines[-(job.shown if job.shown and status in ("0", "1") else 60) :]
+        lines = lines[-most:] if most else lines
         head = f"== {job.title} ({time.monotonic() - began:.0f} s{ended}; at {time.monotonic() - self.started:.0f} s)"
         with self._printing:
             print(f"\n{head}", *lines, sep="\n", flush=True)

@@ -51,11 +51,8 @@ PROMPTS = ((8192,), (2048,) * 4, (512,) * 16, (1024,))
 ROUNDS = 30
 AT_LEAST = 5 * 10**8
 """Bytes of state that a captured graph goes through, ten times the L2 cache."""
-COPY_SIZES = (
-    *((512, 4), (1024, 2), (1024, 4), (1024, 8), (2048, 4)),
-    *((2048, 8), (4096, 4), (4096, 8), (8192, 8), (8192, 16)),
-)
-"""Words of 32 bits, and warps, of a program that only copies."""
+COPY_WARPS = {512: (4,), 1024: (2, 4, 8), 2048: (4, 8), 4096: (4, 8), 8192: (8, 16)}
+"""Warps of a program that only copies, by its words of 32 bits."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -201,7 +198,8 @@ def copying(nbytes: int, count: int) -> tuple[float, float]:
             )
 
     torchs = captured(lambda: [target.copy_(source) for source, target in pairs], count)
-    return min(captured(partial(ours, *sizes), count) for sizes in COPY_SIZES), torchs
+    sizes = [(block, warps) for block, several in COPY_WARPS.items() for warps in several]
+    return min(captured(partial(ours, *size), count) for size in sizes), torchs
 
 
 def decode_bytes(layer: StateLayer, inputs: Tensors, batch: int) -> int:
