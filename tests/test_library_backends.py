@@ -31,6 +31,8 @@ CPU = DeviceInfo(type="cpu")
 MODULES = {"flashinfer": flashinfer, "flash_attn": flash_attn}
 HALF = Asked("bfloat16", "checkpoint", False)
 
+pytestmark = pytest.mark.usefixtures("c_compiler")
+
 
 def without(monkeypatch: pytest.MonkeyPatch, module: Any, *names: str) -> None:
     """Let a backend's module find every package but these."""
@@ -66,7 +68,6 @@ def test_a_missing_package_is_the_reason_with_its_remedy(name: str, monkeypatch:
     assert module.probe(CPU) == module.descriptor.capabilities, "a package is no remedy for the lack of a GPU"
 
 
-@pytest.mark.usefixtures("c_compiler")
 def test_flex_takes_small_heads_on_a_cpu_alone() -> None:
     assert flex.probe(CPU).head_sizes.refusal(7) is None
     assert flex.probe(GPU).head_sizes.refusal(7) == "needs 7, offers 16 and up"

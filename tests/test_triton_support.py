@@ -5,16 +5,26 @@ from __future__ import annotations
 import logging
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from negotiation_cases import CPU, GPU
 
-from slotline.backends import flex, triton, triton_state
+from slotline.backends import flash_attn, flashinfer, flex, triton, triton_state
 from slotline.core import triton_support
 from slotline.plugins.lora import segmented
 
-PLUGINS: dict[str, ModuleType] = {"triton": triton, "state": triton_state, "lora": segmented, "flex": flex}
+PLUGINS: dict[str, Any] = {
+    "triton": triton,
+    "state": triton_state,
+    "lora": segmented,
+    "flex": flex,
+    "flash_attn": flash_attn,
+    "flash_attn_3": SimpleNamespace(probe=flash_attn.probe_3, descriptor=flash_attn.descriptor_3),
+    "flashinfer": flashinfer,
+}
+"""What launches kernels of Triton's, be it those that write the cache."""
 
 
 @pytest.fixture

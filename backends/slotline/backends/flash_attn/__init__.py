@@ -5,24 +5,31 @@ from __future__ import annotations
 from importlib.util import find_spec
 from typing import Any
 
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if the package is there."""
-    if device.type == "cuda" and find_spec("flash_attn") is None:
+    """The offer, if the package is there, and Triton, whose kernel writes the cache."""
+    if device.type != "cuda":
+        return descriptor.capabilities
+    if reason := why_no_triton():
+        return reason
+    if find_spec("flash_attn") is None:
         return "the package flash_attn is not installed; `pip install flash-attn` makes this backend available"
     return descriptor.capabilities
 
 
 def probe_3(device: DeviceInfo) -> Any:
-    """The offer, if the package is there; its kernels are Hopper's alone."""
+    """The offer, if the package is there, and Triton; its kernels are Hopper's alone."""
     if device.type != "cuda":
         return descriptor_3.capabilities
     if device.compute_capability is None or device.compute_capability[0] != 9:
         return f"FlashAttention 3 runs on Hopper (compute capability 9.0), this is {device.name}"
+    if reason := why_no_triton():
+        return reason
     if find_spec("flash_attn_interface") is None:
         return (
             "the package flash_attn_interface is not installed; build it from the folder hopper of flash-attention's "

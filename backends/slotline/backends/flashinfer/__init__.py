@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
+from slotline.core.triton_support import why_no_triton
 from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
@@ -34,9 +35,11 @@ class FlashInferOptions:
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if the package is there, and a compiler for its kernels or their compiled form."""
+    """The offer, if the package is there, a compiler for its kernels or their compiled form, and Triton for ours."""
     if device.type != "cuda":
         return descriptor.capabilities  # negotiation says that the device is the reason, and no package helps
+    if reason := why_no_triton():
+        return reason
     if find_spec("flashinfer") is None:
         return "the package flashinfer is not installed; `pip install flashinfer-python` makes this backend available"
     if find_spec("flashinfer_jit_cache") is None and (missing := _missing_tool()):
