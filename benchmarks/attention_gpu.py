@@ -106,7 +106,17 @@ SHAPES = (
 
 SHARED = tuple(
     Shape(f"{requests} x {shared + 128:,}, {shared:,} shared", ((1, shared + 128),) * requests, shared)
-    for requests, shared in ((8, 8192), (16, 1024), (32, 512), (64, 512), (64, 2048), (64, 8192), (256, 1024))
+    for requests, shared in (
+        (8, 8192),
+        (16, 1024),
+        (16, 4096),
+        (32, 512),
+        (64, 512),
+        (64, 1024),
+        (64, 2048),
+        (64, 8192),
+        (256, 1024),
+    )
 )
 
 

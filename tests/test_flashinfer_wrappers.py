@@ -25,6 +25,7 @@ from slotline.backends.flashinfer import backend as adapter
 from slotline.registry.contracts.attention import AttentionBatch
 from slotline.testing.environments.attention import Case, World
 from slotline.testing.environments.attention_shapes import SHAPES, with_empty_rows
+from slotline.testing.environments.attention_variants import share_prefix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels themselves run here")
 
@@ -142,6 +143,72 @@ def test_one_backend_serves_batches_in_turn_and_keeps_one_wrapper_for_each_numbe
     assert len(addresses) == 1, "captured kernels read the schedule at one address"
 
 
+PREFIXES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "soft cap": {"soft_cap": 5.0, "amplitude": 6.0},
+    "sinks": {"sinks": True},
+    "large scores": {"amplitude": 100.0},
+    "heads first": {"layout": "HND"},
+}
+
+
+@pytest.mark.behaviour(10)
+@pytest.mark.parametrize("features", PREFIXES)
+@pytest.mark.parametrize("blocks", [1, 7])
+@pytest.mark.parametrize(
+    "own", [((1, 1), (1, 16), (1, 17)), ((1, 2), (1, 30), (5, 20), (40, 45))], ids=["decode", "mixed"]
+)
+def test_a_common_prefix_is_computed_once_and_joined(
+    own: tuple[tuple[int, int], ...], blocks: int, features: str, module: Module
+) -> None:
+    requests = tuple((query_len, 16 * blocks + length) for query_len, length in own)
+    world = World(case(requests, **PREFIXES[features]))
+    share_prefix(world, 16 * blocks, announced=True)
+    out, lse = world.run(backend_for(world))
+    world.check(out, lse, base="2")
+    *rest, prefix = module.planned
+    assert prefix["lens"].tolist() == [16 * blocks]
+    assert prefix["starts"].tolist() == [0, world.batch.num_tokens]
+    assert sorted(length for plan in rest for length in plan["lens"].tolist()) == sorted(length for _, length in own)
+
+
+def test_steps_with_and_without_a_common_prefix_follow_each_other() -> None:
+    backend, wrappers = None, set()
+    for seed, blocks in enumerate((2, 0, 5, 1)):
+        world = World(case(((1, 16 * 5 + 3), (1, 16 * 5 + 20), (6, 16 * 5 + 9)), seed=seed))
+        if blocks:
+            share_prefix(world, 16 * blocks, announced=True)
+        backend = backend or backend_for(world)
+        world.check(*world.run(backend), base="2")
+        wrappers.add(len(backend._planner._by_kernel))
+    assert wrappers == {2}
+
+
+def test_a_prefix_of_a_decode_step_is_planned_for_a_graph_again_and_again(module: Module) -> None:
+    backend, worlds = None, []
+    for requests, blocks in ((3, 7), (5, 2), (3, 1), (5, 6)):
+        world = World(case(tuple((1, 16 * blocks + 5 + 9 * index) for index in range(requests))))
+        share_prefix(world, 16 * blocks, announced=True)
+        backend = backend or backend_for(world)
+        world.check(*world.run(backend), base="2")
+        worlds.append(world)
+    assert set(backend._planner._prefix_by_rows) == {3, 5}
+    assert not backend._planner._by_kernel
+    prefixes = module.planned[1::2]
+    assert [plan["lens"].tolist() for plan in prefixes] == [[112], [32], [16], [96]]
+    assert all(
+        plan["graph"] and plan["total"] == len(w.batch.seq_lens) for plan, w in zip(prefixes, worlds, strict=True)
+    )
+    assert len({plan["int"].data_ptr() for plan in prefixes}) == 1, "captured kernels read the schedule at one address"
+
+
+def test_a_prefix_is_served_apart_where_it_is_long_and_shared_by_many() -> None:
+    backend = backend_for(World(case(((1, 40),))))
+    for length, requests, expected in ((4096, 16, True), (4080, 16, False), (1024, 64, True), (1008, 256, False)):
+        ones = np.ones(requests, np.int64)
+        assert backend.use_cascade(length, ones, ones * (length + 5)) is expected
+
+
 @pytest.mark.parametrize(("asked", "kernels"), [("auto", {"fa2", "fa3"}), ("fa3", {"fa3"}), ("fa2", {"fa2"})])
 def test_long_queries_take_the_kernel_of_hopper(asked: str, kernels: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter, "_takes_fa3", lambda asked, context: asked != "fa2")
@@ -150,7 +217,7 @@ def test_long_queries_take_the_kernel_of_hopper(asked: str, kernels: set[str], m
     backend = adapter.FlashInferBackend(context)
     for world in worlds:
         world.check(*world.run(backend), base="2")
-    assert set(backend._planner._by_kernel) == kernels
+    assert {kernel for kernel, _ in backend._planner._by_kernel} == kernels
 
 
 def test_a_replayed_batch_may_have_padded_requests() -> None:

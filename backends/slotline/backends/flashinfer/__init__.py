@@ -73,6 +73,7 @@ descriptor = Descriptor(
         # A captured prefill plan takes its tile from the most tokens that one request could have, not from what each
         # has: verifying 4 drafts of 256 requests would compute tiles of 128 rows for 5. Such batches run eagerly.
         graphs=Level(GraphSupport.SINGLE_TOKEN),
+        cascade=Flag(True),
         lse=Flag(True, "base 2; a sink counts as one more key"),
         lse_base="2",
         lowest_score=-5e4,  # what FlashInfer's kernels have in place of minus infinity

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from slotline.backends.flashinfer import FlashInferOptions
 from slotline.backends.flashinfer.modules import compile_kernels
+from slotline.backends.flashinfer.pages import join
 from slotline.backends.flashinfer.plans import Planner
 from slotline.backends.sinks import add_sinks
 from slotline.backends.triton.backend import Plan as StorePlan
 from slotline.backends.triton.backend import TritonBackend
+from slotline.core.launching import next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import ConfigError
 
 LONG_QUERY = 64
 """Mean query tokens from which `auto` takes fa3: its tiles hold 128 and it does not split keys."""
+CASCADE_PREFIX, CASCADE_READS = 1024, 65_536
+"""Shared tokens, and these times the requests that share them, from which on a common prefix is served apart."""
 
 
 class Part(NamedTuple):
@@ -32,10 +38,11 @@ class Plan(NamedTuple):
 
     store: StorePlan
     parts: tuple[Part, ...]
+    prefix: Part | None = None
 
 
 class FlashInferBackend:
-    """Paged attention by FlashInfer. Implements `AttentionBackend`.
+    """Paged attention by FlashInfer. Implements `AttentionBackend` and `CascadeBackend`.
 
     Requests at the front of a batch that decode go to the decode wrapper, the others to the prefill wrapper.
 
@@ -59,7 +66,17 @@ class FlashInferBackend:
         if batch.num_tokens > decodes:
             wrapper = self._planner.prefill(batch, decodes, self._kernel(batch))
             parts.append(Part(decodes, batch.num_tokens, wrapper))
-        return Plan(StorePlan(batch, ()), tuple(parts))
+        prefix = None
+        if batch.common_prefix_len:
+            long = self._hopper and batch.num_tokens >= self._long
+            prefix = Part(0, batch.num_tokens, self._planner.prefix(batch, "fa3" if long else "fa2"))
+        return Plan(StorePlan(batch, ()), tuple(parts), prefix)
+
+    def use_cascade(
+        self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
+    ) -> bool:
+        """Where the prefix is long and read by many; docs/performance.md has the measurement."""
+        return common_prefix_len >= CASCADE_PREFIX and common_prefix_len * len(query_lens) >= CASCADE_READS
 
     def _kernel(self, batch: AttentionBatch) -> str:
         """fa3 for long queries; it gives no numbers for a padded request, which has no key."""
@@ -90,11 +107,28 @@ class FlashInferBackend:
         pages = (cache.key, cache.value)
         for first, end, wrapper in plan.parts:
             wrapper.run(query[first:end], pages, out=target[first:end], lse=lse[first:end], return_lse=True)
+        if plan.prefix is not None:
+            self._join_prefix(plan.prefix, query, pages, target, lse)
         if sinks is not None:
             lse[:tokens] = add_sinks(target[:tokens], lse[:tokens], sinks, base="2")
         if target is not out:
             out[:tokens] = target[:tokens]
         return lse.T
+
+    def _join_prefix(
+        self,
+        prefix: Part,
+        query: torch.Tensor,
+        pages: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """Join what all tokens see in the common prefix to what they see behind it."""
+        tokens, heads, size = prefix.end, out.shape[1], out.shape[2]
+        apart, apart_lse = out.new_empty((tokens, heads, size)), lse.new_empty((tokens, heads))
+        prefix.wrapper.run(query[:tokens], pages, out=apart, lse=apart_lse, return_lse=True)
+        width = next_power_of_2(size)
+        join[(tokens * heads,)](out, lse, apart, apart_lse, heads, size, out.stride(0), out.stride(1), width=width)
 
 
 def _takes_fa3(asked: str, context: AttentionContext) -> bool:

@@ -26,17 +26,25 @@ class Pages(NamedTuple):
 
 
 def pages_of(batch: AttentionBatch, first: int, end: int, page: int, window: int | None) -> Pages:
-    """The pages of requests `first` .. `end`; those that lie wholly before every query's window are left out, since
-    they may have been freed, and FlashInfer multiplies masked values by zero, garbage too.
+    """The pages of requests `first` .. `end` behind the common prefix; those wholly before every query's window
+    are left out: they may have been freed, and FlashInfer multiplies masked values by zero, garbage too.
     """
     lens = batch.seq_lens_cpu[first:end]
-    skipped = np.zeros_like(lens)
+    skipped = np.minimum(lens, batch.common_prefix_len) // page  # a padded request has no length
     if window is not None:
         query_lens = np.diff(batch.query_start_loc_cpu[first : end + 1])
         skipped = np.maximum(lens - query_lens - window + 1, 0) // page
-    lens = lens - skipped * page
+    return _listed(lens - skipped * page, skipped, page)
+
+
+def prefix_pages(length: int, page: int) -> Pages:
+    """The pages of a common prefix, as those of a single request."""
+    return _listed(np.array([length], np.int32), np.zeros(1, np.int32), page)
+
+
+def _listed(lens: Int, skipped: Int, page: int) -> Pages:
     counts = -(-lens // page)
-    indptr = np.zeros(end - first + 1, np.int32)
+    indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(counts, out=indptr[1:])
     return Pages(indptr, np.where(counts > 0, lens - (counts - 1) * page, 0).astype(np.int32), skipped, lens)
 
@@ -52,3 +60,20 @@ def line_up(table, row_stride, indptr, skipped, indices, block: tl.constexpr):  
         offsets = at + tl.arange(0, block)
         here = offsets < count
         tl.store(indices + start + offsets, tl.load(source + offsets, mask=here), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def join(out, lse, other, other_lse, num_heads, size, out_token, out_head, width: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Attention over two parts of the keys, of a token and a head: the second joined to the first, LSE in base 2."""
+    row = tl.program_id(0).to(tl.int64)
+    first, second = tl.load(lse + row), tl.load(other_lse + row)
+    most = tl.maximum(first, second)
+    share, other_share = tl.exp2(first - most), tl.exp2(second - most)
+    whole = share + other_share
+    place = tl.arange(0, width)
+    to = out + row // num_heads * out_token + row % num_heads * out_head + place
+    added = tl.load(other + row * size + place, mask=place < size).to(tl.float32)
+    value = tl.where(share > 0, tl.load(to, mask=place < size).to(tl.float32) * share, 0.0)  # no key, no number
+    value = (value + added * other_share) / whole
+    tl.store(to, value.to(out.dtype.element_ty), mask=place < size)
+    tl.store(lse + row, most + tl.log2(whole))

@@ -2,8 +2,8 @@
 
 A plan of FlashInfer is host code. It writes the schedule of a step to a pinned buffer and copies it to the device; a
 second plan must not write there before that copy is over (both here and for our own arrays: two buffers in turn, each
-with an event). In a captured graph the schedule is read from a buffer of fixed address, so decode wrappers are made
-once for each number of requests, share those buffers, and are planned again before each replay.
+with an event). In a captured graph the schedule is read from a buffer of fixed address, so wrappers of decode steps are
+made once for each number of requests, share those buffers, and are planned again before each replay.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from flashinfer import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -18,7 +19,7 @@ from flashinfer import (
     fast_decode_plan,
 )
 
-from slotline.backends.flashinfer.pages import Pages, line_up, pages_of
+from slotline.backends.flashinfer.pages import Pages, line_up, pages_of, prefix_pages
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext
 
 SCHEDULE_BYTES = 8 << 20
@@ -100,8 +101,10 @@ class Planner:
         self._workspace = torch.zeros(workspace_bytes(context), dtype=torch.uint8, device=self._device)
         self._decodes = Buffers(context.max_requests, width, self._device)
         self._others = Buffers(context.max_requests, width, self._device)
+        self._prefix = Buffers(1, width, self._device)
         self._by_rows: dict[int, Any] = {}
-        self._by_kernel: dict[str, Any] = {}
+        self._prefix_by_rows: dict[int, Any] = {}
+        self._by_kernel: dict[tuple[str, bool], Any] = {}
 
     def decode(self, batch: AttentionBatch, end: int) -> Any:
         """A planned decode wrapper for the first `end` requests, one query token each."""
@@ -139,26 +142,69 @@ class Planner:
 
     def prefill(self, batch: AttentionBatch, first: int, kernel: str) -> Any:
         """A planned prefill wrapper for the requests from `first` on, for eager calls."""
-        buffers, end = self._others, batch.num_requests
+        end = batch.num_requests
         pages = pages_of(batch, first, end, self._page, self._window)
-        buffers.fill(pages, batch.block_table[first:end])
+        self._others.fill(pages, batch.block_table[first:end])
         starts = batch.query_start_loc_cpu[first : end + 1] - batch.query_start_loc_cpu[first]
-        wrapper = self._by_kernel.get(kernel)
+        return self._planned(self._others, pages, starts.astype(np.int32), kernel, batch.causal)
+
+    def prefix(self, batch: AttentionBatch, kernel: str) -> Any:
+        """A planned prefill wrapper for all query tokens over the common prefix, which each of them sees whole.
+
+        A decode step's is by `fa2` and may be captured: one prompt of a fixed number of query tokens has the same tiles
+        whatever its keys, which a graph's plan always splits over as many places.
+        """
+        pages = prefix_pages(batch.common_prefix_len, self._page)
+        self._prefix.fill(pages, batch.block_table[:1])
+        rows = batch.num_tokens
+        starts = np.array([0, rows], np.int32)
+        if rows > batch.num_decodes:
+            return self._planned(self._prefix, pages, starts, kernel, causal=False)
+        wrapper = self._prefix_by_rows.get(rows)
+        if wrapper is None:
+            wrapper = self._prefix_by_rows[rows] = BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=torch.from_numpy(starts).to(self._device),
+                paged_kv_indptr_buf=self._prefix.indptr(1),
+                paged_kv_indices_buf=self._prefix.indices,
+                paged_kv_last_page_len_buf=self._prefix.last_page_len(1),
+                backend="fa2",
+            )
+            wrapper._int_workspace_buffer = self._prefix.schedule
+        return self._plan(wrapper, self._prefix, self._prefix.indices[:0], pages, starts, causal=False)
+
+    def _planned(self, buffers: Buffers, pages: Pages, starts: npt.NDArray[np.int32], kernel: str, causal: bool) -> Any:
+        key = kernel, buffers is self._prefix  # both may be planned for one step
+        wrapper = self._by_kernel.get(key)
         if wrapper is None:
             wrapper = BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=kernel)
             wrapper._int_workspace_buffer = buffers.schedule
-            self._by_kernel[kernel] = wrapper
+            self._by_kernel[key] = wrapper
+        indices = buffers.indices[: int(pages.indptr[-1])]
+        return self._plan(wrapper, buffers, indices, pages, starts, causal)
+
+    def _plan(
+        self,
+        wrapper: Any,
+        buffers: Buffers,
+        indices: torch.Tensor,
+        pages: Pages,
+        starts: npt.NDArray[np.int32],
+        causal: bool,
+    ) -> Any:
         wrapper._pin_memory_int_workspace_buffer = buffers.schedule_pinned.take()
         wrapper.plan(
-            torch.from_numpy(starts.astype(np.int32)),
+            torch.from_numpy(starts),
             torch.from_numpy(pages.indptr),
-            buffers.indices[: int(pages.indptr[-1])],
+            indices,
             torch.from_numpy(pages.last_page_len),
             *self._shape,
             **self._fixed,
-            causal=batch.causal,
+            causal=causal,
             seq_lens=torch.from_numpy(pages.lens),
-            max_token_per_sequence=batch.max_query_len,
+            max_token_per_sequence=int(np.diff(starts).max()),
         )
         buffers.schedule_pinned.copied()
         return wrapper
