@@ -8,7 +8,8 @@ so that no state is found in the L2 cache, medians of replays of a captured grap
 written, and the inputs and outputs. Their share of copying is given three times: of a copy of 4 GiB; and of copies that
 move as many bytes as the layer does, in a graph like its own, by a kernel of ours in the best of its sizes, which reads
 before the copy in front has ended (programmatic dependent launch), and by torch. Prefill: prompts without a state,
-medians of eager calls; operations are those of the chunked forms' products at chunks of 64. Where FlashInfer, mamba-ssm
+medians of eager calls; the limit is the time of the bytes, of the chunked forms' products at chunks of 64 or of the
+selective scan's exponentials, whichever is the longest, at rates measured in the same run. Where FlashInfer, mamba-ssm
 or flash-linear-attention are installed, their kernels run on the same inputs in the same process, after their results
 were compared with ours.
 """
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -167,10 +169,44 @@ def captured(work: Callable[[], Any], calls: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """TB/s of a device-to-device copy of 4 GiB, read and write counted."""
+    """Bytes a microsecond of a device-to-device copy of 4 GiB, read and write counted."""
     source = torch.empty(2**31, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
-    return 2 * source.nbytes / median(lambda: target.copy_(source), 10) / 1e6
+    return 2 * source.nbytes / median(lambda: target.copy_(source), 10)
+
+
+class Limits(NamedTuple):
+    """What the card reaches in this run, each in millions a second: bytes a microsecond and so on.
+
+    Attributes:
+        copying: bytes read and written by a copy of 4 GiB.
+        products: operations of a bfloat16 matrix product of 8,192 x 8,192 x 8,192.
+        exponentials: of base 2 in float32, of numbers in registers.
+    """
+
+    copying: float
+    products: float
+    exponentials: float
+
+    @classmethod
+    def measured(cls) -> Limits:
+        left, right = normal(8192, 8192), normal(8192, 8192)
+        products = 2 * 8192**3 / median(lambda: left @ right, 10)
+        numbers = torch.zeros(2**22, device="cuda")
+
+        def exponentials() -> None:
+            repeat_exp2[(numbers.numel() // 1024,)](numbers, times=256, block=1024)
+
+        return cls(copy_bandwidth(), products, 256 * numbers.numel() / median(exponentials, 10))
+
+
+@triton.jit
+def repeat_exp2(numbers, times: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0) * block + tl.arange(0, block)
+    value = tl.load(numbers + place)
+    for _ in range(times):
+        value = tl.exp2(-value)
+    tl.store(numbers + place, value)
 
 
 @triton.jit
@@ -220,17 +256,33 @@ def prefill_operations(kind: str, tokens: int) -> float:
     return 0.0
 
 
-def library_decode(
-    kind: str, inputs: Tensors, state: Tensors, slots: torch.Tensor
-) -> Callable[[], torch.Tensor] | None:
-    """FlashInfer's selective_state_update with these inputs."""
+def prefill_exponentials(kind: str, tokens: int) -> float:
+    """Of the selective scan, one for each token, channel and number of its state; elsewhere they are few."""
+    f = FACTS[kind]
+    return float(tokens * f["channels"] * f["state_size"]) if kind == "mamba1" else 0.0
+
+
+def library_decodes(kind: str, inputs: Tensors, state: Tensors, slots: torch.Tensor) -> dict[str, Callable[[], Any]]:
+    """The public kernels of one decode step with these inputs, by library."""
+    if kind in ("mamba1", "mamba2"):
+        return selective_updates(kind, inputs, state["ssm"], slots)
+    if kind != "gated_delta":
+        return {}
     try:
-        from flashinfer.mamba import selective_state_update
-    except ImportError:
-        return None
-    if kind not in ("mamba1", "mamba2"):
-        return None
-    held = state["ssm"]
+        from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
+    except ImportError as error:
+        print(f"  {kind}: {error}")
+        return {}
+    step = {name: value[:, None] for name, value in inputs.items()}
+    options = {"scale": FACTS[kind]["scale"], "use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    held = state["delta"][slots.long()]  # it knows no slots: one state behind the other, and a new tensor of them
+    return {"flash-linear-attention": lambda: fused_recurrent_gated_delta_rule(**step, initial_state=held, **options)}
+
+
+def selective_updates(
+    kind: str, inputs: Tensors, held: torch.Tensor, slots: torch.Tensor
+) -> dict[str, Callable[[], Any]]:
+    """FlashInfer's and mamba-ssm's selective_state_update, which take the same arguments."""
     wide = held.shape[1:] if kind == "mamba2" else (1, *held.shape[1:])
     batch = inputs["x"].shape[0]
 
@@ -244,8 +296,7 @@ def library_decode(
     rate = inputs["A"].view(wide) if kind == "mamba1" else inputs["A"][:, None, None].expand(wide)
     columns = {name: inputs[name].view(batch, -1, wide[2]) for name in "BC"}
     gate = inputs["z"].view(batch, *wide[:2]) if "z" in inputs else None
-    return partial(
-        selective_state_update,
+    arguments = (
         held.view(held.shape[0], *wide),
         inputs["x"].view(batch, *wide[:2]),
         spread(inputs["dt"]),
@@ -258,9 +309,19 @@ def library_decode(
         True,
         slots,
     )
+    found: dict[str, Callable[[], Any]] = {}
+    for library, module in (
+        ("FlashInfer", "flashinfer.mamba"),
+        ("mamba-ssm", "mamba_ssm.ops.triton.selective_state_update"),
+    ):
+        try:
+            found[library] = partial(import_module(module).selective_state_update, *arguments)
+        except ImportError as error:
+            print(f"  {kind}: {error}")
+    return found
 
 
-def library_prefill(kind: str, inputs: Tensors, lengths: tuple[int, ...]) -> Callable[[], Any] | None:
+def library_prefills(kind: str, inputs: Tensors, lengths: tuple[int, ...]) -> dict[str, Callable[[], Any]]:
     """mamba-ssm's chunk scan or flash-linear-attention's gated delta rule; prompts must have equal lengths."""
     i = {
         name: v.unflatten(0, (len(lengths), lengths[0]))
@@ -273,37 +334,45 @@ def library_prefill(kind: str, inputs: Tensors, lengths: tuple[int, ...]) -> Cal
 
             options = {"D": inputs["D"], "dt_bias": inputs["dt_bias"], "dt_softplus": True, "return_final_states": True}
             args = (i["x"], i["dt"], inputs["A"], i["B"], i["C"], 256)
-            return lambda: mamba_chunk_scan_combined(*args, **options)
+            return {"mamba-ssm": lambda: mamba_chunk_scan_combined(*args, **options)}
         if kind == "gated_delta":
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
             args = tuple(i[name] for name in ("q", "k", "v", "g", "beta"))
             options = {"scale": FACTS[kind]["scale"], "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-            return lambda: chunk_gated_delta_rule(*args, **options)
+            return {"flash-linear-attention": lambda: chunk_gated_delta_rule(*args, **options)}
     except ImportError as error:
         print(f"  {kind}: {error}")
-    return None
+    return {}
 
 
-def compared(ours: Callable[[], torch.Tensor], theirs: Callable[[], Any] | None) -> Callable[[], Any] | None:
-    """`theirs`, where it agrees with ours; what it says or how far it is off is printed where not."""
-    if theirs is None:
-        return None
+def agrees(library: str, call: Callable[[], Any], want: torch.Tensor) -> bool:
+    """Whether a library runs and gives what ours does; what it says or how far it is off is printed where not."""
     try:
-        got = theirs()
+        got = call()
     except Exception as error:
-        print(f"  library: {type(error).__name__}: {str(error)[:300]}")
-        return None
+        print(f"  {library}: {type(error).__name__}: {str(error)[:300]}")
+        return False
     got = got[0] if isinstance(got, tuple) else got
-    want = ours().float()
-    off = float((got.float().view_as(want) - want).norm() / want.norm())
-    if off > 0.02:
-        print(f"  library: differs by {off:.3f} of the norm")
-        return None
-    return theirs
+    off = float((got.float().reshape(want.shape) - want).norm() / want.norm())
+    if not off <= 0.02:
+        print(f"  {library}: differs by {off:.3f} of the norm")
+        return False
+    return True
 
 
-def decode(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
+def each(calls: Sequence[Callable[[], Any]]) -> None:
+    """Call one after the other."""
+    for call in calls:
+        call()
+
+
+def said(time: float, others: Mapping[str, float]) -> str:
+    """How long the libraries took, and what part of their time ours is."""
+    return "".join(f"; {library} {other:.2f} us, {time / other:.2f} times" for library, other in others.items())
+
+
+def decode(name: str, kind: str, limits: Limits) -> list[dict[str, Any]]:
     figures, layer = [], layer_of(kind)
     backend = backend_of(name, layer)
     for batch in BATCHES:
@@ -316,18 +385,27 @@ def decode(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
         def ours(state: Tensors, inputs: Tensors = inputs, plan: Any = plan) -> torch.Tensor:
             return backend.forward(layer, inputs, state, plan)  # type: ignore[no-any-return]
 
-        calls = [library_decode(kind, inputs, state, slots) for state in states]
-        before = {key: value.clone() for key, value in states[0].items()}
-        reference = library_decode(kind, inputs, before, slots)
-        theirs = compared(partial(ours, states[0]), reference)
+        def called(library: str, state: Tensors, inputs: Tensors = inputs, slots: torch.Tensor = slots) -> Any:
+            return library_decodes(kind, inputs, state, slots)[library]
+
+        def fresh(state: Tensors) -> Tensors:
+            return {key: value.clone() for key, value in state.items()}
+
+        begun = fresh(states[0])  # what is timed changes the others
+        want = ours(fresh(begun)).float()
         time = captured(lambda: [ours(state) for state in states], count)  # noqa: B023
-        other = captured(lambda: [call() for call in calls], count) if theirs else None  # type: ignore[misc] # noqa: B023
+        others = {
+            library: captured(partial(each, [called(library, state) for state in states]), count)
+            for library in library_decodes(kind, inputs, states[0], slots)
+            if agrees(library, called(library, fresh(begun)), want)
+        }
         nbytes = decode_bytes(layer, inputs, batch)
-        speed, (best, plain) = nbytes / time / 1e6, copying(nbytes, count)
+        best, plain = copying(nbytes, count)
+        speed, share = nbytes / time / 1e6, nbytes / time / limits.copying
         print(
-            f"{kind:12} decode {batch:4}: {time:8.2f} us {speed:6.2f} TB/s {speed / limit:5.1%} of copying 4 GiB, "
+            f"{kind:12} decode {batch:4}: {time:8.2f} us {speed:6.2f} TB/s {share:5.1%} of copying 4 GiB, "
             f"{best / time:5.0%} of copying {nbytes / 1e6:.1f} MB ({best:.2f} us; by torch {plain:.1f})"
-            + (f"; FlashInfer {other:8.1f} us, {time / other:.2f} times" if other else ""),
+            + said(time, others),
             flush=True,
         )
         figures.append(
@@ -336,16 +414,16 @@ def decode(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
                 "decode": batch,
                 "us": time,
                 "tb_s": speed,
-                "share": speed / limit,
+                "share": share,
                 "share_of_as_many_bytes": best / time,
                 "share_of_as_many_bytes_by_torch": plain / time,
-                "other": other,
+                "others": others,
             }
         )
     return figures
 
 
-def prefill(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
+def prefill(name: str, kind: str, limits: Limits) -> list[dict[str, Any]]:
     figures, layer = [], layer_of(kind)
     backend = backend_of(name, layer)
     for lengths in PROMPTS:
@@ -354,18 +432,26 @@ def prefill(name: str, kind: str, limit: float) -> list[dict[str, Any]]:
         state = state_of(layer, len(lengths))
         plan = backend.plan(batch_of(lengths, torch.arange(len(lengths), device="cuda").int(), known=False))
         ours = partial(backend.forward, layer, inputs, state, plan)
-        theirs = compared(ours, library_prefill(kind, inputs, lengths))
-        time, other = median(ours), median(theirs) if theirs else None
+        want = ours().float()
+        libraries = library_prefills(kind, inputs, lengths)
+        time = median(ours)
+        others = {name: median(call) for name, call in libraries.items() if agrees(name, call, want)}
         like = inputs["v" if "v" in inputs else "x"]
-        least = (sum(value.nbytes for value in inputs.values()) + like.nbytes) / limit / 1e6
-        rate = prefill_operations(kind, tokens) / time / 1e6
+        operations = prefill_operations(kind, tokens)
+        least = {
+            "copying": (sum(value.nbytes for value in inputs.values()) + like.nbytes) / limits.copying,
+            "products": operations / limits.products,
+            "exponentials": prefill_exponentials(kind, tokens) / limits.exponentials,
+        }
+        bound = max(least, key=least.__getitem__)
         print(
-            f"{kind:12} prefill {len(lengths):3} x {lengths[0]:5}: {time:8.1f} us, {least / time:4.0%} of copying, "
-            f"{rate:5.0f} TFLOP/s" + (f"; library {other:8.1f} us, {time / other:.2f} times" if other else ""),
+            f"{kind:12} prefill {len(lengths):3} x {lengths[0]:5}: {time:8.1f} us, {least[bound] / time:4.0%} of the "
+            f"limit, {least[bound]:.1f} us for {bound}; {operations / time / 1e6:5.0f} TFLOP/s" + said(time, others),
             flush=True,
         )
         figures.append(
-            {"kind": kind, "prefill": lengths, "us": time, "tflop_s": rate, "share": least / time, "other": other}
+            {"kind": kind, "prefill": lengths, "us": time, "limits": least, "share": least[bound] / time}
+            | {"others": others}
         )
     return figures
 
@@ -378,13 +464,16 @@ def main() -> None:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    limit = copy_bandwidth()
-    print(f"{torch.cuda.get_device_name()}, copying at {limit:.2f} TB/s")
+    limits = Limits.measured()
+    print(
+        f"{torch.cuda.get_device_name()}: copying at {limits.copying / 1e6:.2f} TB/s, products at "
+        f"{limits.products / 1e6:.0f} TFLOP/s, {limits.exponentials / 1e6:.2f} exponentials a picosecond"
+    )
     figures: list[dict[str, Any]] = []
     for measure in (decode, prefill):
         for kind in arguments.kind or FACTS:
             if arguments.only in (None, measure.__name__):
-                figures += measure(arguments.backend, kind, limit)
+                figures += measure(arguments.backend, kind, limits)
     if arguments.json:
         with open(arguments.json, "w", encoding="utf-8") as file:
             json.dump(figures, file, indent=1)

@@ -5,15 +5,20 @@
 
 torch's profiler records the named parts of a step on the host (`StepProfiler`) and every kernel on the device, on one
 clock. Printed are the parts in order with their times, how much of each the device was busy, and every pause of the
-device; the profiler's own cost, which makes the host's parts longer than they are, is in them. The picture needs
-matplotlib.
+device; the profiler's own cost, which makes the host's parts longer than they are, is in them. Before that, steps
+without it: how long one takes, and how much of that the host works, that is all but its waits for the device. The
+picture needs matplotlib.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +31,8 @@ from slotline.core.frontend.workloads import workload
 PREFIX = "slotline."
 PAUSE = 5.0
 """Microseconds without a kernel from which on the device counts as pausing."""
+UNTRACED = 40
+"""Steps in front of the trace whose host's part is timed."""
 COLOURS = {"forward": "#4c78a8", "sampling": "#f58518", "copies": "#9d9da1"}
 
 
@@ -51,8 +58,9 @@ def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
     ]
     while any(request.metrics.time_to_first_token is None for request in requests):
         engine.step()
-    for _ in range(first):
+    for _ in range(max(0, first - UNTRACED)):
         engine.step()
+    say_host_cost(llm, min(first, UNTRACED))
     engine.profiler.enabled = True
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps + 1):  # the first one under a profiler is longer than the others
@@ -62,6 +70,33 @@ def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
     for request in list(engine.requests):
         engine.abort(request)
     return spans(profiler.events(), steps)
+
+
+def say_host_cost(llm: LLM, steps: int) -> None:
+    """Run so many steps and print the median one and its host's part; only the waits are timed inside."""
+    engine, waited, figures = llm.engine, [0.0], []
+
+    @contextmanager
+    def waiting() -> Iterator[None]:
+        start = perf_counter()
+        yield
+        waited[0] += perf_counter() - start
+
+    def scope(name: str) -> AbstractContextManager[None]:
+        return waiting() if name == "wait" else nullcontext()
+
+    engine.profiler.scope = scope  # type: ignore[method-assign]
+    for _ in range(steps):
+        waited[0], start = 0.0, perf_counter()
+        engine.step()
+        whole = perf_counter() - start
+        figures.append((whole, whole - waited[0]))
+    del engine.profiler.scope  # type: ignore[method-assign]
+    whole, host = (1e6 * median(column) for column in zip(*figures, strict=True))
+    most = 1e6 * sorted(own for _, own in figures)[9 * steps // 10]
+    print(
+        f"{steps} steps without a profiler: {whole:.0f} us, of which the host works {host:.0f} (nine in ten {most:.0f})"
+    )
 
 
 def spans(events: Any, steps: int) -> tuple[list[Span], list[Span]]:
