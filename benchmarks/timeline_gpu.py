@@ -58,9 +58,11 @@ def trace(llm: LLM, first: int, steps: int) -> tuple[list[Span], list[Span]]:
     ]
     while any(request.metrics.time_to_first_token is None for request in requests):
         engine.step()
-    for _ in range(max(0, first - UNTRACED)):
+    untraced = min(first, UNTRACED)
+    for _ in range(first - untraced):
         engine.step()
-    say_host_cost(llm, min(first, UNTRACED))
+    if untraced:
+        say_host_cost(llm, untraced)
     engine.profiler.enabled = True
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps + 1):  # the first one under a profiler is longer than the others
