@@ -11,6 +11,7 @@ import torch
 
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.staging import Staging, reserved_bytes
+from slotline.core.triton_support import has_triton
 
 Int = npt.NDArray[np.int64]
 
@@ -71,6 +72,7 @@ class DeviceTables:
         self.num_bytes = sum(reserved_bytes(s, np.int32) + 2 * reserved_bytes((s[0],), np.int64) for s in shapes)
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
         self._taken = [torch.zeros_like(table) for table in self._tables]
+        self._views: list[tuple[int, int, torch.Tensor] | None] = [None for _ in shapes]  # of these, as last taken
         self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -82,16 +84,27 @@ class DeviceTables:
 
     def take(self, longest: int) -> list[torch.Tensor]:
         """Write the changes down, then gather."""
-        count = len(self._rows)
-        tables = []
-        parts = zip(self._groups, self._tables, self._taken, self._changes, self._sizes, strict=True)
-        for group, table, taken, changes, size in parts:
-            if changes is not None:
-                table.index_copy_(0, *changes)
-            torch.index_select(table, 0, self._rows, out=taken[:count])
-            tables.append(taken[:count, : group.columns(longest, size)])
+        for table, taken, changes in zip(self._tables, self._taken, self._changes, strict=True):
+            if table.is_cuda and has_triton():
+                from slotline.core.cache.triton_tables import put_rows, take_rows
+
+                if changes is not None:
+                    put_rows(table, *changes)
+                take_rows(table, self._rows, taken)
+            else:
+                if changes is not None:
+                    table.index_copy_(0, *changes)
+                torch.index_select(table, 0, self._rows, out=taken[: len(self._rows)])
         self._changes = []
-        return tables
+        return [self._view(i, longest) for i in range(len(self._groups))]
+
+    def _view(self, index: int, longest: int) -> torch.Tensor:
+        """What was taken of a cache group, as wide as the longest sequence needs; mostly of the size of the last."""
+        count, columns = len(self._rows), self._groups[index].columns(longest, self._sizes[index])
+        last = self._views[index]
+        if last is None or last[:2] != (count, columns):
+            last = self._views[index] = (count, columns, self._taken[index][:count, :columns])
+        return last[2]
 
     def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
         changed = np.flatnonzero(group.versions != seen)

@@ -95,6 +95,25 @@ class CacheGroup:
         everything = len(held) >= self._blocks_at_most or self.encoder_len is not None
         self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
 
+    def extend_all(self, rows: Int, counts: list[int], blocks: list[int]) -> None:
+        """`extend` of each of `rows` [n], which are distinct, by `counts` [n] of the blocks, in order."""
+        if self.ratio > 1 or self.encoder_len is not None or max(counts, default=0) > 1:
+            for row, count in zip(rows.tolist(), counts, strict=True):
+                self.extend(row, blocks[:count])
+                blocks = blocks[count:]
+            return
+        if 0 in counts:
+            rows = rows[np.array(counts) > 0]
+        lengths = []
+        for row, block in zip(rows.tolist(), blocks, strict=True):
+            held = self.blocks[row]
+            lengths.append(len(held))
+            held.append(block)
+        starts = np.array(lengths, np.int64)
+        self.table[rows, starts] = blocks
+        self.versions[rows] += 1
+        self.capacity[rows] = np.where(starts + 1 >= self._blocks_at_most, NO_LIMIT, (starts + 1) * self.block_size)
+
     def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
         """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
         manager = np.asarray(blocks, np.int32)[:, None]
@@ -167,6 +186,19 @@ class CacheManager:
             return False
         for group, count in zip(self.groups, missing, strict=True):
             group.extend(row, self.pool.allocate(count))
+        return True
+
+    def try_grow_all(self, rows: Int, num_tokens: Int) -> bool:
+        """`try_grow` of `rows` [n], which are distinct, to `num_tokens` [n] each; all of them, or none."""
+        asked = list(zip(rows.tolist(), num_tokens.tolist(), strict=True))
+        missing = [[group.missing(row, count) for row, count in asked] for group in self.groups]
+        total = sum(map(sum, missing))
+        if total > self.pool.num_free:
+            return False
+        blocks = self.pool.allocate(total)
+        for group, counts in zip(self.groups, missing, strict=True):
+            group.extend_all(rows, counts, blocks[: sum(counts)])
+            blocks = blocks[sum(counts) :]
         return True
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:

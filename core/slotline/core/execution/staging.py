@@ -18,6 +18,8 @@ from attrs import define
 _ALIGNMENT = 16
 """Bytes; what vector loads of kernels want of an address."""
 _MOST_VIEWS = 4096
+_STRETCH = 4096
+"""Bytes; the one copy of a step is of a multiple of them, so that few lengths occur."""
 
 
 class Download(Protocol):
@@ -115,8 +117,11 @@ class CudaStaging:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
+        current = self.device.index is None
+        self._index = torch.cuda.current_device() if current else self.device.index  # faster looked up than a device
         self._copied = torch.cuda.Event()
         self._views: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._stretches: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._results: dict[torch.dtype, list[torch.Tensor]] = {}
         self._used = 0
         self.reserve(0)
@@ -127,6 +132,7 @@ class CudaStaging:
         self._host = self._pinned.numpy()
         self._device = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         self._views.clear()
+        self._stretches.clear()
 
     def begin(self) -> None:
         """Wait for the marked copies; an event that was never recorded counts as passed."""
@@ -149,18 +155,22 @@ class CudaStaging:
 
     def flush(self) -> None:
         """One copy."""
-        self._device[: self._used].copy_(self._pinned[: self._used], non_blocking=True)
+        size = min(-(-self._used // _STRETCH) * _STRETCH, len(self._host))
+        pair = self._stretches.get(size)
+        if pair is None:
+            pair = self._stretches[size] = (self._device[:size], self._pinned[:size])
+        pair[0].copy_(pair[1], non_blocking=True)
 
     def mark(self) -> None:
         """Record the event that `begin` waits for."""
-        self._copied.record(torch.cuda.current_stream(self.device))
+        self._copied.record(torch.cuda.current_stream(self._index))
 
     def download(self, tensor: torch.Tensor) -> Download:
         """Copy to pinned memory, and an event behind it."""
         host = self._result(tensor.dtype, tensor.numel())
         host.copy_(tensor.reshape(-1), non_blocking=True)
         done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(self.device))
+        done.record(torch.cuda.current_stream(self._index))
         return _Copy(host, tensor.shape, done)
 
     def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:

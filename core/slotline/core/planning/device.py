@@ -46,8 +46,12 @@ def resolve_device(asked: str, *, key: str = "device") -> str:
 
 
 def device_scope(device: str) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one: kernels that torch does not launch, streams and captures go there."""
-    return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
+    """Makes a CUDA device the current one: kernels that torch does not launch, streams and captures go there.
+
+    `cuda` without a number is the current one.
+    """
+    kind, _, index = device.partition(":")
+    return torch.cuda.device(int(index)) if kind == "cuda" and index else nullcontext()
 
 
 def on_device(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -45,7 +45,7 @@ class LastTokens:
 
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
         """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on whatever device."""
-        self.tokens[stand_ins] = tokens.to(self.tokens.device, non_blocking=True)
+        self.tokens.scatter_(0, stand_ins, tokens.to(self.tokens.device, non_blocking=True))
 
     def record_drafts(self, stand_ins: torch.Tensor, drafts: torch.Tensor) -> None:
         """Keep the drafts [n, max_drafts] int64 behind the tokens of `stand_ins` [n] int64."""

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slotline.core.launching import Launcher
+
 MANY_ROWS = 32
 PARTS, FEW_PARTS = 64, 8
 """Of a row; and where there are more than `MANY_ROWS`."""
@@ -15,8 +17,9 @@ BLOCK, WARPS = 2048, 4
 
 
 @triton.jit(do_not_specialize=["size"])
-def _best_of_parts(logits, row_stride, maxima, places, size, block: tl.constexpr):
-    """Grid (rows, parts): maxima and places [rows, parts], the largest entry of the part and the first place of it."""
+def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
+    """Grid (rows, parts): `found` [rows, 2, parts], the largest entries of the parts and, int32, the first place of
+    each."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     each = tl.cdiv(tl.cdiv(size, parts), block) * block  # so that a part begins where a wide load may
     start = part * each
@@ -30,17 +33,22 @@ def _best_of_parts(logits, row_stride, maxima, places, size, block: tl.constexpr
         better = values > best
         best, place = tl.where(better, values, best), tl.where(better, at, place)
     largest = tl.max(best)
-    tl.store(maxima + row * parts + part, largest)
-    tl.store(places + row * parts + part, tl.min(tl.where(best == largest, place, size)))
+    found += row * 2 * parts + part
+    tl.store(found, largest)
+    tl.store(found + parts, tl.min(tl.where(best == largest, place, size)).to(tl.float32, bitcast=True))
 
 
 @triton.jit
-def _best_part(maxima, places, out, parts: tl.constexpr):
-    """Grid (rows,): the place of the first of the largest maxima."""
+def _best_part(found, out, parts: tl.constexpr):
+    """Grid (rows,): the place of the first of the largest entries."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, parts)
-    best = tl.load(maxima + row * parts + part)
-    place = tl.load(places + row * parts + part)
+    found += row * 2 * parts + part
+    best = tl.load(found)
+    place = tl.load(found + parts).to(tl.int32, bitcast=True)
     tl.store(out + row, tl.min(tl.where(best == tl.max(best), place, 0x7FFFFFFF)).to(tl.int64))
+
+
+_launch_parts, _launch_rows = Launcher(_best_of_parts), Launcher(_best_part)
 
 
 def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
@@ -48,10 +56,9 @@ def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     n, size = logits.shape
     parts = PARTS if n <= MANY_ROWS else FEW_PARTS
-    maxima = torch.empty(n, parts, dtype=torch.float32, device=logits.device)
-    places = torch.empty(n, parts, dtype=torch.int32, device=logits.device)
+    found = torch.empty(n, 2, parts, dtype=torch.float32, device=logits.device)
     out = torch.empty(n, dtype=torch.int64, device=logits.device)
     if n:
-        _best_of_parts[(n, parts)](logits, logits.stride(0), maxima, places, size, block=BLOCK, num_warps=WARPS)
-        _best_part[(n,)](maxima, places, out, parts=parts, num_warps=1)
+        _launch_parts((n, parts), logits, logits.stride(0), found, size, BLOCK, num_warps=WARPS)
+        _launch_rows((n,), found, out, parts, num_warps=1)
     return out

@@ -19,9 +19,9 @@ groups' kept masses in token order, then the tokens of one group.
 from __future__ import annotations
 
 import torch
-import triton
 
-from slotline.core.sampling.triton_kernels import draw_rows, group_stats
+from slotline.core.launching import Launcher, cdiv, next_power_of_2
+from slotline.core.sampling import triton_kernels
 
 GROUP = 32
 MOST_GROUPS = 8192
@@ -37,6 +37,8 @@ ROW_WARPS = 16
 ROW_REGISTERS: dict[str, int] = {"maxnreg": 128} if torch.version.cuda else {}
 """So that two rows of 8 warps fit on a multiprocessor; more would save 48 bytes of spills and cost half of the rows."""
 
+group_stats, draw_rows = Launcher(triton_kernels.group_stats), Launcher(triton_kernels.draw_rows)
+
 
 def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [n] int64 drawn from logits [n, vocab_size] float32, and the smallest scaled logits [n] that might be.
@@ -46,44 +48,50 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
     n, vocab_size = logits.shape
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    group = max(GROUP, triton.next_power_of_2(triton.cdiv(vocab_size, MOST_GROUPS)))
-    num_groups = triton.cdiv(vocab_size, group)
-    num_tiles = triton.cdiv(num_groups, TILE)
-    width = max(LEAST_WIDTH, triton.next_power_of_2(num_groups))
-    maxima, sums = torch.empty(2, n, num_groups, dtype=torch.float32, device=logits.device).unbind()
+    group = max(GROUP, next_power_of_2(cdiv(vocab_size, MOST_GROUPS)))
+    num_groups = cdiv(vocab_size, group)
+    num_tiles = cdiv(num_groups, TILE)
+    width = max(LEAST_WIDTH, next_power_of_2(num_groups))
+    maxima = torch.empty(n, num_groups, dtype=torch.float32, device=logits.device)
+    sums = torch.empty(n, num_groups, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(n, num_groups, dtype=torch.int32, device=logits.device)
     near = torch.empty(n, ROOM, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
     least = torch.empty(n, dtype=torch.float32, device=logits.device)
     if n == 0:
         return tokens, least
-    stats = (maxima, sums)
-    sizes = {"group": group, "tile": TILE}
-    group_stats[(n * num_tiles,)](
+    stride = logits.stride(0)
+    group_stats(
+        (n * num_tiles,),
         logits,
-        logits.stride(0),
+        stride,
         params,
-        *stats,
+        maxima,
+        sums,
         vocab_size,
         num_groups,
         num_tiles,
-        **sizes,
+        group,
+        TILE,
         num_warps=STATS_WARPS,
     )
-    draw_rows[(n,)](
+    draw_rows(
+        (n,),
         logits,
-        logits.stride(0),
+        stride,
         params,
-        *stats,
+        maxima,
+        sums,
         chosen,
         near,
         tokens,
         least,
         vocab_size,
         num_groups,
-        **sizes,
-        width=width,
-        room=ROOM,
+        group,
+        TILE,
+        width,
+        ROOM,
         num_warps=max(STATS_WARPS, min(ROW_WARPS, width // 512)),
         **ROW_REGISTERS,
     )

@@ -118,7 +118,10 @@ class Scheduler:
         ahead = np.minimum(after + self.lookahead, self.rows.max_model_len)
         preempted: list[Request] = []
         undrafted = False
-        for position in self.cache.rows_short(rows, ahead).tolist():
+        short = self.cache.rows_short(rows, ahead)
+        if len(short) and self.cache.try_grow_all(rows[short], ahead[short]):
+            short = short[:0]
+        for position in short.tolist():
             request = self.running[position] if position < len(self.running) else None
             if request is None:  # preempted below by a request before it
                 break
