@@ -11,6 +11,7 @@ import torch
 
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.staging import Staging, reserved_bytes
+from slotline.core.planning.device import device_scope
 from slotline.core.triton_support import has_triton
 
 Int = npt.NDArray[np.int64]
@@ -67,7 +68,7 @@ class DeviceTables:
     ) -> None:
         self._groups = tuple(groups)
         self._sizes = tuple(kernel_block_sizes)
-        self._staging = staging
+        self._staging, self._device = staging, device
         shapes = [group.table.shape for group in groups]
         self.num_bytes = sum(reserved_bytes(s, np.int32) + 2 * reserved_bytes((s[0],), np.int64) for s in shapes)
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
@@ -76,6 +77,8 @@ class DeviceTables:
         self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for table in self._tables:  # so that no step waits for a kernel
+            self._put(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
 
     def stage(self, rows: Int) -> None:
         """Upload the rows' numbers, and the tables of rows that changed since the last step."""
@@ -85,16 +88,9 @@ class DeviceTables:
     def take(self, longest: int) -> list[torch.Tensor]:
         """Write the changes down, then gather."""
         for table, taken, changes in zip(self._tables, self._taken, self._changes, strict=True):
-            if table.is_cuda and has_triton():
-                from slotline.core.cache.triton_tables import put_rows, take_rows
-
-                if changes is not None:
-                    put_rows(table, *changes)
-                take_rows(table, self._rows, taken)
-            else:
-                if changes is not None:
-                    table.index_copy_(0, *changes)
-                torch.index_select(table, 0, self._rows, out=taken[: len(self._rows)])
+            if changes is not None:
+                self._put(table, *changes)
+            self._take(table, taken)
         self._changes = []
         return [self._view(i, longest) for i in range(len(self._groups))]
 
@@ -105,6 +101,26 @@ class DeviceTables:
         if last is None or last[:2] != (count, columns):
             last = self._views[index] = (count, columns, self._taken[index][:count, :columns])
         return last[2]
+
+    def _put(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """`values` [n, width] in place of the rows `rows` [n] of a table."""
+        if not (table.is_cuda and has_triton()):
+            table.index_copy_(0, rows, values)
+            return
+        from slotline.core.cache.triton_tables import put_rows
+
+        with device_scope(self._device):
+            put_rows(table, rows, values)
+
+    def _take(self, table: torch.Tensor, out: torch.Tensor) -> None:
+        """The step's rows of a table, to the first ones of `out`."""
+        if not (table.is_cuda and has_triton()):
+            torch.index_select(table, 0, self._rows, out=out[: len(self._rows)])
+            return
+        from slotline.core.cache.triton_tables import take_rows
+
+        with device_scope(self._device):
+            take_rows(table, self._rows, out)
 
     def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
         changed = np.flatnonzero(group.versions != seen)
