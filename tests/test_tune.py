@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import tiny_models
+from attrs import evolve
 from cli_cases import tiny_checkpoint
 from negotiation_cases import FULL, backend, layer, request, sliding
 
+from slotline.core import LLM
 from slotline.core.cli import main
 from slotline.core.planning.measurements import cache_folder, load_measurements, measurement_key, save_measurements
 from slotline.core.planning.plan import make_plan
 from slotline.core.tuning.cases import Cases, cases_for
+from slotline.core.tuning.timing import _Bench, time_cases
 from slotline.core.tuning.trials import backend_trials, feasible_backends, refused_backends
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
@@ -217,13 +221,39 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_with_a_way_out(cached
 
 def test_cases_are_cut_to_what_the_engine_can_hold() -> None:
     bounds = {"max_requests": 256, "max_model_len": 4096, "max_batched_tokens": 8192}
-    assert cases_for("cuda", **bounds) == Cases(batches=(1, 8, 64, 256), context=1024, prefill=2048, mixed=64)
+    assert cases_for("cuda", **bounds) == Cases(
+        batches=(1, 8, 64, 256), context=1024, prefill=2048, mixed=64, long=4028
+    )
+    assert cases_for("cuda", **bounds | {"max_model_len": 32768}).long == 8192
+    assert cases_for("cuda", **bounds, context=3000).long == 0  # no other case by much
     small = cases_for("cpu", max_requests=2, max_model_len=80, max_batched_tokens=16)
-    assert (small.batches, small.context, small.prefill, small.mixed) == ((1, 2), 12, 16, 16)
+    assert (small.batches, small.context, small.prefill, small.mixed, small.long) == ((1, 2), 12, 16, 16, 0)
     with pytest.raises(ConfigError, match="do not fit into max_model_len=80"):
         cases_for("cpu", max_requests=2, max_model_len=80, max_batched_tokens=16, context=20)
     with pytest.raises(ConfigError, match="a decode batch of 0"):
         cases_for("cpu", **bounds, batches=(0,))
+
+
+def test_a_short_prompt_is_timed_beside_long_requests_too_where_there_is_room(
+    engines: Callable[..., LLM], tiny: Callable[..., Path]
+) -> None:
+    cases = Cases(batches=(3,), context=8, prefill=16, mixed=16, long=40)
+    assert "beside 2 that decode, and beside as many with 40 tokens of context" in cases.describe()
+    most: list[int] = []
+
+    class Watched(_Bench):
+        def _first_token(self, length: int) -> float:
+            most.append(int(self.engine.rows.num_computed_tokens.max()))
+            return super()._first_token(length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("slotline.core.tuning.timing._Bench", Watched)
+        engine = engines(tiny("llama"), max_num_seqs=4, max_model_len=160).engine
+        timings, _ = time_cases(engine, cases)
+        without, _ = time_cases(engine, evolve(cases, long=10**6))  # more than the cache holds
+    assert list(timings) == ["decode 3", "mixed 16", "mixed 16 long", "prefill 16"]
+    assert list(without) == ["decode 3", "mixed 16", "prefill 16"]
+    assert min(most) < 40 <= max(most)
 
 
 def test_one_kind_of_layers_is_varied_at_a_time() -> None:

@@ -16,6 +16,9 @@ BATCHES = (1, 8, 64)
 CONTEXT = {"cuda": 1024, "cpu": 64}
 PREFILL = {"cuda": 2048, "cpu": 256}
 MIXED_DECODES, MIXED_TOKENS = 8, 64
+LONG = {"cuda": 8192}
+"""Tokens of context in the second mixed case, where the model takes twice the usual ones: what serves single tokens and
+a prompt in one launch may be best where keys are few, and not where they are many."""
 
 
 @frozen(kw_only=True)
@@ -27,12 +30,14 @@ class Cases:
         context: tokens that each request has in the cache when its decode steps begin.
         prefill: tokens of the one prompt of the prefill case.
         mixed: tokens of the mixed case's step: up to 8 requests that decode, and a prompt of the rest.
+        long: tokens that each of those has in the cache in a second mixed case; 0 for no such case.
     """
 
     batches: tuple[int, ...]
     context: int
     prefill: int
     mixed: int
+    long: int = 0
 
     @property
     def steps(self) -> int:
@@ -43,6 +48,7 @@ class Cases:
         """One line for a reader."""
         batches = ", ".join(map(str, self.batches))
         short = f"; one of {self.mixed - self.decodes} tokens beside {self.decodes} that decode"
+        short += f", and beside as many with {self.long} tokens of context" if self.long else ""
         return (
             f"decode steps of {batches} requests with {self.context} tokens of context each; one prompt of "
             f"{self.prefill} tokens{short if self.decodes > 0 else ''}"
@@ -89,5 +95,11 @@ def cases_for(
         )
     usual = CONTEXT.get(device_type, CONTEXT["cpu"])
     prefill = min(PREFILL.get(device_type, PREFILL["cpu"]), max_batched_tokens, max_model_len - 1)
-    mixed = min(MIXED_TOKENS, max_batched_tokens)
-    return Cases(batches=tuple(rows), context=context or min(usual, longest), prefill=prefill, mixed=mixed)
+    context, long = context or min(usual, longest), min(LONG.get(device_type, 0), longest)
+    return Cases(
+        batches=tuple(rows),
+        context=context,
+        prefill=prefill,
+        mixed=min(MIXED_TOKENS, max_batched_tokens),
+        long=long if long >= 2 * context else 0,
+    )

@@ -49,20 +49,21 @@ def time_cases(engine: Engine, cases: Cases) -> tuple[dict[str, Timing], dict[st
     bench = _Bench(engine, np.random.default_rng(0))
     timings, skipped = {}, {}
     for batch in cases.batches:
-        refusal = _no_room(engine, batch, cases)
+        refusal = _no_room(engine, batch, cases, cases.context)
         if refusal:
             skipped[f"decode {batch}"] = refusal
         else:
             timings[f"decode {batch}"] = bench.decode(batch, cases)
-    if cases.decodes > 0 and not _no_room(engine, cases.decodes + 1, cases):
-        timings[f"mixed {cases.mixed}"] = bench.mixed(cases)
+    for name, context in ((f"mixed {cases.mixed}", cases.context), (f"mixed {cases.mixed} long", cases.long)):
+        if context and cases.decodes > 0 and not _no_room(engine, cases.decodes + 1, cases, context):
+            timings[name] = bench.mixed(cases, context)
     timings[f"prefill {cases.prefill}"] = bench.prefill(cases)
     return timings, skipped
 
 
-def _no_room(engine: Engine, batch: int, cases: Cases) -> str:
+def _no_room(engine: Engine, batch: int, cases: Cases, context: int) -> str:
     tokens = (engine.scheduler.cache.pool.num_blocks - 1) * engine.plan.block_size
-    needed = batch * (cases.context + cases.steps)
+    needed = batch * (context + cases.steps)
     return f"the cache holds {tokens} tokens and this takes {needed}" if needed > tokens else ""
 
 
@@ -76,7 +77,7 @@ class _Bench:
 
     def decode(self, batch: int, cases: Cases) -> Timing:
         """Steps in which each of `batch` requests gets one token."""
-        with self._decoding(batch, cases):
+        with self._decoding(batch, cases, cases.context):
             steps = STEPS if self._timed(lambda: self._steps(1)) < LONG_STEP else 1
 
             def sample() -> float:
@@ -84,9 +85,9 @@ class _Bench:
 
             return _sampled(sample, WINDOWS)
 
-    def mixed(self, cases: Cases) -> Timing:
-        """A short prompt's first token beside requests that decode."""
-        with self._decoding(cases.decodes, cases):
+    def mixed(self, cases: Cases, context: int) -> Timing:
+        """A short prompt's first token beside requests that decode and have so many tokens in the cache."""
+        with self._decoding(cases.decodes, cases, context):
             return _sampled(lambda: self._first_token(cases.mixed - cases.decodes), WINDOWS)
 
     def prefill(self, cases: Cases) -> Timing:
@@ -95,8 +96,8 @@ class _Bench:
         return _sampled(lambda: self._first_token(cases.prefill), WINDOWS)
 
     @contextmanager
-    def _decoding(self, batch: int, cases: Cases) -> Iterator[None]:
-        requests = [self._add(cases.context, cases.steps + cases.context) for _ in range(batch)]
+    def _decoding(self, batch: int, cases: Cases, context: int) -> Iterator[None]:
+        requests = [self._add(context, cases.steps + cases.context) for _ in range(batch)]
         try:
             while any(request.metrics.time_to_first_token is None for request in requests):
                 self.engine.step()
