@@ -6,7 +6,7 @@ import math
 import subprocess
 import sys
 import threading
-from importlib import import_module
+from importlib import import_module, invalidate_caches
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,13 +73,47 @@ def test_flex_takes_small_heads_on_a_cpu_alone() -> None:
     assert flex.probe(GPU).head_sizes.refusal(7) == "needs 7, offers 16 and up"
 
 
-def test_flash_attn_3_is_for_hopper_and_says_what_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, flash_attn, "flash_attn_interface")
-    assert "build it from the folder hopper" in flash_attn.probe_3(GPU)
+def test_flash_attn_3_is_for_hopper() -> None:
     newer = evolve(GPU, name="B200", compute_capability=(10, 0))
     assert "runs on Hopper (compute capability 9.0), this is B200" in flash_attn.probe_3(newer)
-    without(monkeypatch, flash_attn)
-    assert flash_attn.probe_3(GPU) == flash_attn.descriptor_3.capabilities
+
+
+class TestFlashAttn3OnThePath:
+    """What its probe finds in real folders, and imports nothing of."""
+
+    @pytest.fixture(autouse=True)
+    def _only_these_folders(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        """Python's path is `second` behind `flash_attn`, of which a test makes what it needs."""
+        monkeypatch.setattr(flash_attn, "why_no_triton", lambda: None)
+        monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
+        monkeypatch.setattr(sys, "path", [str(tmp_path / name) for name in ("flash_attn", "second")])
+
+    @staticmethod
+    def _write(*files: Path) -> None:
+        for file in files:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("raise AssertionError('a probe imports nothing')")
+        invalidate_caches()
+
+    def test_where_it_is_absent_the_reason_says_what_to_build(self, tmp_path: Path) -> None:
+        self._write(tmp_path / "second" / "flash_attn" / "__init__.py")
+        reason = flash_attn.probe_3(GPU)
+        assert "the package flash_attn_interface is not installed; build it from the folder hopper" in reason
+
+    def test_a_file_of_flash_attn_2_in_front_is_named_with_its_place_and_the_remedy(self, tmp_path: Path) -> None:
+        file = tmp_path / "flash_attn" / "flash_attn_interface.py"
+        self._write(file, file.with_name("__init__.py"), tmp_path / "second" / file.name)
+        reason = flash_attn.probe_3(GPU)
+        assert f"flash_attn_interface is {file} here, a file of FlashAttention 2's package" in reason
+        assert "take that folder off Python's path" in reason
+        sys.path.remove(str(file.parent))  # the remedy
+        assert flash_attn.probe_3(GPU) == flash_attn.descriptor_3.capabilities
+
+    @pytest.mark.parametrize("files", [("flash_attn_interface.py",), ("__init__.py", "flash_attn_interface.py")])
+    def test_its_own_module_is_the_offer(self, files: tuple[str, ...], tmp_path: Path) -> None:
+        """Installed, or in the folder of its sources, which is a package itself."""
+        self._write(*(tmp_path / "second" / file for file in files))
+        assert flash_attn.probe_3(GPU) == flash_attn.descriptor_3.capabilities
 
 
 @pytest.mark.parametrize("tool", ["nvcc", "ninja"])

@@ -40,6 +40,12 @@ BOUNDED = {
 }
 
 
+def blocks_held(llm: LLM) -> int:
+    """Of all groups and rows."""
+    groups = llm.engine.scheduler.cache.groups
+    return sum(block != NULL_BLOCK for group in groups for row in group.blocks for block in row)
+
+
 @pytest.mark.parametrize(("name", "settings", "most"), BOUNDED.values(), ids=BOUNDED)
 def test_a_long_generation_holds_no_more_than_its_layers_read(
     name: str, settings: dict[str, Any], most: int, tiny: Tiny
@@ -57,7 +63,7 @@ def test_a_long_generation_holds_no_more_than_its_layers_read(
         optimize=False,
         **{"cache.prefix_caching": False, "observability.progress": False},
     )
-    memory, cache = llm.engine.memory, llm.engine.scheduler.cache
+    memory = llm.engine.memory
     assert memory is not None
     assert memory.num_blocks == max(most, 1) + 1
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
@@ -65,8 +71,7 @@ def test_a_long_generation_holds_no_more_than_its_layers_read(
     held = 0
     while llm.engine.has_work:
         llm.engine.step()
-        blocks = [block for group in cache.groups for row in group.blocks for block in row]
-        held = max(held, sum(block != NULL_BLOCK for block in blocks))
+        held = max(held, blocks_held(llm))
     assert len(request.output_token_ids) == 400
     assert request.metrics.num_preemptions == 0
     assert held in (most, most - 1)  # a request may begin where the worst offset does not occur
@@ -107,6 +112,57 @@ def test_more_tokens_than_sixteen_bits_count_are_generated_in_the_memory_of_a_wi
     with torch.no_grad():
         logits = oracle(path)(last, position_ids=places, use_cache=False).logits[0]  # [4 * window, vocab_size]
     assert logits.argmax(-1)[window:-1].tolist() == tokens[-3 * window + 1 :]
+
+
+@pytest.mark.slow
+def test_forty_thousand_tokens_are_generated_in_the_memory_of_a_chunk(tiny: Tiny) -> None:
+    """Chunks that end within blocks, in a pool of five; transformers says what each of the tokens is.
+
+    The only backend that serves chunks gathers a table as long as the text for each token, masked before the chunk, so
+    that time grows with the square of the length: one head and drafts keep it short.
+    """
+    length, chunk, block, step = 40_960, 40, 16, 32
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "head_dim": 8}
+    sizes |= {"num_attention_heads": 1, "max_position_embeddings": length}
+    kind = {"layer_types": ["chunked_attention"], "attention_chunk_size": chunk, "floor_scale": 10**6}
+    path = tiny("llama4", **{**ONE_LAYER, **sizes, **kind}, seed=3)
+    llm = LLM(
+        path,
+        dtype="float32",
+        backend="torch",
+        block_size=block,
+        max_model_len=length,
+        max_num_seqs=1,
+        max_num_batched_tokens=step,
+        memory="64KiB",
+        optimize=False,
+        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.adaptive": False},
+        **{"drafter.ngram.min_tokens": 4, "drafter.ngram.max_tokens": 64},
+        **{"cache.prefix_caching": False, "observability.progress": False},
+    )
+    memory, rows, most = llm.engine.memory, llm.engine.rows, 5
+    assert memory is not None
+    assert memory.num_blocks == 1 + most  # the null block; 39 tokens before the query and 32 of a step
+    prompt = [5, 6, 7, 8]
+    params = SamplingParams(temperature=0, max_tokens=length - len(prompt), ignore_eos=True, detokenize=False)
+    request = add(llm, "long", prompt, params)
+    steps = reached = 0
+    while llm.engine.has_work:
+        computed = int(rows.num_computed_tokens[request.row]) if request.row >= 0 else 0
+        llm.engine.step()
+        held = blocks_held(llm)
+        assert held <= -(-(computed + step) // block) - computed // chunk * chunk // block
+        steps, reached = steps + 1, max(reached, held)
+        assert steps < length // 4, "too many drafts are rejected"
+    assert reached == most
+    assert request.metrics.num_preemptions == 0
+    tokens = torch.tensor([*prompt, *request.output_token_ids])  # [length]
+    assert len(tokens) == length
+    shape = (-1, 8 * chunk)  # each row begins with a chunk, and transformers parts it into eight
+    with torch.no_grad():
+        places = torch.arange(length).view(shape)
+        logits = oracle(path)(tokens.view(shape), position_ids=places, use_cache=False).logits
+    assert logits.argmax(-1).flatten()[len(prompt) - 1 : -1].tolist() == request.output_token_ids
 
 
 @pytest.mark.parametrize("name", ["bamba", "qwen3_next", "zamba2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from slotline.core.triton_support import why_no_triton
@@ -30,12 +31,28 @@ def probe_3(device: DeviceInfo) -> Any:
         return f"FlashAttention 3 runs on Hopper (compute capability 9.0), this is {device.name}"
     if reason := why_no_triton():
         return reason
-    if find_spec("flash_attn_interface") is None:
+    return _why_no_interface() or descriptor_3.capabilities
+
+
+def _why_no_interface() -> str | None:
+    """Why FlashAttention 3's module cannot be taken, and what helps; None where it is there.
+
+    FlashAttention 2 has a file of that name in its package, which is found where that folder itself is on the path.
+    """
+    spec = find_spec("flash_attn_interface")
+    if spec is None or spec.origin is None:
         return (
             "the package flash_attn_interface is not installed; build it from the folder hopper of flash-attention's "
             "sources"
         )
-    return descriptor_3.capabilities
+    folder = Path(spec.origin).parent
+    if folder.name == "flash_attn" and (folder / "__init__.py").exists():
+        return (
+            f"flash_attn_interface is {spec.origin} here, a file of FlashAttention 2's package and not "
+            "FlashAttention 3; take that folder off Python's path (PYTHONPATH, or the folder of the script that runs), "
+            "and if flash_attn_interface is missing then, build it from the folder hopper of flash-attention's sources"
+        )
+    return None
 
 
 descriptor = Descriptor(
