@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.cache.manager import CacheGroup
+from slotline.core.cache.manager import CacheGroup, CacheManager
 from slotline.core.execution.staging import staging_for
+from slotline.core.scheduling.rows import Rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+class Holding(Rows):
+    """Rows that are all held by something."""
+
+    def __init__(self, max_requests: int, max_model_len: int) -> None:
+        super().__init__(max_requests, max_model_len)
+        self.requests = [object()] * max_requests  # type: ignore[list-item]
 
 
 class Blocks:
@@ -70,3 +82,40 @@ def test_the_kernels_move_whole_rows() -> None:
     take_rows(table, rows[:0], out)
     put_rows(table, rows[:0], out[:0])
     assert table.equal(expected)
+
+
+@pytest.mark.parametrize("kernel_block_size", [4, 2])
+def test_rows_that_grow_together_get_the_blocks_that_each_would_get(kernel_block_size: int) -> None:
+    def manager() -> CacheManager:
+        spec: Any = Blocks()
+        groups = [CacheGroup(i, spec, 4, kernel_block_size, 6, length) for i, length in ((0, 64), (1, 40))]
+        return CacheManager(BlockPool(60), groups, prefix_caching=False)
+
+    together, alone = manager(), manager()
+    rng, lengths, refused = np.random.default_rng(1), np.zeros(6, np.int64), 0
+    for _ in range(60):
+        rows = np.sort(rng.permutation(6)[: rng.integers(1, 7)])
+        asked = np.minimum(lengths[rows] + rng.integers(0, 5, len(rows)), 40)  # of one block mostly, of none or two
+        free, seen = together.pool.num_free, [group.versions.copy() for group in together.groups]
+        before = [group.table.copy() for group in together.groups]
+        if not together.try_grow_all(rows, asked):
+            refused += 1
+            assert together.pool.num_free == free
+            assert all(
+                group.table.tolist() == table.tolist() for group, table in zip(together.groups, before, strict=True)
+            )
+            for one in (together, alone):
+                one.release(int(rows[0]))
+            lengths[rows[0]] = 0
+            continue
+        lengths[rows] = asked
+        for row, count in zip(rows.tolist(), asked.tolist(), strict=True):
+            assert alone.try_grow(row, count)
+        for mine, other, table, versions in zip(together.groups, alone.groups, before, seen, strict=True):
+            assert list(map(len, mine.blocks)) == list(map(len, other.blocks))
+            assert mine.capacity.tolist() == other.capacity.tolist()
+            changed = (mine.table != table).any(axis=1)
+            assert (mine.versions > versions)[changed].all()
+        assert together.pool.num_free == alone.pool.num_free
+        together.check(Holding(6, 64))
+    assert refused > 3
