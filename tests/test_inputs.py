@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from arena import Arena
 from core_cases import Bench, cache_of
 from engine_driver import GREEDY, add, random_prompts, recorded
 from hypothesis import given, settings
@@ -405,25 +406,6 @@ def test_batch_order_and_row_order_may_differ_in_a_real_engine(
     assert steps[0].rows.tolist() == [2, 1, 0]  # the longest first
     for name in ("b", "c", "late"):
         llm.engine.abort(name)
-
-
-class Arena(CpuStaging):
-    """Staging whose arrays lie one behind the other in one buffer, as on a GPU."""
-
-    def __init__(self) -> None:
-        self._buffer, self._used = torch.empty(1 << 16, dtype=torch.uint8), 0
-
-    def begin(self) -> None:
-        """From the front again."""
-        self._used = 0
-
-    def upload(self, array: np.ndarray) -> torch.Tensor:  # type: ignore[type-arg]
-        """Behind what is there."""
-        start, size = self._used, array.nbytes
-        self._used += -(-size // 16) * 16
-        view = self._buffer[start : start + size].view(torch.from_numpy(array).dtype).view(array.shape)
-        view.copy_(torch.from_numpy(array))
-        return view
 
 
 @pytest.mark.behaviour(30)

@@ -30,6 +30,7 @@ from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.rehearsal import rehearse
+from slotline.core.execution.repeats import repeats_for
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
 from slotline.core.execution.step_inputs import even_split
@@ -229,6 +230,9 @@ class EngineBuilder:
             has_uncached=any(not group.cache_group for group in plan.groups),
             max_encoder_len=self.planned.facts.max_encoder_len,
             cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
+            repeats=repeats_for(
+                groups, kernel_sizes, stagings[0], tables, last_tokens, [stage.device for stage in stages]
+            ),
         )
         runner = Runner(
             model,

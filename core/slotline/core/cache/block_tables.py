@@ -92,7 +92,22 @@ class DeviceTables:
                 self._put(table, *changes)
             self._take(table, taken)
         self._changes = []
+        return self.views(longest)
+
+    def views(self, longest: int) -> list[torch.Tensor]:
+        """What was taken last, as wide as sequences of up to `longest` tokens need."""
         return [self._view(i, longest) for i in range(len(self._groups))]
+
+    def changed(self, index: int, rows: Int) -> Int:
+        """Which of `rows` [n] have other tables in a cache group than the device; it is about to hear of them."""
+        seen, versions = self._seen[index], self._groups[index].versions[rows]
+        changed: Int = np.flatnonzero(versions != seen[rows])
+        seen[rows] = versions
+        return changed
+
+    def held(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of the step [n] int64, the tables of all rows in a cache group, and those of the step's rows."""
+        return self._rows, self._tables[index], self._taken[index]
 
     def _view(self, index: int, longest: int) -> torch.Tensor:
         """What was taken of a cache group, as wide as the longest sequence needs; mostly of the size of the last."""

@@ -17,6 +17,7 @@ from slotline.core.execution.assembly import StepAssembler
 from slotline.core.execution.feeds import Feed
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.host_inputs import PAD_SLOT, HostInputs, Int
+from slotline.core.execution.repeats import RepeatedSteps
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.sampling.last_tokens import LastTokens
@@ -44,8 +45,10 @@ class InputGatherer:
         has_uncached: bool = False,
         max_encoder_len: int = 0,
         cuts_wanted: bool = False,
+        repeats: RepeatedSteps | None = None,
     ) -> None:
         self.rows = rows
+        self.repeats = repeats
         self.groups = tuple(groups)
         self.kernel_block_sizes = tuple(kernel_block_sizes)
         self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
@@ -87,6 +90,8 @@ class InputGatherer:
         (`drafting/overlap.py`).
         """
         rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
+        if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, adapters)) is not None:
+            return again
         seq_lens = computed + counts
         token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
         known = self.rows.num_tokens[rows]
@@ -129,7 +134,10 @@ class InputGatherer:
             cuts_wanted=self.cuts_wanted and not adapters and not self.rows.score_prompts(rows),
             pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
         )
-        return self.assembler.assemble(host, shape)
+        inputs = self.assembler.assemble(host, shape)
+        if self.repeats is not None:
+            self.repeats.keep(schedule, inputs, host.input_ids, prefixes, adapters)
+        return inputs
 
     def dummy(
         self,
@@ -183,6 +191,8 @@ class InputGatherer:
             lora_slots=self._arange[:num_tokens] % used_slots if adapters else None,
             single_slot=0 if adapters == AdapterUse.ONE else None,
         )
+        if self.repeats is not None:
+            self.repeats.forget()
         return self.assembler.assemble(host, shape)
 
     def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:

@@ -20,11 +20,13 @@ _PACKED = np.dtype(
         ("top_k", np.int32),
         ("greedy", np.int32),
         ("unused", np.int32),  # the number behind it lies at a multiple of its size
-        ("uniform", np.float64),
+        ("counter", np.uint64),
     ]
 )
 _LEAST_TEMPERATURE = np.float32(1e-6)
 """Below that a quotient may overflow."""
+STRIDE, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+"""SplitMix64's (Steele, Lea, Flood 2014, fig. 17): what its counter grows by for each number, and how it is mixed."""
 
 
 @define(kw_only=True, eq=False)
@@ -67,20 +69,24 @@ class SamplingBatch:
             seed=rows.seed[which],
         )
 
-    def packed(self) -> npt.NDArray[np.int32]:
+    def packed(self, padded: int = 0) -> npt.NDArray[np.int32]:
         """What the device needs, [n, PACKED_WIDTH] int32, to be sent in one copy and read by `PackedParameters`.
 
-        Greedy rows have temperature 1 and a flag; the row's random number goes along.
+        [padded, PACKED_WIDTH] where that is more; greedy behind the rows.
+
+        Greedy rows have temperature 1 and a flag. The counter that the row's random number is made of goes along; it
+        grows by `STRIDE` for each token.
         """
-        out = np.zeros(len(self.rows), _PACKED)
-        greedy = self.temperature == 0
+        everything = np.zeros(max(padded, len(self.rows)), _PACKED)
+        out, rest, greedy = everything[: len(self.rows)], everything[len(self.rows) :], self.temperature == 0
+        rest["temperature"] = rest["greedy"] = 1
         out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
         out["top_p"] = self.top_p
         out["log_floor"] = self.log_floor
         out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
         out["greedy"] = greedy
-        out["uniform"] = uniforms(self.seed, self.positions)
-        return out.view(np.int32).reshape(-1, PACKED_WIDTH)
+        out["counter"] = _counters(self.seed, self.positions)
+        return everything.view(np.int32).reshape(-1, PACKED_WIDTH)
 
 
 @frozen(eq=False)
@@ -116,18 +122,33 @@ class PackedParameters:
 
     @property
     def uniform(self) -> torch.Tensor:
-        """float64 in [0, 1)."""
-        return self._column("uniform", torch.float64)
+        """float64 in [0, 1); as `uniforms` of seeds and positions, made where the counters lie."""
+        z = self._column("counter", torch.int64)
+        for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+            z = z ^ _shifted(z, shift)
+            z = z if factor is None else z * (factor - 2**64)  # modulo 2**64, as a signed number
+        return _shifted(z, 11).double() * 2.0**-53
 
     def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         return self.packed.view(dtype)[:, _PACKED.fields[name][1] // dtype.itemsize]  # type: ignore[index]
 
 
 def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) per row from seed and position: SplitMix64 (Steele, Lea, Flood 2014, fig. 17)."""
-    z = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z ^= z >> np.uint64(31)
+    """One number in [0, 1) per row from seed and position: SplitMix64."""
+    z = _counters(seed, position)
+    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+        z = z ^ (z >> np.uint64(shift))
+        z = z if factor is None else z * np.uint64(factor)
     numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return numbers
+
+
+def _counters(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.uint64]:
+    """SplitMix64's counters; modulo 2**64."""
+    counters: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
+    return counters
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Unsigned numbers [n] held as int64, shifted to the right."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

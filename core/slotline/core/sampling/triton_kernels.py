@@ -147,7 +147,7 @@ def draw_rows(
         tl.store(least + row, bound)
         # the group, then the token in it, at which the running sum passes the drawn share of the whole
         mass = masses.to(tl.float64)
-        number = tl.load((packed + 6).to(tl.pointer_type(tl.float64)))
+        number = _uniform(tl.load((packed + 6).to(tl.pointer_type(tl.uint64))))
         target = number * tl.sum(mass, 0)
         place = tl.min(tl.where((tl.cumsum(mass, 0) > target) & (mass > 0), groups, width), 0)
         place = tl.where(place < width, place, tl.max(tl.where(mass > 0, groups, 0), 0))
@@ -230,6 +230,14 @@ def _made_here(x, before):
     """Whether processors made NaN or infinity of a number."""
     bad = (x != x) | (x == float("inf"))
     return bad & (before == before) & (tl.abs(before) != float("inf"))
+
+
+@triton.jit
+def _uniform(z):
+    """The random number that a counter stands for, as `sampling.batch.uniforms` makes it."""
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) >> 11).to(tl.float64) * 2.0**-53
 
 
 @triton.jit

@@ -58,6 +58,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
+        self._last: tuple[Int, Int, Schedule] | None = None  # running rows, their order, and the step made of them
 
     @property
     def num_waiting(self) -> int:
@@ -345,11 +346,17 @@ class Scheduler:
 
     def _in_batch_order(self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]) -> Schedule:
         computed, longer = self.rows.num_computed_tokens[rows], counts > 1
+        if self._last is not None and rows is self._last[0] and not longer.any():
+            _, order, last = self._last
+            if ((computed := computed[order]) == last.num_computed + 1).all():  # all as in the last step, a token on
+                self._last = rows, order, evolve(last, num_computed=computed, preempted=())
+                return self._last[2]
+            computed = self.rows.num_computed_tokens[rows]
         # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun
         # longest first leaves no multiprocessor with a long remainder at the end (Graham 1969).
         order = np.argsort(np.where(longer, 1, -computed), kind="stable")
         counts = counts[order]
-        return Schedule(
+        schedule = Schedule(
             rows=rows[order],
             num_scheduled=counts,
             num_computed=computed[order],
@@ -358,6 +365,8 @@ class Scheduler:
             admitted=tuple(admitted),
             preempted=tuple(preempted),
         )
+        self._last = (rows, order, schedule) if rows is self._running_rows and not longer.any() else None
+        return schedule
 
     def _refresh(self) -> None:
         self._running_rows = np.array([r.row for r in self.running], np.int64)

@@ -1,0 +1,208 @@
+"""Steps that repeat: the same requests as in the step before, in the same order, one token each.
+
+Nothing of such a step has to travel but the blocks that its requests were given since. Its tokens are stand-ins, the
+same in each step (`LastTokens`); positions and lengths are one more, and so is the counter of each random number. The
+device goes on from what it holds, in the places where the step before had it, so that graphs find it there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import evolve, frozen
+
+from slotline.core.adapters.use import AdapterUse
+from slotline.core.cache.block_tables import BlockTables, DeviceTables
+from slotline.core.cache.manager import CacheGroup
+from slotline.core.execution.graph_shapes import GraphShape
+from slotline.core.execution.staging import Staging, reserved_bytes, staging_for
+from slotline.core.execution.step_inputs import StepInputs
+from slotline.core.planning.device import device_scope
+from slotline.core.sampling.batch import PACKED_WIDTH
+from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.scheduling.schedule import Schedule
+from slotline.core.triton_support import has_triton
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(eq=False)
+class _Last:
+    """A step whose inputs the device holds."""
+
+    schedule: Schedule
+    inputs: StepInputs
+    shape: GraphShape | None
+    prefixes: Sequence[int]
+    adapters: AdapterUse
+
+
+class RepeatedSteps:
+    """Makes `StepInputs` of a step that repeats the one before.
+
+    Args:
+        staging: for what changed in the tables; no one else's, since what the step before sent stays where it is.
+        before: waits until the copies of the step before are over, those of plans too.
+        tables: of the device; the only ones.
+        last_tokens: without drafts.
+        device: torch device string.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        staging: Staging,
+        tables: DeviceTables,
+        last_tokens: LastTokens,
+        device: str,
+        before: Callable[[], None],
+    ) -> None:
+        self._groups, self._sizes = tuple(groups), tuple(kernel_block_sizes)
+        self._staging, self._tables, self._last_tokens, self._device = staging, tables, last_tokens, device
+        self._wait = before
+        requests = max(len(group.versions) for group in groups)
+        shapes = [(requests,), *(group.table.shape for group in groups)]
+        staging.reserve(sum(reserved_bytes(shape, np.int32) * (1 + len(shape)) for shape in shapes))
+        self._unchanged = torch.full((requests,), -1, dtype=torch.int32, device=device)
+        self._last: _Last | None = None
+        self._warm_up()
+
+    def keep(
+        self, schedule: Schedule, inputs: StepInputs, token_ids: Int, prefixes: Sequence[int], adapters: AdapterUse
+    ) -> None:
+        """The device holds the inputs of a step, among them `token_ids` [num_padded_tokens]; what was there is gone."""
+        self._last = None
+        count = len(schedule.rows)
+        if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
+            return
+        if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
+            self._last = _Last(schedule, inputs, inputs.shape, prefixes, adapters)
+
+    def forget(self) -> None:
+        """What the device holds is no step's."""
+        self._last = None
+
+    def next(
+        self, schedule: Schedule, shape: GraphShape | None, prefixes: Sequence[int], adapters: AdapterUse
+    ) -> StepInputs | None:
+        """The inputs of a step that repeats the last one that was kept; None, and nothing done, for any other step."""
+        last = self._last
+        if last is None or schedule.rows is not last.schedule.rows or (shape, adapters) != (last.shape, last.adapters):
+            return None
+        ahead = schedule.num_computed - last.schedule.num_computed
+        if schedule.num_tokens != len(ahead) or not (ahead == 1).all() or tuple(prefixes) != tuple(last.prefixes):
+            return None
+        self._wait()
+        inputs = self._advanced(last.inputs, len(ahead))
+        self._last = _Last(schedule, inputs, shape, prefixes, adapters)
+        return inputs
+
+    def _advanced(self, before: StepInputs, count: int) -> StepInputs:
+        """The inputs of `count` requests a token further, on the device and on the host."""
+        changes = self._changes(before.rows)
+        longest = before.batches[0].max_seq_len + 1
+        inputs, seq_lens = copy(before), before.seq_lens_cpu.copy()
+        seq_lens[:count] += 1  # not of padded requests
+        inputs.seq_lens_cpu = seq_lens
+        inputs.sampling = evolve(before.sampling, positions=before.sampling.positions + 1)
+        inputs.batches = tuple(
+            evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
+            for batch, table in zip(before.batches, self._tables.views(longest), strict=True)
+        )
+        for index, batch in enumerate(before.batches):
+            sent = batch.positions, batch.seq_lens, before.sampling_params, batch.slot_mapping
+            self._launch(index, count, *sent, *changes[index])
+        return inputs
+
+    def _launch(
+        self,
+        index: int,
+        count: int,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        params: torch.Tensor | None,
+        slots: torch.Tensor,
+        changes: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
+        """The kernel, for one cache group."""
+        from slotline.core.execution.triton_repeats import BLOCK, go_on
+
+        with device_scope(self._device):
+            go_on(
+                (count,),
+                positions,
+                seq_lens,
+                positions if params is None else params.view(torch.int64),
+                changes,
+                values,
+                *self._tables.held(index),
+                slots,
+                self._groups[index].table.shape[1],
+                values.shape[-1],
+                self._sizes[index],
+                index == 0,
+                params is not None,
+                BLOCK,
+                num_warps=1,
+            )
+
+    def _warm_up(self) -> None:
+        """Launch the kernel for a made-up request, so that no step waits for it; the null row's table is read."""
+        numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
+        params = torch.zeros(1, PACKED_WIDTH, dtype=torch.int32, device=self._device)
+        lens = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for index in range(len(self._groups)):
+            for given in (None, params):
+                self._launch(index, 1, numbers, lens, given, numbers.clone(), self._unchanged, self._unchanged[None])
+
+    def _changes(self, rows: Int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """By cache group: each request's place among the tables that changed, and these as wide as they are filled."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        count, any_changed = len(rows), False
+        self._staging.begin()
+        for index, group in enumerate(self._groups):
+            changed = self._tables.changed(index, rows)
+            if len(changed) == 0:
+                found.append((self._unchanged, self._unchanged[None]))
+                continue
+            any_changed, which = True, rows[changed]
+            width = max(len(group.blocks[row]) for row in which.tolist()) * group.ratio
+            both = np.empty(count + len(which) * width, np.int32)
+            both[:count] = -1
+            both[changed] = np.arange(len(which))
+            both[count:].reshape(-1, width)[...] = group.table[which, :width]
+            sent = self._staging.upload(both)
+            found.append((sent[:count], sent[count:].view(-1, width)))
+        if any_changed:
+            self._staging.flush()
+        return found
+
+
+def repeats_for(
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+    staging: Staging,
+    tables: BlockTables,
+    last_tokens: LastTokens | None,
+    devices: Sequence[str],
+) -> RepeatedSteps | None:
+    """What serves repeated steps of an engine over `devices`, by stage; None where each step is gathered anew.
+
+    `staging` is what sends the steps that do not repeat. None as where the host knows a step's tokens, or an upper
+    bound of their number alone; on a CPU, where nothing has to travel; over several devices; and where layers read what
+    an encoder gave.
+    """
+    if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
+        return None
+    if any(group.encoder_len is not None for group in groups) or not isinstance(tables, DeviceTables):
+        return None
+    if not has_triton():
+        return None
+    own = staging_for(devices[0])
+    return RepeatedSteps(groups, kernel_block_sizes, own, tables, last_tokens, devices[0], staging.begin)
