@@ -114,7 +114,7 @@ class Bench:
         schedule = self.scheduler.schedule()
         rows = self.rows
         rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
-        self.cache.commit(rows, schedule.rows, schedule.num_computed, rows.num_computed_tokens[schedule.rows])
+        self.cache.commit(rows, schedule.rows, rows.num_computed_tokens[schedule.rows])
         complete = schedule.rows[rows.num_computed_tokens[schedule.rows] == rows.num_tokens[schedule.rows]]
         tokens = np.array([sample(rows.request(row)) for row in complete.tolist()], np.int32)
         rows.append(complete, tokens)

@@ -302,7 +302,7 @@ def test_new_blocks_are_appended_to_the_table_as_kernel_blocks() -> None:
     assert group.blocks[1] == [1, 2]
     assert cache.try_grow(1, 17)
     assert group.table[1].tolist() == [2, 3, 4, 5, 6, 7, 0, 0]
-    assert not cache.try_grow(2, 8 * 6)
+    assert not cache.try_grow_all(np.array([2, 3]), np.array([32, 9]))
     assert cache.pool.num_free == 5
     cache.release(1)
     assert not group.table.any()

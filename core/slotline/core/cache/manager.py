@@ -23,6 +23,9 @@ from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
 
+HASHED_TOGETHER = 8
+"""Full stretches of a row that are hashed at a time, unless somebody looks for a prefix before: one by one they cost
+several times as much."""
 TO_LOAD = -1
 """Stands in a prefix for a block that is not in the pool, and that a connector holds."""
 
@@ -42,8 +45,9 @@ class CacheGroup:
         num_freed: [max_requests] int64, leading blocks given back early.
         encoder_len: [max_requests] int64, an encoder's tokens that each row has blocks for, all from its first step on;
             None where the blocks are for the sequence's own.
-        freeable: [max_model_len + 1] int64, what the spec says of each number of computed tokens; asked once, so that
-            a step does not ask.
+        num_held: [max_requests] int64, manager blocks of each row.
+        needed, freeable: [max_model_len + 1] int64, what the spec says of each number of tokens, and of computed ones;
+            asked once, so that a step does not ask.
     """
 
     def __init__(
@@ -64,17 +68,24 @@ class CacheGroup:
         self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
         self.versions = np.zeros(max_requests + 1, np.int64)
         self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
+        self.num_held = np.zeros(max_requests, np.int64)
         self.capacity = np.zeros(max_requests, np.int64)
         self.num_freed = np.zeros(max_requests, np.int64)
+        self.needed: Int = np.fromiter(map(spec.blocks_needed, range(max_model_len + 1)), np.int64)
         self.frees_early = spec.blocks_freeable(max_model_len) > 0
         lengths = range(max_model_len + 1 if self.frees_early else 0)
         self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
         self._blocks_at_most = spec.blocks_needed(max_model_len)
         self._offsets = np.arange(self.ratio, dtype=np.int32)
 
-    def missing(self, row: int, num_tokens: int) -> int:
-        """Blocks to add before the row can hold `num_tokens`."""
-        return max(0, self.blocks_needed(row, num_tokens) - len(self.blocks[row]))
+    def missing(self, rows: Int, num_tokens: Int) -> Int:
+        """Blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
+        if self.encoder_len is None:
+            needed = self.needed[num_tokens]
+        else:
+            needed = np.array([self.spec.blocks_needed(length) for length in self.encoder_len[rows].tolist()])
+        lacking: Int = np.maximum(needed - self.num_held[rows], 0)
+        return lacking
 
     def blocks_needed(self, row: int, num_tokens: int) -> int:
         """Blocks in the row's table when its sequence has `num_tokens`."""
@@ -92,27 +103,28 @@ class CacheGroup:
         self.table[row, start : start + len(blocks) * self.ratio] = ids
         self.versions[row] += 1
         held.extend(blocks)
-        everything = len(held) >= self._blocks_at_most or self.encoder_len is not None
-        self.capacity[row] = NO_LIMIT if everything else len(held) * self.block_size
+        self.num_held[row] = len(held)
+        self.capacity[row] = self._capacity(len(held))
 
-    def extend_all(self, rows: Int, counts: list[int], blocks: list[int]) -> None:
+    def extend_all(self, rows: Int, counts: Int, blocks: list[int]) -> None:
         """`extend` of each of `rows` [n], which are distinct, by `counts` [n] of the blocks, in order."""
-        if self.ratio > 1 or self.encoder_len is not None or max(counts, default=0) > 1:
-            for row, count in zip(rows.tolist(), counts, strict=True):
+        if self.ratio > 1 or self.encoder_len is not None or (counts > 1).any():
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
                 self.extend(row, blocks[:count])
                 blocks = blocks[count:]
             return
-        if 0 in counts:
-            rows = rows[np.array(counts) > 0]
-        lengths = []
+        rows = rows[counts > 0]
         for row, block in zip(rows.tolist(), blocks, strict=True):
-            held = self.blocks[row]
-            lengths.append(len(held))
-            held.append(block)
-        starts = np.array(lengths, np.int64)
-        self.table[rows, starts] = blocks
+            self.blocks[row].append(block)
+        self.table[rows, self.num_held[rows]] = blocks
         self.versions[rows] += 1
-        self.capacity[rows] = np.where(starts + 1 >= self._blocks_at_most, NO_LIMIT, (starts + 1) * self.block_size)
+        self.num_held[rows] += 1
+        self.capacity[rows] = self._capacity(self.num_held[rows])
+
+    def _capacity(self, num_blocks: Int | int) -> Int:
+        """Tokens that so many blocks of a row hold."""
+        everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.encoder_len is not None)
+        return np.where(everything, NO_LIMIT, np.asarray(num_blocks) * self.block_size)
 
     def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
         """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
@@ -135,7 +147,7 @@ class CacheGroup:
         held, self.blocks[row] = self.blocks[row], []
         self.table[row, : len(held) * self.ratio] = NULL_BLOCK
         self.versions[row] += 1
-        self.capacity[row] = self.num_freed[row] = 0
+        self.capacity[row] = self.num_freed[row] = self.num_held[row] = 0
         return held
 
 
@@ -171,6 +183,12 @@ class CacheManager:
         self.transfers = transfers
         if transfers is not None:
             pool.on_evict = transfers.evicted
+        # What is given back early, or saved elsewhere, must be findable by then.
+        at_once = transfers is not None or any(group.frees_early for group in groups)
+        self._together = 1 if at_once else HASHED_TOGETHER
+        num_rows = max((len(group.capacity) for group in groups), default=0)
+        self._full, self._findable = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)  # stretches, by row
+        self._rows: Rows | None = None  # of what was committed
 
     def rows_short(self, rows: Int, num_tokens: Int) -> Int:
         """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
@@ -181,24 +199,21 @@ class CacheManager:
 
     def try_grow(self, row: int, num_tokens: int) -> bool:
         """Give the row blocks for `num_tokens`; False, and nothing taken, if the pool has too few."""
-        missing = [group.missing(row, num_tokens) for group in self.groups]
-        if sum(missing) > self.pool.num_free:
-            return False
-        for group, count in zip(self.groups, missing, strict=True):
-            group.extend(row, self.pool.allocate(count))
-        return True
+        return self.try_grow_all(np.array([row]), np.array([num_tokens]))
 
-    def try_grow_all(self, rows: Int, num_tokens: Int) -> bool:
-        """`try_grow` of `rows` [n], which are distinct, to `num_tokens` [n] each; all of them, or none."""
-        asked = list(zip(rows.tolist(), num_tokens.tolist(), strict=True))
-        missing = [[group.missing(row, count) for row, count in asked] for group in self.groups]
-        total = sum(map(sum, missing))
-        if total > self.pool.num_free:
+    def try_grow_all(self, rows: Int, num_tokens: Int, *, spare: int = 0) -> bool:
+        """`try_grow` of `rows` [n], which are distinct, to `num_tokens` [n] each; all of them, or none.
+
+        Where the pool would have fewer than `spare` blocks left, none.
+        """
+        missing = [group.missing(rows, num_tokens) for group in self.groups]
+        totals = [int(counts.sum()) for counts in missing]
+        if sum(totals) + spare > self.pool.num_free:
             return False
-        blocks = self.pool.allocate(total)
-        for group, counts in zip(self.groups, missing, strict=True):
-            group.extend_all(rows, counts, blocks[: sum(counts)])
-            blocks = blocks[sum(counts) :]
+        blocks = self.pool.allocate(sum(totals))
+        for group, counts, total in zip(self.groups, missing, totals, strict=True):
+            group.extend_all(rows, counts, blocks[:total])
+            blocks = blocks[total:]
         return True
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
@@ -206,6 +221,7 @@ class CacheManager:
         `TO_LOAD` for those that the connector has."""
         if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
             return 0, [[] for _ in self.groups]
+        self._remember_full(np.flatnonzero(self._full > self._findable))
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         hashes = self._hashes(request, token_ids, length // self.hash_block_size)
         while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
@@ -234,6 +250,7 @@ class CacheManager:
 
     def reset(self) -> None:
         """Forget all cached prefixes; what requests hold stays theirs."""
+        self._findable[:] = self._full
         self.pool.reset()
         if self.checkpoints is not None:
             self.checkpoints.reset()
@@ -264,6 +281,7 @@ class CacheManager:
             self.pool.share(block for block in blocks if block != TO_LOAD)
         for group, blocks in zip(self.groups, prefix, strict=True):
             group.extend(row, self._loading(group, blocks, hashes) if TO_LOAD in blocks else blocks)
+            self._full[row] = self._findable[row] = len(blocks) * group.block_size // self.hash_block_size
         return self.try_grow(row, num_tokens)
 
     def tokens_to_load(self, prefix: list[list[int]]) -> int:
@@ -271,17 +289,17 @@ class CacheManager:
         counts = (blocks.count(TO_LOAD) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
         return max(counts, default=0)
 
-    def commit(self, rows: Rows, changed: Int, before: Int, after: Int) -> None:
+    def commit(self, rows: Rows, changed: Int, after: Int) -> None:
         """After a step: make blocks that became full findable, give back what no later token reads.
 
         Args:
             changed: the step's rows.
-            before, after: tokens that were computed before the step and with it, by entry of `changed`.
+            after: tokens that are computed with it, by entry of `changed`.
         """
-        if self.prefix_caching:
-            first, last = before // self.hash_block_size, after // self.hash_block_size
-            for i in np.flatnonzero(last > first).tolist():
-                self._remember(rows, int(changed[i]), int(first[i]), int(last[i]))
+        if self.prefix_caching and self.groups:
+            self._rows = rows
+            self._full[changed] = full = after // self.hash_block_size
+            self._remember_full(changed[full >= self._findable[changed] + self._together])
         for group in self.groups:
             if group.frees_early:
                 for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
@@ -289,6 +307,10 @@ class CacheManager:
 
     def release(self, row: int) -> None:
         """Give back all blocks of the row; cached ones stay findable until taken."""
+        if self.groups:
+            if self._full[row] > self._findable[row]:
+                self._remember_full(np.array([row]))
+            self._full[row] = self._findable[row] = 0
         for group in self.groups:
             self.pool.release(group.clear(row))
 
@@ -367,6 +389,15 @@ class CacheManager:
             parent = hashlib.sha256(parent + content + extra).digest()
             chain.append(parent)
         return chain
+
+    def _remember_full(self, which: Int) -> None:
+        """Make what is full of the rows `which` [n] findable."""
+        if len(which) == 0 or self._rows is None:
+            return
+        firsts, ends = self._findable[which], self._full[which]
+        for row, first, last in zip(which.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+            self._remember(self._rows, row, first, last)
+        self._findable[which] = ends
 
     def _remember(self, rows: Rows, row: int, first: int, last: int) -> None:
         """Make the row's blocks that are full with the stretches `first` .. `last` - 1 findable."""

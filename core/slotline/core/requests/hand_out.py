@@ -79,7 +79,7 @@ class HandOut:
             accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
             cache.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified, done=self.overlapped)
         rows.num_fallen[schedule.rows] = ends - computed
-        cache.commit(rows, schedule.rows, schedule.num_computed, computed)
+        cache.commit(rows, schedule.rows, computed)
 
     def _standing(self, schedule: Schedule, output: StepOutput) -> Int:
         """Tokens of a step's rows [num_requests] that are computed behind it: not those of drafts that fell."""

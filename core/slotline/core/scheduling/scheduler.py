@@ -25,6 +25,8 @@ from slotline.core.scheduling.waiting import WaitingQueue
 from slotline.registry.contracts import CacheBlock
 
 Int = npt.NDArray[np.int64]
+EARLY = 4
+"""Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
 
 
 class Scheduler:
@@ -120,7 +122,7 @@ class Scheduler:
         preempted: list[Request] = []
         undrafted = False
         short = self.cache.rows_short(rows, ahead)
-        if len(short) and self.cache.try_grow_all(rows[short], ahead[short]):
+        if len(short) and (self._grow_early(rows, ahead) or self.cache.try_grow_all(rows[short], ahead[short])):
             short = short[:0]
         for position in short.tolist():
             request = self.running[position] if position < len(self.running) else None
@@ -143,6 +145,14 @@ class Scheduler:
             counts = self._counts(rows, counts[: len(rows)])
         scheduled = counts > 0
         return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
+
+    def _grow_early(self, rows: Int, ahead: Int) -> bool:
+        """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps; False, and
+        nothing taken, where blocks are not plenty."""
+        later = np.maximum(ahead, np.minimum(ahead + EARLY, self.rows.length_limit[rows]))
+        later = np.minimum(later, self.rows.max_model_len)
+        short = self.cache.rows_short(rows, later)
+        return self.cache.try_grow_all(rows[short], later[short], spare=len(rows))
 
     def _counts(self, rows: Int, most: Int | None = None) -> Int:
         """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
