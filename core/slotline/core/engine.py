@@ -312,8 +312,7 @@ class Engine:
         if self.drafting is not None:
             self.drafting.starting(schedule)
         with self.profiler.scope("gather"):
-            computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
-            prefixes = self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
+            prefixes = self._prefixes(schedule)
             adapters = AdapterUse.NONE if self.adapters is None else self.adapters.use_by(schedule.rows)
             shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
             adapters = adapters if shape is None else shape.adapters
@@ -329,6 +328,13 @@ class Engine:
         if (checkpoints := self.scheduler.cache.checkpoints) is not None:
             checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
         return launched
+
+    def _prefixes(self, schedule: Schedule) -> tuple[int, ...]:
+        """The common prefixes to serve apart, by cache group."""
+        if not self.cascade.possible:
+            return self.cascade.none
+        computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
+        return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def _graph_shape(self, schedule: Schedule, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
         """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""

@@ -24,11 +24,16 @@ def common_prefix_len(table: npt.NDArray[np.int32], rows: Int, num_computed: Int
         rows: [n] of the step's requests; num_computed: [n] tokens they had in the cache before it.
         block_size: tokens of a block of the table.
     """
-    if len(rows) < 2 or not (table[rows, 0] == table[rows[0], 0]).all():
+    if len(rows) < 2 or not _begin_alike(table, rows):
         return 0
     blocks = int(num_computed.min()) // block_size
     same = (table[rows, :blocks] == table[rows[0], :blocks]).all(axis=0)
     return (blocks if same.all() else int(same.argmin())) * block_size
+
+
+def _begin_alike(table: npt.NDArray[np.int32], rows: Int) -> bool:
+    """Whether all rows have the same first block."""
+    return bool((table[rows, 0] == table[rows[0], 0]).all())
 
 
 @frozen(eq=False)
@@ -51,10 +56,14 @@ class Cascade:
         self._groups = tuple(groups)
         self.none = (0,) * len(self._groups)
         self.possible = any(group is not None for group in self._groups)
+        self._apart: Int | None = None  # a step's rows that begin with blocks of their own
 
     def prefixes(self, rows: Int, num_computed: Int, num_scheduled: Int) -> tuple[int, ...]:
         """The length to serve apart in each cache group, 0 for none."""
-        if not self.possible:
+        if not self.possible or rows is self._apart:  # the same array in steps that repeat
+            return self.none
+        if not any(group is not None and _begin_alike(group.cache.table, rows) for group in self._groups):
+            self._apart = rows
             return self.none
         return tuple(
             0 if group is None else self._prefix(group, rows, num_computed, num_scheduled) for group in self._groups
