@@ -381,12 +381,13 @@ class CacheManager:
         """Extend the request's chain of block hashes to `count` blocks and return it."""
         chain, size = request.block_hashes, self.hash_block_size
         parent, first, features = chain[-1] if chain else _root(request), len(chain) * size, request.features
-        data = token_ids[first : max(first, count * size)].tobytes()
-        for start in range(first, count * size, size):
-            at = (start - first) * token_ids.itemsize
-            content = data[at : at + size * token_ids.itemsize]
-            extra = hash_extra(features, start, start + size) if features else b""
-            parent = hashlib.sha256(parent + content + extra).digest()
+        data, width = token_ids[first : max(first, count * size)].tobytes(), size * token_ids.itemsize
+        for at in range(0, len(data), width):
+            content = parent + data[at : at + width]
+            if features:
+                start = first + at // token_ids.itemsize
+                content += hash_extra(features, start, start + size)
+            parent = hashlib.sha256(content).digest()
             chain.append(parent)
         return chain
 

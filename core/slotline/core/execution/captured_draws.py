@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from attrs import frozen
@@ -35,14 +36,14 @@ class _Captured:
 class _Arriving:
     """The first `count` tokens of a replay, on their way to pinned memory."""
 
-    host: torch.Tensor
+    host: npt.NDArray[np.int64]
     count: int
     done: torch.cuda.Event
 
     def wait(self) -> npt.NDArray[Any]:
         """Wait for the copy alone; the result is the caller's own."""
         self.done.synchronize()
-        return self.host[: self.count].numpy().copy()
+        return self.host[: self.count].copy()
 
 
 class CapturedDraws:
@@ -57,6 +58,7 @@ class CapturedDraws:
     def __init__(self, last_tokens: LastTokens, most: int) -> None:
         self._last_tokens = last_tokens
         self._host = torch.empty(most, dtype=torch.int64, pin_memory=True)
+        self._array = self._host.numpy()
         self._done = torch.cuda.Event()
         self._captured: dict[GraphShape, _Captured] = {}
 
@@ -82,7 +84,8 @@ class CapturedDraws:
         captured.recorder.parts[0]()
         self._done.record()
         count = len(inputs.logits_rows)
-        return captured.tokens[:count], _Arriving(self._host, count, self._done)
+        tokens = captured.tokens if count == len(captured.tokens) else captured.tokens[:count]
+        return tokens, _Arriving(self._array, count, self._done)
 
     def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
         """All of it, for padded requests too."""

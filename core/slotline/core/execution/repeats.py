@@ -8,7 +8,6 @@ device goes on from what it holds, in the places where the step before had it, s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 
 import numpy as np
 import numpy.typing as npt
@@ -98,26 +97,28 @@ class RepeatedSteps:
         if schedule.num_tokens != len(ahead) or not (ahead == 1).all() or tuple(prefixes) != tuple(last.prefixes):
             return None
         self._wait()
-        inputs = self._advanced(last.inputs, len(ahead))
-        self._last = _Last(schedule, inputs, shape, prefixes, adapters)
-        return inputs
+        self._advance(last.inputs, len(ahead))
+        self._last = _Last(schedule, last.inputs, shape, prefixes, adapters)
+        return last.inputs
 
-    def _advanced(self, before: StepInputs, count: int) -> StepInputs:
-        """The inputs of `count` requests a token further, on the device and on the host."""
-        changes = self._changes(before.rows)
-        longest = before.batches[0].max_seq_len + 1
-        inputs, seq_lens = copy(before), before.seq_lens_cpu.copy()
+    def _advance(self, inputs: StepInputs, count: int) -> None:
+        """Make inputs of `count` requests those of a token further, on the device and on the host.
+
+        The step before is launched and its draws are, so nobody reads what it said of places and lengths any more. What
+        a backend was given stays as it is: it gets another batch.
+        """
+        changes = self._changes(inputs.rows)
+        longest = inputs.batches[0].max_seq_len + 1
+        inputs.seq_lens_cpu = seq_lens = inputs.seq_lens_cpu.copy()
         seq_lens[:count] += 1  # not of padded requests
-        inputs.seq_lens_cpu = seq_lens
-        inputs.sampling = evolve(before.sampling, positions=before.sampling.positions + 1)
+        inputs.sampling.positions = inputs.sampling.positions + 1
         inputs.batches = tuple(
             evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
-            for batch, table in zip(before.batches, self._tables.views(longest), strict=True)
+            for batch, table in zip(inputs.batches, self._tables.views(longest), strict=True)
         )
-        for index, batch in enumerate(before.batches):
-            sent = batch.positions, batch.seq_lens, before.sampling_params, batch.slot_mapping
+        for index, batch in enumerate(inputs.batches):
+            sent = batch.positions, batch.seq_lens, inputs.sampling_params, batch.slot_mapping
             self._launch(index, count, *sent, *changes[index])
-        return inputs
 
     def _launch(
         self,
