@@ -18,7 +18,6 @@ from test_engine_equality import pool_of
 from slotline.core import LLM, SamplingParams
 from slotline.core.building import build
 from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.execution import repeats
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.staging import CpuStaging
 from slotline.core.execution.step_inputs import StepInputs
@@ -96,7 +95,6 @@ def watched(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., Watche
 
     def make(family: str, **settings: Any) -> Watched:
         monkeypatch.setattr(build, "staging_for", Arena)
-        monkeypatch.setattr(repeats, "staging_for", Arena)
         monkeypatch.setattr(build, "tables_for", DeviceTables)
         llm = LLM(tiny(family), **{**DEFAULTS, **SMALL, **ON, **settings})
         monkeypatch.undo()
@@ -175,20 +173,20 @@ def test_tables_wider_than_a_program_copies_at_a_time_arrive_whole() -> None:
     table = torch.randint(1, 999, (5, width), dtype=torch.int32, generator=rng).to(device)
     rows = torch.tensor([3, 1], device=device)
     taken = table[torch.tensor([3, 1, 0], device=device)].contiguous()
-    values = torch.randint(1, 999, (1, width - 2), dtype=torch.int32, generator=rng).to(device)
+    sent = torch.zeros(width + 9, dtype=torch.int32, pin_memory=device == "cuda")
+    values = sent[9 : 9 + width - 2].copy_(torch.randint(1, 999, (width - 2,), dtype=torch.int32, generator=rng))
+    sent[7], sent[8] = 0, -1  # the first request's table changed, the second's did not
     positions = torch.tensor([(width - 3) * block_size - 1, 6], device=device)
     seq_lens = torch.tensor([5, 7], dtype=torch.int32, device=device)
     counters = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    slots, changes = torch.zeros(2, dtype=torch.int64, device=device), torch.tensor([0, -1], dtype=torch.int32)
+    slots = torch.zeros(2, dtype=torch.int64, device=device)
     expected, others = table.clone(), taken[2].clone()
-    expected[3, : width - 2] = values[0]
-    go_on(
-        (2,), positions, seq_lens, counters, changes.to(device), values, rows, table, taken, slots, width, width - 2,
-        block_size, True, False, BLOCK, num_warps=1,
-    )  # fmt: skip
+    expected[3, : width - 2] = values
+    tensors = (positions, seq_lens, counters, sent, rows, table, taken, slots)
+    go_on((2,), *tensors, 7, width - 2, width, block_size, True, False, BLOCK, num_warps=1)
     assert table.equal(expected)
     assert taken[:2].equal(expected[rows])
     assert taken[2].equal(others)
     assert seq_lens.tolist() == [6, 8]
     assert not counters.any()
-    assert slots.tolist() == [int(values[0, width - 3]) * block_size, int(table[1, 1]) * block_size + 3]
+    assert slots.tolist() == [int(values[width - 3]) * block_size, int(table[1, 1]) * block_size + 3]

@@ -54,6 +54,26 @@ class Launcher:
                 descriptors of tensors, always at the same places.
             options: Triton's, such as `num_warps`.
         """
+        key = self._key(grid, arguments, options)
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(*arguments)
+            return
+        if len(self._launches) >= MOST:
+            self._launches.clear()
+        compiled = self._kernel[grid](*arguments, **options)
+        if compiled is not None:  # as it is under Triton's interpreter
+            self._launches[key] = compiled[(*grid, 1, 1)]
+
+    def remembered(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Callable[..., None] | None:
+        """What launches it with these arguments, for a caller whose next ones differ in unspecialised numbers alone.
+
+        None where nothing is remembered of a launch with such arguments, as under Triton's interpreter.
+        """
+        return self._launches.get(self._key(grid, arguments, options))
+
+    def _key(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What a launch must share with another one to take the same kernel."""
         if self._tensors is None:
             self._look(arguments)
         found = [grid, *options.values()]
@@ -64,16 +84,7 @@ class Launcher:
             tensor = arguments[place].base
             found += (tensor.device, tensor.dtype)
         numbers = self._numbers(arguments)
-        key = (*found, *map(type, numbers), numbers)
-        launch = self._launches.get(key)
-        if launch is not None:
-            launch(*arguments)
-            return
-        if len(self._launches) >= MOST:
-            self._launches.clear()
-        compiled = self._kernel[grid](*arguments, **options)
-        if compiled is not None:  # as it is under Triton's interpreter
-            self._launches[key] = compiled[(*grid, 1, 1)]
+        return (*found, *map(type, numbers), numbers)
 
     def _look(self, arguments: tuple[Any, ...]) -> None:
         """Learn which of the arguments are tensors."""

@@ -88,11 +88,12 @@ class CapturedDraws:
         return tokens, _Arriving(self._array, count, self._done)
 
     def _draw(self, logits: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-        """All of it, for padded requests too."""
+        """All of it, for padded requests too. A kernel writes to the host: a copy would hold the device up longer."""
+        from slotline.core.execution.triton_draws import keep_tokens
+
         assert inputs.stand_ins is not None
         tokens, _ = sample(logits, inputs.sampling, inputs.sampling_params)
-        self._last_tokens.record(inputs.stand_ins, tokens)
-        self._host[: len(tokens)].copy_(tokens, non_blocking=True)
+        keep_tokens(tokens, inputs.stand_ins, self._last_tokens.tokens, self._host)
         return tokens
 
 

@@ -18,7 +18,7 @@ from slotline.core.adapters.use import AdapterUse
 from slotline.core.cache.block_tables import BlockTables, DeviceTables
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.graph_shapes import GraphShape
-from slotline.core.execution.staging import Staging, reserved_bytes, staging_for
+from slotline.core.execution.staging import Staging
 from slotline.core.execution.step_inputs import StepInputs
 from slotline.core.planning.device import device_scope
 from slotline.core.sampling.batch import PACKED_WIDTH
@@ -43,31 +43,32 @@ class _Last:
 class RepeatedSteps:
     """Makes `StepInputs` of a step that repeats the one before.
 
+    What changed in the tables is read by the kernel where the host writes it, since it is little, and a copy of its own
+    would hold the device up for longer.
+
     Args:
-        staging: for what changed in the tables; no one else's, since what the step before sent stays where it is.
-        before: waits until the copies of the step before are over, those of plans too.
         tables: of the device; the only ones.
         last_tokens: without drafts.
         device: torch device string.
+        before: waits until the device has read what the step before left on the host, its plans too.
     """
 
     def __init__(
         self,
         groups: Sequence[CacheGroup],
         kernel_block_sizes: Sequence[int],
-        staging: Staging,
         tables: DeviceTables,
         last_tokens: LastTokens,
         device: str,
         before: Callable[[], None],
     ) -> None:
         self._groups, self._sizes = tuple(groups), tuple(kernel_block_sizes)
-        self._staging, self._tables, self._last_tokens, self._device = staging, tables, last_tokens, device
+        self._tables, self._last_tokens, self._device = tables, last_tokens, device
         self._wait = before
-        requests = max(len(group.versions) for group in groups)
-        shapes = [(requests,), *(group.table.shape for group in groups)]
-        staging.reserve(sum(reserved_bytes(shape, np.int32) * (1 + len(shape)) for shape in shapes))
-        self._unchanged = torch.full((requests,), -1, dtype=torch.int32, device=device)
+        size = sum(len(group.versions) + group.table.size for group in groups)
+        self._sent = torch.zeros(size, dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        self._host = self._sent.numpy()
+        self._launches: list[Callable[[int, int], None]] = []  # of the steps since the last one that was kept
         self._last: _Last | None = None
         self._warm_up()
 
@@ -75,7 +76,7 @@ class RepeatedSteps:
         self, schedule: Schedule, inputs: StepInputs, token_ids: Int, prefixes: Sequence[int], adapters: AdapterUse
     ) -> None:
         """The device holds the inputs of a step, among them `token_ids` [num_padded_tokens]; what was there is gone."""
-        self._last = None
+        self._last, self._launches = None, []
         count = len(schedule.rows)
         if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
             return
@@ -116,11 +117,15 @@ class RepeatedSteps:
             evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
             for batch, table in zip(inputs.batches, self._tables.views(longest), strict=True)
         )
-        for index, batch in enumerate(inputs.batches):
-            sent = batch.positions, batch.seq_lens, inputs.sampling_params, batch.slot_mapping
-            self._launch(index, count, *sent, *changes[index])
+        if not self._launches:
+            sent = inputs.positions, inputs.batches[0].seq_lens, inputs.sampling_params
+            self._launches = [
+                self._launcher(index, count, *sent, batch.slot_mapping) for index, batch in enumerate(inputs.batches)
+            ]
+        for launch, changed in zip(self._launches, changes, strict=True):
+            launch(*changed)
 
-    def _launch(
+    def _launcher(
         self,
         index: int,
         count: int,
@@ -128,30 +133,25 @@ class RepeatedSteps:
         seq_lens: torch.Tensor,
         params: torch.Tensor | None,
         slots: torch.Tensor,
-        changes: torch.Tensor,
-        values: torch.Tensor,
-    ) -> None:
-        """The kernel, for one cache group."""
+    ) -> Callable[[int, int], None]:
+        """Launches the kernel for one cache group; given where its changes begin, and their columns."""
         from slotline.core.execution.triton_repeats import BLOCK, go_on
 
-        with device_scope(self._device):
-            go_on(
-                (count,),
-                positions,
-                seq_lens,
-                positions if params is None else params.view(torch.int64),
-                changes,
-                values,
-                *self._tables.held(index),
-                slots,
-                self._groups[index].table.shape[1],
-                values.shape[-1],
-                self._sizes[index],
-                index == 0,
-                params is not None,
-                BLOCK,
-                num_warps=1,
-            )
+        counters = positions if params is None else params.view(torch.int64)
+        tensors = (positions, seq_lens, counters, self._sent, *self._tables.held(index), slots)
+        rest = (self._groups[index].table.shape[1], self._sizes[index], index == 0, params is not None, BLOCK)
+        bound: Callable[..., None] | None = None
+
+        def launch(at: int, num_values: int) -> None:
+            nonlocal bound
+            with device_scope(self._device):
+                if bound is not None:
+                    bound(*tensors, at, num_values, *rest)
+                    return
+                go_on((count,), *tensors, at, num_values, *rest, num_warps=1)
+                bound = go_on.remembered((count,), *tensors, at, num_values, *rest, num_warps=1)
+
+        return launch
 
     def _warm_up(self) -> None:
         """Launch the kernel for a made-up request, so that no step waits for it; the null row's table is read."""
@@ -160,28 +160,25 @@ class RepeatedSteps:
         lens = torch.zeros(1, dtype=torch.int32, device=self._device)
         for index in range(len(self._groups)):
             for given in (None, params):
-                self._launch(index, 1, numbers, lens, given, numbers.clone(), self._unchanged, self._unchanged[None])
+                self._launcher(index, 1, numbers, lens, given, numbers.clone())(0, 0)
 
-    def _changes(self, rows: Int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """By cache group: each request's place among the tables that changed, and these as wide as they are filled."""
-        found: list[tuple[torch.Tensor, torch.Tensor]] = []
-        count, any_changed = len(rows), False
-        self._staging.begin()
+    def _changes(self, rows: Int) -> list[tuple[int, int]]:
+        """Write down for the kernel which tables changed; by cache group, where that begins, and their columns."""
+        found: list[tuple[int, int]] = []
+        count, at = len(rows), 0
         for index, group in enumerate(self._groups):
             changed = self._tables.changed(index, rows)
             if len(changed) == 0:
-                found.append((self._unchanged, self._unchanged[None]))
+                found.append((0, 0))
                 continue
-            any_changed, which = True, rows[changed]
+            which = rows[changed]
             width = max(len(group.blocks[row]) for row in which.tolist()) * group.ratio
-            both = np.empty(count + len(which) * width, np.int32)
-            both[:count] = -1
-            both[changed] = np.arange(len(which))
-            both[count:].reshape(-1, width)[...] = group.table[which, :width]
-            sent = self._staging.upload(both)
-            found.append((sent[:count], sent[count:].view(-1, width)))
-        if any_changed:
-            self._staging.flush()
+            found.append((at, width))
+            places, end = self._host[at : at + count], at + count + len(which) * width
+            places[:] = -1
+            places[changed] = np.arange(len(which))
+            self._host[at + count : end].reshape(-1, width)[...] = group.table[which, :width]
+            at = end
         return found
 
 
@@ -205,5 +202,4 @@ def repeats_for(
         return None
     if not has_triton():
         return None
-    own = staging_for(devices[0])
-    return RepeatedSteps(groups, kernel_block_sizes, own, tables, last_tokens, devices[0], staging.begin)
+    return RepeatedSteps(groups, kernel_block_sizes, tables, last_tokens, devices[0], staging.begin)

@@ -14,19 +14,19 @@ BLOCK = 512
 _STRIDE = tl.constexpr(STRIDE)
 
 
-@triton.jit(do_not_specialize=["table_width", "num_values"], do_not_specialize_on_alignment=["changes", "values"])
+@triton.jit(do_not_specialize=["at", "num_values", "table_width"])
 def _go_on(
     positions,  # [n] int64
     seq_lens,  # [n] int32
     counters,  # [n, 4] int64, the last of each row a counter of random numbers
-    changes,  # [n] int32, the request's place in `values`, -1 where its table did not change
-    values,  # [m, num_values] int32, the first columns of the tables that changed
+    sent,  # int32, on the host; from `at` on each request's place among the tables that changed or -1, then these
     rows,  # [n] int64
     table,  # [max_requests + 1, table_width] int32
     taken,  # [>= n, table_width] int32, the tables of the step's rows
     slots,  # [n] int64
+    at,
+    num_values,  # columns of each table that changed, the first ones; 0 where none did
     table_width,
-    num_values,
     block_size: tl.constexpr,
     first: tl.constexpr,
     drawn: tl.constexpr,
@@ -41,10 +41,12 @@ def _go_on(
         tl.store(seq_lens + here, tl.load(seq_lens + here) + 1)
         if drawn:
             tl.store(counters + here * 4 + 3, (tl.load(counters + here * 4 + 3).to(tl.uint64) + _STRIDE).to(tl.int64))
-    column, change = position // block_size, tl.load(changes + here).to(tl.int64)
+    column, change = position // block_size, tl.full([], -1, tl.int64)
+    if num_values > 0:
+        change = tl.load(sent + at + here).to(tl.int64)
     taken += here * table_width
     if change >= 0:
-        values += change * num_values
+        values = sent + at + tl.num_programs(0) + change * num_values
         row = tl.load(rows + here) * table_width
         for start in tl.range(0, num_values, block):
             columns = start + tl.arange(0, block)
