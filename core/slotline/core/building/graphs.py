@@ -9,11 +9,9 @@ import numpy as np
 from slotline.core.adapters.use import AdapterUse
 from slotline.core.building.adapters import captured_for, uses
 from slotline.core.engine import Engine
-from slotline.core.execution.captured_draws import CapturedDraws
 from slotline.core.execution.graph_shapes import GraphShapes
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.planning.plan import Planned
-from slotline.core.triton_support import has_triton
 from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 
 
@@ -48,16 +46,7 @@ def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
         runner.taps,
         runner.states,
         runner.adapters,
-        _draws(planned, engine),
     )
-
-
-def _draws(planned: Planned, engine: Engine) -> CapturedDraws | None:
-    """What captures draws, where the next step finds its tokens on the device that draws them, and nothing drafts."""
-    last_tokens = engine.runner.last_tokens
-    if last_tokens is None or last_tokens.max_drafts or planned.stages.divided or not has_triton():
-        return None
-    return CapturedDraws(last_tokens, planned.loaded.config.scheduler.max_requests)
 
 
 def _captured_adapters(planned: Planned, query_len: int) -> tuple[AdapterUse, ...]:

@@ -43,9 +43,6 @@ class Judged(NamedTuple):
 class StepAssembler:
     """Makes `StepInputs` of `HostInputs`; owns the ways to the devices.
 
-    Attributes:
-        captures_draws: whether graphs draw the tokens of steps of one token for each request.
-
     Args:
         feeds: to each pipeline stage.
         max_tokens, max_drafts: of a step, and of each request in it.
@@ -70,7 +67,6 @@ class StepAssembler:
         cuts_wanted: bool,
     ) -> None:
         self.feeds = tuple(feeds)
-        self.captures_draws = False
         self._rows = rows
         self._groups = tuple(groups)
         self._kernel_block_sizes = tuple(kernel_block_sizes)
@@ -131,10 +127,6 @@ class StepAssembler:
             for feed in self.feeds
         ]
         states = self._states(host, sent[0]) if self._has_states else None
-        draws, stand_ins = self._captured_draws(host, shape), None
-        if self._last_tokens is not None and host.pending is None:
-            stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows, draws))
-        judged, sampling, params = self._sampling(host, draws)
         for feed in self.feeds:  # last of what graphs read: as long as what changed in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
@@ -142,6 +134,10 @@ class StepAssembler:
         bounds = None
         if host.pending is not None and host.pending.any():
             bounds = upload_bounds(host, host.pending, self._rows.max_requests, first)
+        stand_ins = None
+        if self._last_tokens is not None and host.pending is None:
+            stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows))
+        judged, sampling, params = self._sampling(host)
         scored = ScoredPlaces.of(self._rows.num_logprobs[host.logits_rows], last.upload)
         wanted = None
         if host.cuts_wanted and shape is None and len(host.logits_indices) < host.num_tokens:
@@ -205,24 +201,16 @@ class StepAssembler:
             num_decodes=min(host.num_decodes, requests),
         )
 
-    def _captured_draws(self, host: HostInputs, shape: GraphShape | None) -> int:
-        """Rows that a graph behind the forward pass draws tokens for, those of padded requests included; 0 for none."""
-        if not self.captures_draws or shape is None or shape.query_len != 1 or len(host.logits_rows) < len(host.rows):
-            return 0
-        return shape.num_tokens
-
-    def _sampling(self, host: HostInputs, draws: int) -> tuple[Judged, SamplingBatch, torch.Tensor | None]:
+    def _sampling(self, host: HostInputs) -> tuple[Judged, SamplingBatch, torch.Tensor | None]:
         """The drafts to judge, and the sampling parameters of the logits' rows, packed on the device where they matter.
 
-        Of `draws` rows at least, whatever they are, where a graph reads them.
         Where a step in flight verifies drafts, both are on the device or gathered once it was handed out.
         """
         upload = self.feeds[-1].staging.upload
         nodes, tree = host.draft_nodes, None if host.num_nodes is None else self._rows.tree
         positions = nodes if tree is None or nodes is None else tree.positions(nodes)
         batch = SamplingBatch.gather(self._rows, host.logits_rows, positions)
-        wanted = draws > 0 or not batch.all_greedy
-        params = upload(batch.packed(draws)) if wanted and host.pending is None else None
+        params = None if batch.all_greedy or host.pending is not None else upload(batch.packed())
         if positions is None or nodes is None or host.pending is not None:
             return Judged(tree, positions), batch, params
         if tree is not None and host.num_nodes is not None:

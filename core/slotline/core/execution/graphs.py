@@ -23,7 +23,6 @@ from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
 from slotline.core.execution import compiling
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
-from slotline.core.execution.captured_draws import CapturedDraws
 from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing, Recorder
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.inputs import InputGatherer
@@ -62,7 +61,6 @@ class GraphRunner:
     Attributes:
         shapes: what is captured.
         report: what capturing took.
-        draws: what follows the forward pass of a decode step, where that is captured too.
     """
 
     def __init__(
@@ -77,11 +75,8 @@ class GraphRunner:
         taps: LayerTaps | None = None,
         states: StateRouter | None = None,
         adapters: AdapterSource | None = None,
-        draws: CapturedDraws | None = None,
     ) -> None:
         self.shapes = shapes
-        self.draws = draws
-        gatherer.assembler.captures_draws = draws is not None
         self.report = CaptureReport()
         self._model = model
         self._router = router
@@ -188,10 +183,6 @@ class GraphRunner:
         torch.cuda.synchronize()
         recorder = Recorder(pool, [])
         hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)
-        graphs = recorder.graphs
-        if self.draws is not None and shape.query_len == 1 and logits is not None:
-            self.draws.capture(shape, pool, logits, inputs)
-            graphs += 1
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = Captured(
             tuple(recorder.parts),
@@ -200,7 +191,7 @@ class GraphRunner:
             None if logits is None else unowned(logits),
             None if layers is None else unowned(layers),
         )
-        return captured, graphs
+        return captured, recorder.graphs
 
     def _planned(self, shape: GraphShape) -> tuple[StepInputs, Attend, Advance | None]:
         """Made-up inputs of a shape, with the attention, adapters and states of the step planned."""

@@ -19,7 +19,6 @@ from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates
 from slotline.core.drafting.verification import reject, standing
 from slotline.core.execution.attention import Attend, AttentionRouter, StepPlans
-from slotline.core.execution.captured_draws import CapturedDraws
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.microbatches import Microbatches, cut, places_in
 from slotline.core.execution.profiling import StepProfiler
@@ -139,22 +138,9 @@ class Runner:
         if self.pooling is not None:
             with scope("pool"):
                 return self.pooling.run(inputs, launched.hidden)
-        batch = inputs.sampling
-        if (draws := self._captured_draws(launched)) is not None:
-            with scope("sample"):
-                sampled, arriving = draws.replay(inputs)
-            return Sampling(
-                batch=batch,
-                draft_positions=None,
-                drafts=None,
-                tokens=arriving,
-                sampled=sampled,
-                guesses=self.rows.num_guesses[batch.rows],
-            )
         with scope("logits"):
             states, logits = self._wanted(launched)
-        params = inputs.sampling_params
-        params = None if batch.all_greedy or params is None else params[: len(batch.rows)]
+        batch = inputs.sampling
         with scope("process"):
             pairs = pairs_of(self.rows, batch.rows, logits.device)
             processed = self.pipeline.apply(
@@ -170,14 +156,16 @@ class Runner:
                 keep_raw = inputs.scored is not None or self.count_nans
                 processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
         with scope("sample"):
-            tokens, final = sample(processed.logits, batch, params, keep_final=self._keeps_final(inputs))
+            tokens, final = sample(
+                processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
+            )
             tokens = self._reject(tokens, final, inputs)
             if pairs is not None:
                 tokens = pairs.follow(tokens)
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
             if self.last_tokens is not None and inputs.stand_ins is not None:
-                self.last_tokens.record(inputs.stand_ins[: len(tokens)], tokens)
-            plain_greedy = params is None and inputs.rejections is None
+                self.last_tokens.record(inputs.stand_ins, tokens)
+            plain_greedy = inputs.sampling_params is None and inputs.rejections is None
             sampled = processed.mark(tokens, all_greedy=plain_greedy)
             sampling = Sampling(
                 batch=batch,
@@ -314,18 +302,6 @@ class Runner:
             inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
         )
         return {"states": own, "computed": computed}
-
-    def _captured_draws(self, launched: Launched) -> CapturedDraws | None:
-        """What draws the tokens of a step that asks for nothing but tokens, where its forward pass was a graph."""
-        inputs, draws = launched.inputs, None if self.graphs is None else self.graphs.draws
-        if draws is None or launched.logits is None or launched.whole or self.count_nans or self.rows.paired:
-            return None
-        if inputs.stand_ins is None or len(inputs.stand_ins) < inputs.num_padded_tokens or inputs.scored is not None:
-            return None
-        if self.grammars is not None and self.grammars.active[inputs.logits_rows].any():
-            return None
-        batch = inputs.sampling
-        return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else draws
 
     def _wanted(self, launched: Launched) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and logits [num_logits, ...] of the tokens that sample."""

@@ -49,11 +49,10 @@ class StepInputs:
         states: what state layers see, where the model has any.
         shape: the captured shape that they are padded to, None to run eagerly.
         stand_ins: [num_logits] int64 on the device of `input_ids`, what stands for the tokens that are about to be
-            sampled where the next step is prepared before they are known; else None. It is longer where a graph draws
-            the tokens, as is `sampling_params`: [num_padded_tokens], with padded requests at the end.
+            sampled where the next step is prepared before they are known; else None.
         sampling: the sampling parameters of the logits' rows.
-        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`; may be None where
-            all rows are greedy.
+        sampling_params: the same, [num_logits, PACKED_WIDTH] int32 on the device of `logits_indices`; None where all
+            rows are greedy.
         scored: which of the logits' rows want log-probabilities; None for none.
         embeds: embeddings of inputs besides text among the tokens; never with a shape.
         following: those among the tokens that follow each, where a drafter looks at these.

@@ -69,24 +69,21 @@ class SamplingBatch:
             seed=rows.seed[which],
         )
 
-    def packed(self, padded: int = 0) -> npt.NDArray[np.int32]:
+    def packed(self) -> npt.NDArray[np.int32]:
         """What the device needs, [n, PACKED_WIDTH] int32, to be sent in one copy and read by `PackedParameters`.
-
-        [padded, PACKED_WIDTH] where that is more; greedy behind the rows.
 
         Greedy rows have temperature 1 and a flag. The counter that the row's random number is made of goes along; it
         grows by `STRIDE` for each token.
         """
-        everything = np.zeros(max(padded, len(self.rows)), _PACKED)
-        out, rest, greedy = everything[: len(self.rows)], everything[len(self.rows) :], self.temperature == 0
-        rest["temperature"] = rest["greedy"] = 1
+        out = np.zeros(len(self.rows), _PACKED)
+        greedy = self.temperature == 0
         out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
         out["top_p"] = self.top_p
         out["log_floor"] = self.log_floor
         out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
         out["greedy"] = greedy
         out["counter"] = _counters(self.seed, self.positions)
-        return everything.view(np.int32).reshape(-1, PACKED_WIDTH)
+        return out.view(np.int32).reshape(-1, PACKED_WIDTH)
 
 
 @frozen(eq=False)

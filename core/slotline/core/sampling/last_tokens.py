@@ -22,8 +22,7 @@ class LastTokens:
     """The table.
 
     Attributes:
-        tokens: [vocab_size + max_requests * (1 + max_drafts) + 1] int64 on the device, the token that each id means;
-            the last one is nobody's, for padded requests.
+        tokens: [vocab_size + max_requests * (1 + max_drafts)] int64 on the device, the token that each id means.
         max_drafts: most drafts of a row; 0 where nothing is drafted.
         fallen: [max_requests + 1] int64 on the device, drafts of each row's last step that did not stand; 0 behind the
             last row, for rows whose tokens are known.
@@ -33,17 +32,12 @@ class LastTokens:
         self.max_drafts = max_drafts
         self.fallen = torch.zeros(max_requests + 1, dtype=torch.int64, device=device)
         self._vocab_size = vocab_size
-        self.tokens = torch.arange(vocab_size + max_requests * (1 + max_drafts) + 1, device=device)
+        self.tokens = torch.arange(vocab_size + max_requests * (1 + max_drafts), device=device)
         self.tokens[vocab_size:] = 0  # rows that never sampled: a valid token all the same
 
-    def stand_ins(self, rows: Int, padded: int = 0) -> Int:
-        """What stands for the next tokens of `rows` [n] until they are known; that of draft j is j + 1 more.
-
-        [n], or [padded] where that is more; behind the rows', nobody's.
-        """
-        found = rows * (1 + self.max_drafts) + self._vocab_size
-        missing = padded - len(rows)
-        return found if missing <= 0 else np.pad(found, (0, missing), constant_values=len(self.tokens) - 1)
+    def stand_ins(self, rows: Int) -> Int:
+        """What stands for the next tokens of `rows` [n] until they are known; that of draft j is j + 1 more."""
+        return rows * (1 + self.max_drafts) + self._vocab_size
 
     def resolve(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The tokens [num_tokens] int64 that ids and stand-ins [num_tokens] mean."""
