@@ -62,6 +62,18 @@ def test_equal_arguments_take_the_compiled_kernel_and_others_do_not() -> None:
     assert (len(kernel.compiled), len(kernel.again)) == (1 + len(others), 1)
 
 
+def test_what_launched_it_is_had_for_equal_arguments() -> None:
+    kernel = Compiling()
+    launcher, x = Launcher(kernel), torch.zeros(64)
+    assert launcher.remembered((4,), x, 8, 0.5, num_warps=4) is None
+    launcher((4,), x, 8, 0.5, num_warps=4)
+    launch = launcher.remembered((4,), x, 8, 0.5, num_warps=4)
+    assert launch is not None
+    launch(x, 9, 0.5)
+    assert kernel.again == [((4, 1, 1), (x, 9, 0.5))]
+    assert launcher.remembered((4,), x, 9, 0.5, num_warps=4) is None
+
+
 def test_descriptors_of_another_dtype_take_another_kernel() -> None:
     kernel, boxes = Compiling(), Boxes((16, 32))
     launcher = Launcher(kernel)

@@ -409,3 +409,55 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
     max_examples=150, stateful_step_count=30, deadline=None, derandomize=True, database=None
 )
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_full_blocks_are_hashed_together_and_found_before_by_who_looks(*, leaves: bool) -> None:
+    bench = Bench(max_model_len=64, num_blocks=40, max_batched_tokens=64)
+    first = bench.add("first", 6, max_tokens=12 if leaves else 50)
+    for _ in range(12):
+        bench.step()
+    tokens = bench.rows.token_ids[0, :17].tolist()  # 4 blocks, fewer than are hashed at a time
+    if not leaves:
+        assert len(first.block_hashes) == 1  # of its prompt
+        assert bench.cache.pool.lookup(0, first.block_hashes[0]) is None
+        for _ in range(16):  # 34 computed tokens, 8 blocks
+            bench.step()
+        assert len(first.block_hashes) == 8
+        assert all(bench.cache.pool.lookup(0, one) is not None for one in first.block_hashes)
+        for _ in range(8):  # two more, that nobody has asked for
+            bench.step()
+        assert len(first.block_hashes) == 8
+        tokens = bench.rows.token_ids[0, :41].tolist()
+    second = bench.add("second", [*tokens, 5], max_tokens=3)
+    bench.step()
+    assert second.metrics.num_cached_tokens == (len(tokens) // 4) * 4
+
+
+def test_running_requests_get_the_blocks_of_the_next_steps_together_where_there_are_plenty() -> None:
+    def versions(num_blocks: int) -> list[int]:
+        bench = Bench(num_blocks=num_blocks, max_model_len=64, max_batched_tokens=64)
+        for index, name in enumerate("abcd"):
+            bench.add(name, 5 + index, max_tokens=20)
+        bench.step()
+        changes = []
+        for _ in range(16):
+            before = bench.cache.groups[0].versions.copy()
+            bench.step()
+            changes.append(int((bench.cache.groups[0].versions != before).sum()))
+        return changes
+
+    plenty, scarce = versions(100), versions(15)
+    assert set(plenty) == {0, 4}
+    assert scarce[:4] == [1] * 4  # each in the step that needs it
+
+
+def test_a_request_near_its_end_gets_no_block_that_it_will_not_fill() -> None:
+    bench = Bench(num_blocks=100, max_model_len=64, max_batched_tokens=64)
+    bench.add("long", 4, max_tokens=30)
+    ends = bench.add("ends", 7, max_tokens=2)
+    bench.step()
+    assert [len(blocks) for blocks in bench.cache.groups[0].blocks[:2]] == [1, 2]
+    bench.scheduler.schedule()
+    assert ends.row == 1
+    assert [len(blocks) for blocks in bench.cache.groups[0].blocks[:2]] == [3, 2]  # for 5 + 4 tokens, and for 8

@@ -149,8 +149,8 @@ class Scheduler:
     def _grow_early(self, rows: Int, ahead: Int) -> bool:
         """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps; False, and
         nothing taken, where blocks are not plenty."""
-        later = np.maximum(ahead, np.minimum(ahead + EARLY, self.rows.length_limit[rows]))
-        later = np.minimum(later, self.rows.max_model_len)
+        most = np.minimum(self.rows.length_limit[rows], self.rows.max_model_len) - 1  # a last token is not computed
+        later = np.maximum(ahead, np.minimum(ahead + EARLY, most))
         short = self.cache.rows_short(rows, later)
         return self.cache.try_grow_all(rows[short], later[short], spare=len(rows))
 
