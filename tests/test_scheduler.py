@@ -447,7 +447,7 @@ def test_running_requests_get_the_blocks_of_the_next_steps_together_where_there_
             changes.append(int((bench.cache.groups[0].versions != before).sum()))
         return changes
 
-    plenty, scarce = versions(100), versions(15)
+    plenty, scarce = versions(100), versions(15)  # never a quarter of the pool left
     assert set(plenty) == {0, 4}
     assert scarce[:4] == [1] * 4  # each in the step that needs it
 

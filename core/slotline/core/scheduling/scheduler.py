@@ -27,6 +27,7 @@ from slotline.registry.contracts import CacheBlock
 Int = npt.NDArray[np.int64]
 EARLY = 4
 """Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
+PLENTY = 8
 
 
 class Scheduler:
@@ -147,12 +148,16 @@ class Scheduler:
         return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
 
     def _grow_early(self, rows: Int, ahead: Int) -> bool:
-        """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps; False, and
-        nothing taken, where blocks are not plenty."""
+        """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps.
+
+        False, and nothing taken, where less than a quarter of the pool would be left, or less than `PLENTY` blocks for
+        each of them: then a block that is given too early may cost another request its own.
+        """
         most = np.minimum(self.rows.length_limit[rows], self.rows.max_model_len) - 1  # a last token is not computed
         later = np.maximum(ahead, np.minimum(ahead + EARLY, most))
         short = self.cache.rows_short(rows, later)
-        return self.cache.try_grow_all(rows[short], later[short], spare=len(rows))
+        spare = max(self.cache.pool.num_blocks // 4, PLENTY * len(rows))
+        return self.cache.try_grow_all(rows[short], later[short], spare=spare)
 
     def _counts(self, rows: Int, most: Int | None = None) -> Int:
         """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
