@@ -75,7 +75,7 @@ class CacheGroup:
         self.frees_early = spec.blocks_freeable(max_model_len) > 0
         lengths = range(max_model_len + 1 if self.frees_early else 0)
         self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
-        self._blocks_at_most = spec.blocks_needed(max_model_len)
+        self._blocks_at_most = int(self.needed[-1])
         self._offsets = np.arange(self.ratio, dtype=np.int32)
 
     def missing(self, rows: Int, num_tokens: Int) -> Int:

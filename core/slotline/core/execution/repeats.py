@@ -35,7 +35,6 @@ class _Last:
 
     schedule: Schedule
     inputs: StepInputs
-    shape: GraphShape | None
     prefixes: Sequence[int]
     adapters: AdapterUse
 
@@ -81,7 +80,7 @@ class RepeatedSteps:
         if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
             return
         if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
-            self._last = _Last(schedule, inputs, inputs.shape, prefixes, adapters)
+            self._last = _Last(schedule, inputs, prefixes, adapters)
 
     def forget(self) -> None:
         """What the device holds is no step's."""
@@ -92,14 +91,16 @@ class RepeatedSteps:
     ) -> StepInputs | None:
         """The inputs of a step that repeats the last one that was kept; None, and nothing done, for any other step."""
         last = self._last
-        if last is None or schedule.rows is not last.schedule.rows or (shape, adapters) != (last.shape, last.adapters):
+        if last is None or schedule.rows is not last.schedule.rows:
+            return None
+        if (shape, adapters) != (last.inputs.shape, last.adapters):
             return None
         ahead = schedule.num_computed - last.schedule.num_computed
         if schedule.num_tokens != len(ahead) or not (ahead == 1).all() or tuple(prefixes) != tuple(last.prefixes):
             return None
         self._wait()
         self._advance(last.inputs, len(ahead))
-        self._last = _Last(schedule, last.inputs, shape, prefixes, adapters)
+        self._last = _Last(schedule, last.inputs, prefixes, adapters)
         return last.inputs
 
     def _advance(self, inputs: StepInputs, count: int) -> None:

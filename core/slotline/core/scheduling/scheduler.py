@@ -28,6 +28,7 @@ Int = npt.NDArray[np.int64]
 EARLY = 4
 """Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
 PLENTY = 8
+"""Blocks for each of them that stay free then."""
 
 
 class Scheduler:
