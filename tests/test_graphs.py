@@ -212,6 +212,35 @@ def test_made_up_steps_replay_what_was_captured_or_run_eagerly_and_nothing_betwe
     assert len(made._captured) == 2
 
 
+@pytest.mark.behaviour(27, 92)
+@pytest.mark.parametrize(
+    ("state", "once", "planned"), [("captured", True, 0), ("captured", False, 1), ("eager", True, 1)]
+)
+def test_a_replay_is_planned_unless_the_plans_of_its_capture_serve_it(
+    state: str,
+    once: bool,
+    planned: int,
+    capture: Callable[[str], tuple[GraphRunner, list[str]]],
+    tiny: Callable[..., Path],
+    engines: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engines(tiny("llama")).engine
+    router = engine.runner.router
+    monkeypatch.setattr(router, "groups", tuple(evolve(group, plan_once=once) for group in router.groups))
+    made, _ = capture(state)
+    (group,) = router.groups
+    plans: list[int] = []
+    plan = type(group.backend).plan
+    monkeypatch.setattr(group.backend, "plan", lambda batch: (plans.append(1), plan(group.backend, batch))[1])
+    monkeypatch.setattr(made, "replay", lambda inputs: (torch.zeros(2, 1), None, None))
+    engine.runner.launch(engine.gatherer.dummy([1, 1], shape=GraphShape(2, 1)))
+    assert len(plans) == planned
+    assert not made.standing(GraphShape(2, 1, cascade=True))  # a prefix of another length may be served in another way
+    engine.runner.launch(engine.gatherer.dummy([1, 1]))
+    assert len(plans) == planned + 1
+
+
 @pytest.mark.behaviour(138)
 @pytest.mark.parametrize("state", ["captured", "eager"])
 def test_made_up_steps_are_longer_than_the_prefix_that_they_share(

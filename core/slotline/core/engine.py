@@ -362,7 +362,8 @@ class Engine:
                 proposal = overlap.propose(settled, sampling)
         if (last_tokens := self.runner.last_tokens) is not None:
             going = self.rows.generation[rows] == generations[rows]
-            rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
+            if not going.all():
+                rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
             self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
         return InFlight(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal, loads=loads)
 

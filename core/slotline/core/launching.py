@@ -6,11 +6,13 @@ layer of a prompt has five such launches. Here the compiled kernel is remembered
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import torch
+from attrs import define
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 MOST = 512
@@ -93,6 +95,31 @@ class Launcher:
         self._boxes = tuple(i for i in places if hasattr(arguments[i], "block_shape"))
         rest = [i for i in places if i not in self._tensors and i not in self._boxes]
         self._numbers = itemgetter(*rest) if len(rest) > 1 else lambda given: tuple(given[i] for i in rest)
+
+
+@define(eq=False)
+class Launch:
+    """One launch of a kernel, as `Launcher.__call__` takes it."""
+
+    launcher: Launcher
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Launch it."""
+        self.launcher(self.grid, *self.arguments, **self.options)
+
+    def prepared(self) -> Callable[[], None]:
+        """Launch it, and what launches the same again with no look at the arguments, which must be kept."""
+        self()
+        found = self.launcher.remembered(self.grid, *self.arguments, **self.options)
+        return self if found is None else partial(found, *map(plain, self.arguments))
+
+
+def plain(argument: Any) -> Any:
+    """An address in place of a tensor, which Triton's launches take as well, and ask nothing of: 1 us each."""
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 class Boxes:

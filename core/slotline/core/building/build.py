@@ -15,7 +15,13 @@ from slotline.core.building.fits import fits
 from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
 from slotline.core.building.placement import device_memory, later_feeds
-from slotline.core.building.serving import build_grammars, build_pipeline, limits_of, load_tokenizer
+from slotline.core.building.serving import (
+    build_grammars,
+    build_pipeline,
+    build_plain_draws,
+    limits_of,
+    load_tokenizer,
+)
 from slotline.core.cache.block_pool import BlockPool
 from slotline.core.cache.block_tables import tables_for
 from slotline.core.cache.manager import CacheGroup, CacheManager
@@ -250,6 +256,7 @@ class EngineBuilder:
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
             microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
+            plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
         return gatherer, runner

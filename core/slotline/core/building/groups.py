@@ -25,6 +25,7 @@ from slotline.core.execution.runner import Runner
 from slotline.core.execution.states import StateGroup, StateRouter, allocate
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
 from slotline.core.planning.device import device_scope
+from slotline.core.planning.parts import plans_once
 from slotline.core.planning.plan import Planned
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.capability import GraphSupport
@@ -160,6 +161,7 @@ class GroupBuilder:
             fast_prefill=group.fast_prefill,
             last_queries=group.last_queries,
             any_captured=not sharded and _captured_always(descriptor.capabilities),
+            plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
         )
 
     def _context_shards(

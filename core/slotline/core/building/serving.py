@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from slotline.core.building.fits import build_plugin
+from slotline.core.execution.staging import Staging
 from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.core.planning.plan import Planned
+from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
 from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
+from slotline.core.triton_support import has_triton
 from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext
 from slotline.registry.loading import bind_contract
+
+if TYPE_CHECKING:
+    from slotline.core.sampling.triton_draws import PlainDraws
 
 _PROCESSED = frozenset(
     {
@@ -64,6 +72,21 @@ def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
             )
         )
     return ProcessorPipeline(slots, rows, _PROCESSED)
+
+
+def build_plain_draws(planned: Planned, last_tokens: LastTokens | None, staging: Staging) -> PlainDraws | None:
+    """What draws the tokens of steps that ask for nothing else, staged by `staging`.
+
+    None where the next step does not find them on the GPU that draws them, or drafts stand beside them.
+    """
+    if last_tokens is None or last_tokens.max_drafts or planned.stages.divided:
+        return None
+    if not planned.device.startswith("cuda") or not has_triton():
+        return None
+    from slotline.core.sampling.triton_draws import PlainDraws
+
+    most = planned.loaded.config.scheduler.max_requests
+    return PlainDraws(last_tokens, staging, most, planned.facts.vocab_size, planned.device)
 
 
 def build_grammars(planned: Planned, rows: Rows, tokenizer: Tokenizer | None) -> StructuredOutputs | None:

@@ -46,6 +46,7 @@ class AttentionGroup:
         fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
         last_queries: whether a layer may get the queries of these alone, beside all keys and values.
         any_captured: whether the attention of any step may be inside a graph, whatever the plan captures.
+        plan_once: whether what was planned at a capture serves every replay, but for common prefixes.
     """
 
     name: str
@@ -60,10 +61,12 @@ class AttentionGroup:
     fast_prefill: bool = False
     last_queries: bool = False
     any_captured: bool = False
+    plan_once: bool = False
 
 
 class StepPlans(NamedTuple):
-    """What the groups planned for a step's batches, and for which of its tokens alone a layer may attend."""
+    """What the groups planned for a step's batches, None where it was not wanted, and for which of its tokens alone a
+    layer may attend."""
 
     plans: list[Any]
     batches: Sequence[AttentionBatch]
@@ -141,19 +144,30 @@ class AttentionRouter:
         """The caches of all layers, in the layers' order."""
         return [route[2] for _, route in sorted(self._routes.items())]
 
-    def plan(self, batches: Sequence[AttentionBatch], wanted: WantedTokens | None = None) -> Attend:
+    def plan(
+        self,
+        batches: Sequence[AttentionBatch],
+        wanted: WantedTokens | None = None,
+        standing: Container[str] = (),
+    ) -> Attend:
         """Host work of every group for this step; returns the callable that the model's layers call.
 
         Args:
             batches: of the step, as the groups count them.
             wanted: the tokens whose logits are wanted, where the model may leave out the others at its end.
+            standing: groups by name that the callable will not be called for.
 
         Raises:
             ModelError: if a graph is being captured: host work would be missing from each of its replays.
         """
-        return self.under(self.plans(batches, wanted))
+        return self.under(self.plans(batches, wanted, standing))
 
-    def plans(self, batches: Sequence[AttentionBatch], wanted: WantedTokens | None = None) -> StepPlans:
+    def plans(
+        self,
+        batches: Sequence[AttentionBatch],
+        wanted: WantedTokens | None = None,
+        standing: Container[str] = (),
+    ) -> StepPlans:
         """As `plan`, for `under` to use later."""
         if self._may_be_captured and torch.cuda.is_current_stream_capturing():
             raise ModelError(
@@ -163,9 +177,15 @@ class AttentionRouter:
         if wanted is not None and self.fast_prefill:
             plans = [self._plan_some(group, batches, wanted) for group in self.groups]
         elif self._one_device:  # the step's own
-            plans = [group.backend.plan(_seen_by(group, batches[group.batch])) for group in self.groups]
+            plans = [
+                None if group.name in standing else group.backend.plan(_seen_by(group, batches[group.batch]))
+                for group in self.groups
+            ]
         else:
-            plans = [self._plan(group, _seen_by(group, batches[group.batch])) for group in self.groups]
+            plans = [
+                None if group.name in standing else self._plan(group, _seen_by(group, batches[group.batch]))
+                for group in self.groups
+            ]
         return StepPlans(plans, batches, wanted)
 
     def under(self, plans: StepPlans) -> Attend:

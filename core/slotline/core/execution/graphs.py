@@ -88,6 +88,7 @@ class GraphRunner:
         self._states = states
         self._adapters = adapters
         self._captured: dict[GraphShape, Captured] = {}
+        self._standing: dict[GraphShape, frozenset[str]] = {}
 
     @property
     def memory(self) -> int:
@@ -149,6 +150,14 @@ class GraphRunner:
         for part in captured.parts:
             part()
         return captured.hidden_states, captured.logits, captured.layers
+
+    def standing(self, shape: GraphShape) -> frozenset[str]:
+        """Attention groups, by name, that a replay of a shape runs by what was planned at its capture."""
+        found = self._standing.get(shape)
+        if found is None:
+            names = frozenset(group.name for group in self._router.groups if group.plan_once)
+            found = self._standing[shape] = frozenset() if shape.cascade else names - self._broken(shape)
+        return found
 
     def states(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Where a replay leaves hidden states and the inputs of layers, as in `Captured`."""

@@ -20,6 +20,7 @@ from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.step_inputs import StepInputs
+from slotline.core.launching import plain
 from slotline.core.planning.device import device_scope
 from slotline.core.sampling.batch import PACKED_WIDTH
 from slotline.core.sampling.last_tokens import LastTokens
@@ -141,13 +142,14 @@ class RepeatedSteps:
         counters = positions if params is None else params.view(torch.int64)
         tensors = (positions, seq_lens, counters, self._sent, *self._tables.held(index), slots)
         rest = (self._groups[index].table.shape[1], self._sizes[index], index == 0, params is not None, BLOCK)
+        addresses = tuple(map(plain, tensors))
         bound: Callable[..., None] | None = None
 
         def launch(at: int, num_values: int) -> None:
             nonlocal bound
             with device_scope(self._device):
                 if bound is not None:
-                    bound(*tensors, at, num_values, *rest)
+                    bound(*addresses, at, num_values, *rest)
                     return
                 go_on((count,), *tensors, at, num_values, *rest, num_warps=1)
                 bound = go_on.remembered((count,), *tensors, at, num_values, *rest, num_warps=1)

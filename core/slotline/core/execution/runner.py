@@ -8,7 +8,7 @@ log-probabilities of a prompt are asked for.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import Model, MultimodalModel
 
+if TYPE_CHECKING:
+    from slotline.core.sampling.triton_draws import PlainDraws
+
 Int = npt.NDArray[np.int64]
 _PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
 
@@ -53,6 +56,7 @@ class Runner:
         grammars: says which tokens structured output lets come next, where a plugin for it is there.
         adapters: joins adapters to the model, where any may be used.
         microbatches: which steps' forward passes are cut into pieces.
+        plain_draws: draws the tokens of steps that ask for nothing else, where Triton runs and nothing drafts.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Runner:
         logprobs_mode: str = "raw_logprobs",
         count_nans: bool = False,
         microbatches: Microbatches | None = None,
+        plain_draws: PlainDraws | None = None,
     ) -> None:
         self.model = model
         self.router = router
@@ -89,6 +94,7 @@ class Runner:
         self.states = states
         self.grammars = grammars
         self.adapters = adapters
+        self.plain_draws = plain_draws
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -107,7 +113,10 @@ class Runner:
         with scope("plan"):
             pieces = self._pieces(inputs)
             plans = [self.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
-            attend = self.router.under(plans[0]) if pieces else self.router.plan(inputs.batches, inputs.wanted)
+            if pieces:
+                attend = self.router.under(plans[0])
+            else:
+                attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
             if self.states is not None and inputs.states is not None:
                 self.states.plan(inputs.states)
             if self.adapters is not None:
@@ -138,6 +147,8 @@ class Runner:
         if self.pooling is not None:
             with scope("pool"):
                 return self.pooling.run(inputs, launched.hidden)
+        if (draws := self._plain_draws(inputs, whole=launched.whole)) is not None:
+            return self._drawn_plainly(launched, draws)
         with scope("logits"):
             states, logits = self._wanted(launched)
         batch = inputs.sampling
@@ -265,6 +276,12 @@ class Runner:
         self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
         return hidden, None, None if self.taps is None else self.taps.take()
 
+    def _standing(self, inputs: StepInputs) -> frozenset[str]:
+        """Attention groups whose plans were made at the capture: a drafter attends behind the replay too."""
+        if inputs.shape is None or self.graphs is None or self.drafting is not None:
+            return frozenset()
+        return self.graphs.standing(inputs.shape)
+
     def _pieces(self, inputs: StepInputs) -> tuple[slice, ...]:
         """The token slices that the forward pass is cut into; empty for a replay, and where it gives scales."""
         if self.router.calculating is not None or (inputs.shape is not None and self.graphs is not None):
@@ -303,17 +320,46 @@ class Runner:
         )
         return {"states": own, "computed": computed}
 
+    def _plain_draws(self, inputs: StepInputs, *, whole: bool) -> PlainDraws | None:
+        """What draws the tokens of a step that asks for nothing else; None for other steps, and where nothing does."""
+        if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
+            return None
+        if whole or self.count_nans or self.rows.paired:
+            return None
+        batch = inputs.sampling
+        if self.grammars is not None and self.grammars.active[batch.rows].any():
+            return None
+        return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
+
+    def _drawn_plainly(self, launched: Launched, draws: PlainDraws) -> Sampling:
+        """The tokens of such a step, and nothing else."""
+        inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
+        assert inputs.stand_ins is not None
+        captured = logits is not None and inputs.all_sample
+        if logits is None or not captured:
+            with self.profiler.scope("logits"):
+                _, logits = self._wanted(launched)
+        with self.profiler.scope("sample"):
+            tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
+        return Sampling(
+            batch=batch,
+            draft_positions=None,
+            drafts=None,
+            tokens=arriving,
+            sampled=tokens,
+            guesses=self.rows.num_guesses[batch.rows],
+        )
+
     def _wanted(self, launched: Launched) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden states and logits [num_logits, ...] of the tokens that sample."""
         inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
-        count = len(inputs.logits_rows)
         if inputs.shape is None and not launched.whole:
             return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
-        in_order = count == inputs.num_tokens  # every real token samples, and they come first
-        states = hidden[:count] if in_order else hidden[inputs.logits_indices]
+        wanted = slice(len(inputs.logits_rows)) if inputs.all_sample else inputs.logits_indices
+        states = hidden[wanted]
         if logits is None:
             return states, self._compute_logits(states, inputs, inputs.logits_indices)
-        return states, logits[:count] if in_order else logits[inputs.logits_indices]
+        return states, logits[wanted]
 
     def _compute_logits(self, states: torch.Tensor, inputs: StepInputs, indices: torch.Tensor) -> torch.Tensor:
         """Logits of the hidden states of some of the step's tokens."""

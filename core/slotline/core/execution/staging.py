@@ -57,6 +57,14 @@ class Staging(Protocol):
         """Start bringing a tensor to the host."""
         ...
 
+    def landing(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Memory of the host [count] that kernels of the device write to."""
+        ...
+
+    def arriving(self, landed: torch.Tensor) -> Download:
+        """What the device has been told to write to a part of it."""
+        ...
+
 
 def reserved_bytes(shape: tuple[int, ...], dtype: type[np.generic]) -> int:
     """What an array takes of a reservation."""
@@ -97,17 +105,25 @@ class CpuStaging:
         """A view."""
         return _Here(tensor.numpy())
 
+    def landing(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Any memory."""
+        return torch.empty(count, dtype=dtype)
+
+    def arriving(self, landed: torch.Tensor) -> Download:
+        """A copy, as the memory will be written again."""
+        return _Here(landed.numpy().copy())
+
 
 @define
 class _Copy:
-    """A copy in flight to pinned memory."""
+    """What is on its way to pinned memory."""
 
     host: torch.Tensor
     shape: torch.Size
     done: torch.cuda.Event
 
     def wait(self) -> npt.NDArray[Any]:
-        """Wait for the copy's event; the result is the caller's own."""
+        """Wait for the event behind it; the result is the caller's own."""
         self.done.synchronize()
         return self.host.numpy().reshape(self.shape).copy()
 
@@ -169,9 +185,20 @@ class CudaStaging:
         """Copy to pinned memory, and an event behind it."""
         host = self._result(tensor.dtype, tensor.numel())
         host.copy_(tensor.reshape(-1), non_blocking=True)
+        return self._arriving(host, tensor.shape)
+
+    def landing(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Pinned memory, which the device can address."""
+        return torch.empty(count, dtype=dtype, pin_memory=True)
+
+    def arriving(self, landed: torch.Tensor) -> Download:
+        """An event behind what was launched."""
+        return self._arriving(landed, landed.shape)
+
+    def _arriving(self, host: torch.Tensor, shape: torch.Size) -> Download:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self._index))
-        return _Copy(host, tensor.shape, done)
+        return _Copy(host, shape, done)
 
     def _result(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         """Pinned memory for a result; a step and the one prepared behind it have two downloads each at most."""

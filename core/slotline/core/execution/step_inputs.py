@@ -95,6 +95,11 @@ class StepInputs:
     wanted: WantedTokens | None = None
     pending: npt.NDArray[np.bool_] | None = None
 
+    @property
+    def all_sample(self) -> bool:
+        """Whether every token is one of `logits_indices`: the first ones of the padded tokens, in order."""
+        return len(self.logits_rows) == self.num_tokens
+
 
 def even_split(num_tokens: int, num_requests: int) -> list[int]:
     """Query lengths of a made-up batch: as even as can be; they sum to `num_tokens`."""

@@ -289,6 +289,13 @@ def _decided(loaded: LoadedConfig, key: str, asked: bool | str, texts: Sequence[
     )
 
 
+def plans_once(loaded: LoadedConfig, offers: Offers, group: GroupPlan) -> bool:
+    """Whether what a group's backend plans at a capture serves every replay, but for common prefixes."""
+    return not _backend_refusals(
+        loaded, offers, group, Need(capability="plan_once", value=True, origin="configuration")
+    )
+
+
 def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need) -> list[str]:
     """Why a group's backend does not cover one more need beside those of the group's layers, which may narrow it."""
     backend = offers[Kind.ATTENTION, group.backend]

@@ -219,13 +219,7 @@ class ProcessorPipeline:
             companions: [n] place of each one's companion, -1 without one; None for none at all.
             all_greedy: whether the most likely token is all that is wanted.
         """
-        slots = [
-            slot
-            for slot in self.slots
-            if slot.num_active
-            and not (all_greedy and slot.capabilities.argmax_invariant)
-            and bool(slot.active[rows].any())
-        ]
+        slots = self._working(rows, all_greedy=all_greedy)
         if not slots:
             return Processed(logits=logits, raw=logits)
         errors: dict[int, str] = {}
@@ -237,6 +231,10 @@ class ProcessorPipeline:
             result, errors = self._run_alone(slots, logits, step)
         touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
         return Processed(logits=result, raw=logits, touched=touched, errors=errors)
+
+    def has_work(self, rows: Int, *, all_greedy: bool) -> bool:
+        """Whether `apply` would look at logits of `rows` [n]."""
+        return bool(self._working(rows, all_greedy=all_greedy))
 
     def failures(
         self,
@@ -256,6 +254,16 @@ class ProcessorPipeline:
                 names += ["structured_outputs"] if grammars is not None and grammars[row] else []
                 found[row] = error or _unusable(token, names)
         return found
+
+    def _working(self, rows: Int, *, all_greedy: bool) -> list[ProcessorSlot]:
+        """The processors with work for some of `rows`."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.num_active
+            and not (all_greedy and slot.capabilities.argmax_invariant)
+            and bool(slot.active[rows].any())
+        ]
 
     def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows, which: Int) -> torch.Tensor:
         """The rows at the places `which` [m] of a step's logits `raw` [n, vocab_size], processed: [m, vocab_size]."""

@@ -42,7 +42,7 @@ def group_stats(
     tl.store(sums + row * num_groups + groups, tl.sum(weights, 1), held)
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=[*SIZES, "kept"])
 def draw_rows(
     logits,  # [n, vocab_size] float32
     stride,
@@ -53,6 +53,10 @@ def draw_rows(
     near,  # [n, room] float32, scratch: logits near the end of a row's nucleus
     tokens,  # [n] int64, out
     least,  # [n] float32, out: the smallest scaled logit that may be drawn
+    stand_ins,  # [n] int64, not read unless `kept`
+    table,  # int64, out if `kept`: each token at the place of its stand-in
+    host,  # [n] int64, out if `kept`: the tokens, in the host's memory
+    kept,
     vocab_size,
     num_groups,
     group: tl.constexpr,
@@ -75,7 +79,7 @@ def draw_rows(
         place = tl.min(tl.where(peaks == most, groups, width), 0)
         inner = tl.arange(0, group)
         y = tl.max(_scaled(logits, packed, place + tl.zeros([1], tl.int32), num_groups, vocab_size, group), 0)
-        tl.store(tokens + row, (place * group + tl.min(tl.where(y == most, inner, group), 0)).to(tl.int64))
+        token = (place * group + tl.min(tl.where(y == most, inner, group), 0)).to(tl.int64)
         tl.store(least + row, -float("inf"))
     else:
         masses = tl.load(sums + groups, groups < num_groups, 0.0) * _weights(peaks, most)
@@ -161,7 +165,17 @@ def draw_rows(
         running = before + tl.sum(tl.where(earlier, weight[None, :], 0.0), 1)
         first = tl.min(tl.where((running > target) & (weight > 0), inner, group), 0)
         first = tl.where(first < group, first, tl.max(tl.where(weight > 0, inner, 0), 0))
-        tl.store(tokens + row, (place * group + first).to(tl.int64))
+        token = (place * group + first).to(tl.int64)
+    hand_over(token, row, tokens, stand_ins, table, host, kept)
+
+
+@triton.jit
+def hand_over(token, row, tokens, stand_ins, table, host, kept):
+    """Write a row's token down; where tokens are `kept`, also where the next step reads it, and for the host."""
+    tl.store(tokens + row, token)
+    if kept:
+        tl.store(table + tl.load(stand_ins + row), token)
+        tl.store(host + row, token)
 
 
 @triton.jit

@@ -8,7 +8,9 @@ import torch
 import triton
 import triton.language as tl
 
-from slotline.core.launching import Launcher
+from slotline.core.launching import Launch, Launcher
+from slotline.core.sampling.triton_kernels import hand_over
+from slotline.core.sampling.triton_rows import Kept, keeping
 
 MANY_ROWS = 32
 PARTS, FEW_PARTS = 64, 8
@@ -38,27 +40,42 @@ def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
     tl.store(found + parts, tl.min(tl.where(best == largest, place, size)).to(tl.float32, bitcast=True))
 
 
-@triton.jit
-def _best_part(found, out, parts: tl.constexpr):
-    """Grid (rows,): the place of the first of the largest entries."""
+@triton.jit(do_not_specialize=["kept"])
+def _best_part(found, out, stand_ins, table, host, kept, parts: tl.constexpr):
+    """Grid (rows,): the place of the first of the largest entries, handed over as tokens are."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, parts)
     found += row * 2 * parts + part
     best = tl.load(found)
     place = tl.load(found + parts).to(tl.int32, bitcast=True)
-    tl.store(out + row, tl.min(tl.where(best == tl.max(best), place, 0x7FFFFFFF)).to(tl.int64))
+    token = tl.min(tl.where(best == tl.max(best), place, 0x7FFFFFFF)).to(tl.int64)
+    hand_over(token, row, out, stand_ins, table, host, kept)
 
 
-_launch_parts, _launch_rows = Launcher(_best_of_parts), Launcher(_best_part)
+best_of_parts, best_part = Launcher(_best_of_parts), Launcher(_best_part)
 
 
 def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
     """See `likeliest.likeliest`."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
-    n, size = logits.shape
-    parts = PARTS if n <= MANY_ROWS else FEW_PARTS
-    found = torch.empty(n, 2, parts, dtype=torch.float32, device=logits.device)
-    out = torch.empty(n, dtype=torch.int64, device=logits.device)
-    if n:
-        _launch_parts((n, parts), logits, logits.stride(0), found, size, BLOCK, num_warps=WARPS)
-        _launch_rows((n,), found, out, parts, num_warps=1)
+    found = torch.empty(len(logits) * 2 * PARTS, dtype=torch.float32, device=logits.device)
+    out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    for launch in launches(logits, found, out):
+        launch()
     return out
+
+
+def launches(
+    logits: torch.Tensor, found: torch.Tensor, out: torch.Tensor, kept: Kept | None = None
+) -> tuple[Launch, ...]:
+    """What writes the likeliest tokens of logits [n, vocab_size], whose rows are contiguous, to `out` [n] int64.
+
+    `found` [n * 2 * PARTS] float32 is scratch; `kept` is where else they are written.
+    """
+    n, size = logits.shape
+    if n == 0:
+        return ()
+    parts = PARTS if n <= MANY_ROWS else FEW_PARTS
+    return (
+        Launch(best_of_parts, (n, parts), (logits, logits.stride(0), found, size, BLOCK), {"num_warps": WARPS}),
+        Launch(best_part, (n,), (found, out, *keeping(kept, out), parts), {"num_warps": 1}),
+    )

@@ -1,6 +1,10 @@
-"""What else a step does to rows of logits on a GPU: bans by bitmask, and marks where no token can be drawn."""
+"""What else a step does to rows of logits on a GPU: bans by bitmask, marks where no token can be drawn, and where drawn
+tokens are kept.
+"""
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -10,6 +14,19 @@ from slotline.core.sampling.triton_kernels import ban_tokens, mark_rows
 _BLOCK_WORDS = 64
 _BLOCK_LOGITS = 8192
 _MARK_WARPS = 16
+
+
+class Kept(NamedTuple):
+    """Where else tokens [n] go: into a table, at the places `stand_ins` [n] int64, and to the host."""
+
+    stand_ins: torch.Tensor
+    table: torch.Tensor  # int64
+    host: torch.Tensor  # [n] int64, memory that the device can address
+
+
+def keeping(kept: Kept | None, tokens: torch.Tensor) -> tuple[Any, ...]:
+    """The same as a kernel takes it; `tokens` int64 stand for what it does not touch."""
+    return (tokens, tokens, tokens, 0) if kept is None else (*kept, 1)
 
 
 def ban_by_bitmask(logits: torch.Tensor, words: torch.Tensor, places: torch.Tensor) -> None:

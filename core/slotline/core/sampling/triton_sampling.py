@@ -18,10 +18,13 @@ groups' kept masses in token order, then the tokens of one group.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
-from slotline.core.launching import Launcher, cdiv, next_power_of_2
+from slotline.core.launching import Launch, Launcher, cdiv, next_power_of_2
 from slotline.core.sampling import triton_kernels
+from slotline.core.sampling.triton_rows import Kept, keeping
 
 GROUP = 32
 MOST_GROUPS = 8192
@@ -40,59 +43,77 @@ ROW_REGISTERS: dict[str, int] = {"maxnreg": 128} if torch.version.cuda else {}
 group_stats, draw_rows = Launcher(triton_kernels.group_stats), Launcher(triton_kernels.draw_rows)
 
 
+class Scratch(NamedTuple):
+    """What the draws of up to n rows write, on the device: the groups' numbers, and what `sample_triton` returns."""
+
+    maxima: torch.Tensor  # [n, num_groups] float32, and the sums
+    sums: torch.Tensor
+    chosen: torch.Tensor  # [n, num_groups] int32
+    near: torch.Tensor  # [n, ROOM] float32
+    tokens: torch.Tensor  # [n] int64
+    least: torch.Tensor  # [n] float32
+
+    @classmethod
+    def of(cls, n: int, vocab_size: int, device: torch.device | str) -> Scratch:
+        """For logits [n, vocab_size]."""
+        num_groups = cdiv(vocab_size, _group(vocab_size))
+        return cls(
+            torch.empty(n, num_groups, dtype=torch.float32, device=device),
+            torch.empty(n, num_groups, dtype=torch.float32, device=device),
+            torch.empty(n, num_groups, dtype=torch.int32, device=device),
+            torch.empty(n, ROOM, dtype=torch.float32, device=device),
+            torch.empty(n, dtype=torch.int64, device=device),
+            torch.empty(n, dtype=torch.float32, device=device),
+        )
+
+
 def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [n] int64 drawn from logits [n, vocab_size] float32, and the smallest scaled logits [n] that might be.
 
     `params` [n, 8] int32 is `SamplingBatch.packed` on the same device.
     """
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    scratch = Scratch.of(len(logits), logits.shape[1], logits.device)
+    for launch in launches(logits, params, scratch):
+        launch()
+    return scratch.tokens, scratch.least
+
+
+def launches(
+    logits: torch.Tensor, params: torch.Tensor, scratch: Scratch, kept: Kept | None = None
+) -> tuple[Launch, ...]:
+    """What draws the tokens of logits [n, vocab_size], whose rows are contiguous, into scratch of n rows or more.
+
+    `kept` is where else they are written.
+    """
     n, vocab_size = logits.shape
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    group = max(GROUP, next_power_of_2(cdiv(vocab_size, MOST_GROUPS)))
+    if n == 0:
+        return ()
+    group = _group(vocab_size)
     num_groups = cdiv(vocab_size, group)
     num_tiles = cdiv(num_groups, TILE)
     width = max(LEAST_WIDTH, next_power_of_2(num_groups))
-    maxima = torch.empty(n, num_groups, dtype=torch.float32, device=logits.device)
-    sums = torch.empty(n, num_groups, dtype=torch.float32, device=logits.device)
-    chosen = torch.empty(n, num_groups, dtype=torch.int32, device=logits.device)
-    near = torch.empty(n, ROOM, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(n, dtype=torch.int64, device=logits.device)
-    least = torch.empty(n, dtype=torch.float32, device=logits.device)
-    if n == 0:
-        return tokens, least
+    maxima, sums, chosen, near, tokens, least = scratch
     stride = logits.stride(0)
-    group_stats(
-        (n * num_tiles,),
-        logits,
-        stride,
-        params,
-        maxima,
-        sums,
-        vocab_size,
-        num_groups,
-        num_tiles,
-        group,
-        TILE,
-        num_warps=STATS_WARPS,
+    return (
+        Launch(
+            group_stats,
+            (n * num_tiles,),
+            (logits, stride, params, maxima, sums, vocab_size, num_groups, num_tiles, group, TILE),
+            {"num_warps": STATS_WARPS},
+        ),
+        Launch(
+            draw_rows,
+            (n,),
+            (
+                *(logits, stride, params, maxima, sums, chosen, near, tokens, least, *keeping(kept, tokens)),
+                *(vocab_size, num_groups, group, TILE, width, ROOM),
+            ),
+            {"num_warps": max(STATS_WARPS, min(ROW_WARPS, width // 512)), **ROW_REGISTERS},
+        ),
     )
-    draw_rows(
-        (n,),
-        logits,
-        stride,
-        params,
-        maxima,
-        sums,
-        chosen,
-        near,
-        tokens,
-        least,
-        vocab_size,
-        num_groups,
-        group,
-        TILE,
-        width,
-        ROOM,
-        num_warps=max(STATS_WARPS, min(ROW_WARPS, width // 512)),
-        **ROW_REGISTERS,
-    )
-    return tokens, least
+
+
+def _group(vocab_size: int) -> int:
+    """Tokens of a group."""
+    return max(GROUP, next_power_of_2(cdiv(vocab_size, MOST_GROUPS)))
