@@ -73,6 +73,20 @@ def test_steps_of_other_sizes_take_the_same_memory_and_what_arrived_stays() -> N
         assert tokens.tolist() == logits[:n].argmax(-1).tolist()
 
 
+def test_graphs_share_memory_and_rows_of_logits_in_it_may_be_of_another_length() -> None:
+    """As a head with adapters leaves them: its product has columns behind the vocabulary's."""
+    table, n = LastTokens(VOCAB_SIZE, MOST, DEVICE), 3
+    draws = draws_of(table)
+    places = torch.from_numpy(table.stand_ins(np.arange(n))).to(DEVICE)
+    memory = torch.randn(n * (VOCAB_SIZE + 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    packed = params(batch(n, seed=range(n)), DEVICE)
+    for width in (VOCAB_SIZE, VOCAB_SIZE + 16, VOCAB_SIZE):
+        logits = memory[: n * width].view(n, width)[:, :VOCAB_SIZE]
+        for given in (None, packed):
+            expected = logits.argmax(-1) if given is None else sample_triton(logits, given)[0]
+            assert draws(logits, given, places, captured=True)[0].equal(expected)
+
+
 def test_logits_that_there_is_no_room_for_are_refused() -> None:
     table = LastTokens(VOCAB_SIZE, MOST, DEVICE)
     draws = draws_of(table)

@@ -62,7 +62,9 @@ class PlainDraws:
             IntegrityError: if there are more rows than there is room for.
         """
         n = len(stand_ins)
-        key = n, logits.data_ptr(), 0 if params is None else params.data_ptr(), stand_ins.data_ptr()
+        # Graphs share memory: the logits of another shape, of other rows' length, may begin at the same place.
+        places = logits.data_ptr(), 0 if params is None else params.data_ptr(), stand_ins.data_ptr()
+        key = (n, *places, *logits.stride())
         prepared = self._prepared.get(key) if captured else None
         if prepared is not None:
             for launch in prepared.launches:
