@@ -20,7 +20,6 @@ from slotline.core.cache.manager import CacheGroup
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.staging import Staging
 from slotline.core.execution.step_inputs import StepInputs
-from slotline.core.launching import plain
 from slotline.core.planning.device import device_scope
 from slotline.core.sampling.batch import PACKED_WIDTH
 from slotline.core.sampling.last_tokens import LastTokens
@@ -138,6 +137,7 @@ class RepeatedSteps:
     ) -> Callable[[int, int], None]:
         """Launches the kernel for one cache group; given where its changes begin, and their columns."""
         from slotline.core.execution.triton_repeats import BLOCK, go_on
+        from slotline.core.launching import plain
 
         counters = positions if params is None else params.view(torch.int64)
         tensors = (positions, seq_lens, counters, self._sent, *self._tables.held(index), slots)
