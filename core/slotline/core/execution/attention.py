@@ -176,14 +176,10 @@ class AttentionRouter:
             )
         if wanted is not None and self.fast_prefill:
             plans = [self._plan_some(group, batches, wanted) for group in self.groups]
-        elif self._one_device:  # the step's own
-            plans = [
-                None if group.name in standing else group.backend.plan(_seen_by(group, batches[group.batch]))
-                for group in self.groups
-            ]
         else:
+            plan = _plan_here if self._one_device else self._plan  # one device: the step's own
             plans = [
-                None if group.name in standing else self._plan(group, _seen_by(group, batches[group.batch]))
+                None if group.name in standing else plan(group, _seen_by(group, batches[group.batch]))
                 for group in self.groups
             ]
         return StepPlans(plans, batches, wanted)
@@ -306,12 +302,17 @@ class AttentionRouter:
     @staticmethod
     def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:
         with device_scope(group.device):
-            return group.backend.plan(batch)
+            return _plan_here(group, batch)
 
     @staticmethod
     def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
         """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
         return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write
+
+
+def _plan_here(group: AttentionGroup, batch: AttentionBatch) -> Any:
+    """A group's plan, on the current device."""
+    return group.backend.plan(batch)
 
 
 def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:

@@ -90,8 +90,7 @@ class PlainDraws:
                 f"logits {n} x {vocab_size} are to be drawn from, and there is room for {len(self._host)} x "
                 f"{self._vocab_size}"
             )
-        logits, tokens = logits if logits.stride(1) == 1 else logits.contiguous(), self._scratch.tokens
         kept = Kept(stand_ins, self._table, self._host)
         if params is None:
-            return triton_likeliest.launches(logits, self._parts, tokens, kept)
+            return triton_likeliest.launches(logits, self._parts, self._scratch.tokens, kept)
         return triton_sampling.launches(logits, params, self._scratch, kept)

@@ -56,7 +56,6 @@ best_of_parts, best_part = Launcher(_best_of_parts), Launcher(_best_part)
 
 def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
     """See `likeliest.likeliest`."""
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     found = torch.empty(len(logits) * 2 * PARTS, dtype=torch.float32, device=logits.device)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     for launch in launches(logits, found, out):
@@ -67,13 +66,14 @@ def likeliest_triton(logits: torch.Tensor) -> torch.Tensor:
 def launches(
     logits: torch.Tensor, found: torch.Tensor, out: torch.Tensor, kept: Kept | None = None
 ) -> tuple[Launch, ...]:
-    """What writes the likeliest tokens of logits [n, vocab_size], whose rows are contiguous, to `out` [n] int64.
+    """What writes the likeliest tokens of logits [n, vocab_size] to `out` [n] int64.
 
     `found` [n * 2 * PARTS] float32 is scratch; `kept` is where else they are written.
     """
     n, size = logits.shape
     if n == 0:
         return ()
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     parts = PARTS if n <= MANY_ROWS else FEW_PARTS
     return (
         Launch(best_of_parts, (n, parts), (logits, logits.stride(0), found, size, BLOCK), {"num_warps": WARPS}),

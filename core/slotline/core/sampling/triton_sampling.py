@@ -72,7 +72,6 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
 
     `params` [n, 8] int32 is `SamplingBatch.packed` on the same device.
     """
-    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     scratch = Scratch.of(len(logits), logits.shape[1], logits.device)
     for launch in launches(logits, params, scratch):
         launch()
@@ -82,13 +81,14 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
 def launches(
     logits: torch.Tensor, params: torch.Tensor, scratch: Scratch, kept: Kept | None = None
 ) -> tuple[Launch, ...]:
-    """What draws the tokens of logits [n, vocab_size], whose rows are contiguous, into scratch of n rows or more.
+    """What draws the tokens of logits [n, vocab_size] into scratch of n rows or more.
 
     `kept` is where else they are written.
     """
     n, vocab_size = logits.shape
     if n == 0:
         return ()
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     group = _group(vocab_size)
     num_groups = cdiv(vocab_size, group)
     num_tiles = cdiv(num_groups, TILE)
