@@ -1,13 +1,14 @@
 """The workloads of `slotline bench`, end to end, on a model of random weights, beside what the card could do at best.
 
     python benchmarks/engine_gpu.py benchmarks/models/qwen3-0.6b [--workload nano latency prefill] [--runs 2]
-        [--profile 40] [--phases] [--set scheduler.async=false]
+        [--profile 40] [--phases] [--by-requests] [--set scheduler.async=false]
 
 Each workload runs once to warm up, then so many times; the best counts, as in the figures it is compared with, and all
 are printed. Model length 8192; everything else as slotline chooses it. `--profile N` then runs each workload once
 more under torch's profiler, N steps from its middle (prefill: all), and prints the kernels' time by kind and the share
-of the time in which the device is busy; `--phases` prints the host's time in each part of a step. Weights are made on
-the device: what reading them costs is in benchmarks/startup.py.
+of the time in which the device is busy; `--phases` prints the host's time in each part of a step, and `--by-requests`
+the median step of decoding by how many requests are running. Weights are made on the device: what reading them costs is
+in benchmarks/startup.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 from collections import defaultdict
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
@@ -126,6 +128,15 @@ def profiled(llm: LLM, work: Workload, count: int) -> None:
         print(f"   {sum(times) / steps:9.1f} us a step, {each}  {name[:90]}")
 
 
+def by_requests(runs: list[Run]) -> None:
+    """Median milliseconds of a step without prompts by the requests that run, eight numbers of them together."""
+    steps = defaultdict[int, list[float]](list)
+    for run in runs:
+        for _, seconds, requests in run.waves[-1].later_steps:
+            steps[requests // 8 * 8].append(1e3 * seconds)
+    print("   requests, ms: " + ", ".join(f"{first}+ {median(steps[first]):.3f}" for first in sorted(steps)))
+
+
 def phases(llm: LLM, work: Workload) -> None:
     """The host's time in the parts of a step, averaged over one more run; the timing itself is in it."""
     profiler = llm.engine.profiler
@@ -145,6 +156,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--profile", type=int, default=0, metavar="STEPS")
     parser.add_argument("--phases", action="store_true", help="the host's time in the parts of a step, too")
+    parser.add_argument("--by-requests", action="store_true", help="the median step by the number of requests, too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="the figures as the last line")
     arguments = parser.parse_args()
@@ -154,7 +166,10 @@ def main() -> None:
     found = []
     for name in arguments.workload:
         work = workload(name)
-        found.append(describe(llm, work, timed_runs(llm, work, arguments.runs)))
+        runs = timed_runs(llm, work, arguments.runs)
+        found.append(describe(llm, work, runs))
+        if arguments.by_requests:
+            by_requests(runs)
         if arguments.profile:
             profiled(llm, work, arguments.profile)
         if arguments.phases:

@@ -123,16 +123,19 @@ def hopper() -> None:
     """The kernels for Hopper, and whether they compile under this Triton."""
     from slotline.core.execution import compiling
 
-    launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS), *hopper_products()]
+    launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
+    launches += [*map(hopper_decodes, COUNTS), *hopper_products()]
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        for launch in (launches[0], launches[len(COUNTS)], launches[-2], launches[-1]):
+        for kind in (0, 1, 2):
+            launches[kind * len(COUNTS)]()
+        for launch in launches[-2:]:
             launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)
     triton.knobs.runtime.jit_cache_hook = asked
-    assert len(missing) == 4
+    assert len(missing) == 5
 
 
 def hopper_latents(n: int) -> Callable[[], bool]:
@@ -170,6 +173,22 @@ def hopper_prompts(n: int) -> Callable[[], bool]:
         given = (world.layer, query, key, value, world.batch, launch, out, lse)
         assert HopperPrompts(4, "cpu", 132).attend(*given)
     return partial(HopperPrompts(4, "cpu", 132).attend, *given)
+
+
+def hopper_decodes(n: int) -> Callable[[], bool]:
+    """Single tokens of so many requests, and of some of them; the last of the launches, to be made again."""
+    from slotline.backends.triton.decode_hopper import HopperDecodes
+    from slotline.testing.environments.attention import Case, World
+
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "num_heads": 8, "head_size": 128}
+    for requests in (((1, 3000),) * n, tuple((1, 40 + i) for i in range(n))):
+        world = World(Case(requests=requests, dtype=torch.bfloat16, block_size=16, **sizes).friendly())
+        world.batch.block_table = torch.zeros(len(requests), 256, dtype=torch.int32)
+        query, _, _ = world.new_tokens()
+        out, lse = torch.zeros_like(query), torch.empty(8, len(query))
+        given = (world.layer, query, world.cache, world.batch, n, out, lse)
+        assert HopperDecodes(world.case.context("cpu"), 32).attend(*given)
+    return partial(HopperDecodes(world.case.context("cpu"), 32).attend, *given)
 
 
 def hopper_products() -> list[Callable[[], torch.Tensor]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,7 +13,11 @@ from attrs import evolve, frozen
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
+from slotline.core.hopper import has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+if TYPE_CHECKING:
+    from slotline.backends.triton.decode_hopper import HopperDecodes
 
 MAX_SPLITS = 32
 MAX_SPLIT_ROWS = 4096
@@ -82,12 +86,13 @@ class Plan(NamedTuple):
     """One step. What changes between replays of a captured forward is read from the batch's tensors on the device.
 
     Launches of one tuple are joined; each tuple has query tokens of its own. `prompts` has requests whose keys all are
-    the step's own, behind those of the others.
+    the step's own, behind those of the others, and `decodes` such of one token each, in front of them.
     """
 
     batch: AttentionBatch
     launches: tuple[tuple[Launch, ...], ...]
     prompts: Launch | None = None
+    decodes: Launch | None = None
     nodes: torch.Tensor | None = None
 
 
@@ -113,6 +118,7 @@ class TritonBackend:
         self._early = early
         options = context.options if isinstance(context.options, TritonOptions) else TritonOptions()
         self._prompts = PromptAttention(context, self._group) if options.prompts == "step" else None
+        self._decodes = _hopper_decodes(context, cores) if options.decodes == "hopper" else None
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
@@ -137,9 +143,12 @@ class TritonBackend:
             return Plan(batch, ((self._invariant_launch(batch),),) if batch.num_tokens else ())
         if batch.common_prefix_len:
             return Plan(batch, (self._cascade(batch),))
-        launches = []
+        launches, single = [], None
         if decodes:
-            launches.append((self._launch(batch, 0, decodes, 0, decodes, 1),))
+            single = self._launch(batch, 0, decodes, 0, decodes, 1)
+            if self._decodes is None or batch.tree is not None or not self._decodes.takes(decodes):
+                launches.append((single,))
+                single = None
         whole = self._prompts if batch.tree is None else None  # the kernel for whole prompts knows no trees
         fresh = requests if whole is None else whole.first(batch, ENOUGH * self._cores)
         begin, prompts = batch.num_tokens, None
@@ -150,7 +159,7 @@ class TritonBackend:
             launches.append((self._launch(batch, decodes, fresh, decodes, begin - decodes, longest),))
         if begin < batch.num_tokens:
             prompts = self._launch(batch, fresh, requests, begin, batch.num_tokens - begin, batch.max_query_len)
-        return Plan(batch, tuple(launches), prompts)
+        return Plan(batch, tuple(launches), prompts, single)
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
@@ -302,6 +311,10 @@ class TritonBackend:
         lse = torch.empty((layer.num_heads, out.shape[0]), dtype=torch.float32, device=out.device)
         query = query if query.stride(2) == 1 else query.contiguous()
         target = out if out.stride(2) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+        if (decodes := plan.decodes) is not None and not (
+            self._decodes is not None and self._decodes.attend(layer, query, cache, batch, decodes.end, target, lse)
+        ):
+            self._attend(layer, query, cache, plan, (decodes,), target, lse, sinks)
         for launches in plan.launches:
             self._attend(layer, query, cache, plan, launches, target, lse, sinks)
         if (prompts := plan.prompts) is not None:
@@ -430,6 +443,17 @@ class TritonBackend:
             num_stages=launch.shape.stages,
             **_start(early=launch.early),
         )
+
+
+def _hopper_decodes(context: AttentionContext, cores: int) -> HopperDecodes | None:
+    """What launches Hopper's own kernel for single query tokens, where it serves a group."""
+    if not context.device.startswith("cuda"):
+        return None
+    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
+        return None
+    from slotline.backends.triton.decode_hopper import HopperDecodes
+
+    return HopperDecodes(context, cores) if HopperDecodes.serves(context) else None
 
 
 def _start(*, early: bool) -> dict[str, bool]:

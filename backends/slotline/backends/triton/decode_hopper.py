@@ -1,0 +1,323 @@
+"""Attention of single query tokens over a paged cache, on Hopper in Gluon: warps that stay, with keys on their way.
+
+The same work as `kernels.attend` of requests with one token each. A program is one warp. It takes a request and a KV
+head, and when it has asked for their last keys the next, so that between them, too, tiles are on their way; a counter
+says which is next, so that a program that waits longer for the memory takes fewer.
+
+Scores are keys times queries [keys, rows], and outputs values times probabilities [size, rows]: the matrix units work
+on 16 by 8, and a KV head has a few queries only, which would be most of 16 rows left empty. It is that and the absence
+of other warps to wait for that saves energy, by which a card is limited; docs/performance.md has the figures.
+"""
+
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from slotline.backends.triton.kernels import LOG2E
+from slotline.core.gluon_names import load_rows
+from slotline.core.launching import Launcher
+from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
+
+TILE, STAGES, RESIDENT = 32, 3, 4
+"""Keys of a tile, tiles of keys and of values that have a place, and programs that a multiprocessor holds."""
+SIZES, MOST_GROUP = (64, 128), 8
+"""Sizes of a head, and most query heads of a KV head."""
+LOADS = ((2.9, 4.0), (7.7, float("inf")))
+"""How many requests times KV heads each multiprocessor has where this kernel takes less time than the one for all:
+where nearly all of them begin at once, or nearly two or more follow each other in each place."""
+AHEAD = gl.constexpr(3)
+"""Tiles after which a program asks what it is to do next: by then the first ones are on their way."""
+
+
+@gluon.jit
+def _next(counter, total):
+    """The number of the next piece of work, -1 for none; who is told last that there is none sets the counter to 0."""
+    taken = gl.atomic_add(counter, 1, sem="relaxed")
+    if taken == total - 1:
+        gl.store(counter, 0)
+    number = gl.num_programs(0) + taken
+    return gl.where(number < total, number, -1)
+
+
+@gluon.jit
+def _work(number, seq_lens, starts, kv_heads):
+    """Request, KV head, query token and keys of a piece of work; no keys where the request has no token, or for -1."""
+    request = gl.maximum(number, 0) // kv_heads
+    token = gl.load(starts + request)
+    length = gl.where(gl.load(starts + request + 1) > token, gl.load(seq_lens + request), 0)
+    return request, gl.maximum(number, 0) % kv_heads, token, length
+
+
+@gluon.jit
+def _blocks(table, number, length, page: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
+    """Where a tile's keys lie, block by block; blocks behind the last key are that key's."""
+    pieces: gl.constexpr = tile // page if page < tile else 1
+    piece = gl.arange(0, pieces, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
+    return gl.load(table + gl.minimum((number * tile + piece * page) // page, (length - 1) // page))
+
+
+@gluon.jit
+def _fetch(
+    states, tiles, place, blocks, number, block, token, page: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr
+):
+    """Ask for a tile of keys or values of a head; behind the last key comes what its block holds there."""
+    piece: gl.constexpr = page if page < tile else tile
+    size: gl.constexpr = tiles.shape[3]
+    row = gl.arange(0, piece, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    column = gl.arange(0, size, layout=gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    first = blocks.to(gl.int64) * block + number * tile % page * token
+    load_rows(tiles.index(place), states + first[:, None, None] + (row * token + column))
+
+
+@gluon.jit(do_not_specialize=["total", "lse_head"])
+def attend_decodes(
+    query,
+    keys,
+    values,
+    out,
+    lse,
+    table,
+    seq_lens,
+    starts,
+    counter,
+    total,
+    kv_heads,
+    scale,
+    q_token,
+    q_head,
+    k_block,
+    k_token,
+    k_head,
+    v_block,
+    v_token,
+    v_head,
+    o_token,
+    o_head,
+    lse_head,
+    table_row,
+    group: gl.constexpr,
+    size: gl.constexpr,
+    page: gl.constexpr,
+    tile: gl.constexpr,
+    stages: gl.constexpr,
+    early: gl.constexpr,
+):
+    """Requests with one query token each, or none, whose KV heads are the `total` pieces of work.
+
+    Any number of programs of one warp, and no more than pieces. `counter`, an int32 of 0, is 0 again behind the launch.
+    Results go to out [tokens, heads, size] and lse [heads, tokens]; `scale` counts in base 2. `early`: the kernel
+    behind may start, this one waits for the one in front.
+    """
+    if early:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: gl.constexpr = keys.dtype.element_ty
+    rows: gl.constexpr = 8
+    piece: gl.constexpr = page if page < tile else tile
+    pieces: gl.constexpr = tile // piece
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // size, size // 8], [1, 1], [1, 0])
+    deep: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // size, size // 8], [1, 1, 1], [2, 1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[1, 1], instr_shape=[16, 8])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
+    by_row: gl.constexpr = gl.SliceLayout(0, mma)
+    shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    in_pieces: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    key_pieces = gl.allocate_shared_memory(dtype, [stages, pieces, piece, size], in_pieces)
+    value_pieces = gl.allocate_shared_memory(dtype, [stages, pieces, piece, size], in_pieces)
+    queries = gl.allocate_shared_memory(dtype, [stages, rows, size], shared)
+
+    head_row = gl.arange(0, rows, layout=gl.SliceLayout(1, wide))
+    column = gl.arange(0, size, layout=gl.SliceLayout(0, wide))
+    head_of = gl.arange(0, rows, layout=by_row)
+    key_of_score = gl.arange(0, tile, layout=gl.SliceLayout(1, mma))
+    key_of_value = gl.arange(0, tile, layout=gl.SliceLayout(0, left))
+
+    # What is asked for: a piece of work, its next tile, and the piece behind it.
+    asked = gl.program_id(0)
+    request, head, token, asked_length = _work(asked, seq_lens, starts, kv_heads)
+    while (asked >= 0) & (asked_length == 0):
+        asked = _next(counter, total)
+        request, head, token, asked_length = _work(asked, seq_lens, starts, kv_heads)
+    asked_tile = 0
+    blocks = _blocks(table + request.to(gl.int64) * table_row, 0, asked_length, page, tile, deep)
+    behind, behind_request, behind_head, behind_token, behind_length = asked, request, head, token, asked_length
+    # What is worked on, and what the tiles on their way belong to.
+    current, soon, later = -1, -1, -1
+    number, length = 0, 0
+    out_at = out
+    lse_at = lse
+    q = gl.zeros([size, rows], dtype, layout=right)
+    top = gl.full([rows], -float("inf"), gl.float32, layout=by_row)
+    norm = gl.zeros([tile, rows], gl.float32, layout=mma)  # of each key's place in a tile
+    acc = gl.zeros([size, rows], gl.float32, layout=mma)
+    turn, to_fill, to_use = 0, 0, 0
+    while (turn < stages - 1) | (soon >= 0):
+        filled = asked
+        if asked >= 0:
+            if asked_tile == 0:
+                q_at = query + token.to(gl.int64) * q_token + head * group * q_head
+                q_mask = (head_row < group)[:, None]
+                load_rows(queries.index(to_fill), q_at + (head_row[:, None] * q_head + column[None, :]), mask=q_mask)
+            _fetch(keys + head * k_head, key_pieces, to_fill, blocks, asked_tile, k_block, k_token, page, tile, deep)
+            _fetch(
+                values + head * v_head, value_pieces, to_fill, blocks, asked_tile, v_block, v_token, page, tile, deep
+            )
+            asked_tile += 1
+            tiles = (asked_length + (tile - 1)) // tile
+            if asked_tile == gl.minimum(AHEAD, tiles):
+                behind = _next(counter, total)
+                behind_request, behind_head, behind_token, behind_length = _work(behind, seq_lens, starts, kv_heads)
+                while (behind >= 0) & (behind_length == 0):
+                    behind = _next(counter, total)
+                    behind_request, behind_head, behind_token, behind_length = _work(behind, seq_lens, starts, kv_heads)
+            if asked_tile == tiles:
+                asked, request, head, token, asked_length = (
+                    behind,
+                    behind_request,
+                    behind_head,
+                    behind_token,
+                    behind_length,
+                )
+                asked_tile = 0
+            if asked >= 0:
+                blocks = _blocks(table + request.to(gl.int64) * table_row, asked_tile, asked_length, page, tile, deep)
+        async_copy.commit_group()
+        to_fill += 1
+        if to_fill == stages:
+            to_fill = 0
+
+        if soon >= 0:
+            async_copy.wait_group(stages - 1)
+            if soon != current:
+                current = soon
+                _, now_head, now_token, length = _work(current, seq_lens, starts, kv_heads)
+                number = 0
+                out_at = out + now_token.to(gl.int64) * o_token + now_head * group * o_head
+                lse_at = lse + now_token + now_head.to(gl.int64) * group * lse_head
+                q = queries.index(to_use).permute((1, 0)).load(right)
+                top = gl.full([rows], -float("inf"), gl.float32, layout=by_row)
+                norm = gl.zeros([tile, rows], gl.float32, layout=mma)
+                acc = gl.zeros([size, rows], gl.float32, layout=mma)
+            k = key_pieces.index(to_use).reshape([tile, size]).load(left)
+            scores = mma_v2(k, q, gl.zeros([tile, rows], gl.float32, layout=mma))
+            v = value_pieces.index(to_use).reshape([tile, size]).permute((1, 0)).load(left)
+            rest = length - number * tile
+            if rest < tile:
+                scores = gl.where((key_of_score < rest)[:, None], scores, -float("inf"))
+                v = gl.where((key_of_value < rest)[None, :], v, 0.0)
+            best = gl.maximum(top, gl.max(scores, 0) * scale)
+            weights = gl.exp2(scores * scale - best[None, :])
+            shrink = gl.exp2(top - best)
+            norm = norm * shrink[None, :] + weights
+            top = best
+            acc = mma_v2(v, gl.convert_layout(weights.to(dtype), right), acc * shrink[None, :])
+            number += 1
+            if rest <= tile:
+                total_norm = gl.sum(norm, 0)
+                result = queries.index(to_use)  # its queries have been read
+                result.permute((1, 0)).store((acc / total_norm[None, :]).to(dtype))
+                at = out_at + (head_row[:, None] * o_head + column[None, :])
+                gl.store(at, result.load(wide), mask=(head_row < group)[:, None])
+                lse_mask = head_of < group
+                gl.store(lse_at + head_of * lse_head, (top + gl.log2(total_norm)) * 0.6931471805599453, mask=lse_mask)
+            to_use += 1
+            if to_use == stages:
+                to_use = 0
+        soon, later = later, filled
+        turn += 1
+
+
+class HopperDecodes:
+    """Launches the kernel for the layers of a group.
+
+    Args:
+        context: of the group.
+        cores: the device's multiprocessors.
+    """
+
+    def __init__(self, context: AttentionContext, cores: int) -> None:
+        layer = context.layers[0]
+        self._group, self._page, self._cores = layer.num_heads // layer.num_kv_heads, context.kernel_block_size, cores
+        self._kv_heads, self._launch = layer.num_kv_heads, Launcher(attend_decodes)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=context.device)
+
+    @staticmethod
+    def serves(context: AttentionContext) -> bool:
+        """Whether the kernel can serve a group's layers, and it need not give the same bits in any batch."""
+        layer = context.layers[0]
+        fits = layer.head_size == layer.head_size_v and layer.head_size in SIZES
+        fits &= layer.num_heads // layer.num_kv_heads <= MOST_GROUP
+        plain = layer.window is None and layer.soft_cap is None and layer.alibi_slopes is None and not layer.sinks
+        plain &= context.dtype == context.kv_dtype and context.dtype in ("bfloat16", "float16")
+        page = context.kernel_block_size
+        whole = page % 8 == 0 and max(page, TILE) % min(page, TILE) == 0
+        return fits and plain and whole and not context.batch_invariant
+
+    def takes(self, requests: int) -> bool:
+        """Whether so many requests are served in less time than by the kernel for all."""
+        load = requests * self._kv_heads / self._cores
+        return any(low <= load <= high for low, high in LOADS)
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        requests: int,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> bool:
+        """Attention of the batch's first requests, which have one query token each.
+
+        Into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]; False, and nothing done, where rows of
+        queries, keys or values do not lie at multiples of 32 bytes.
+        """
+        if not all(map(_lies_even, (query, cache.key, cache.value))):
+            return False
+        work, early = requests * self._kv_heads, query.is_cuda
+        self._launch(
+            (min(RESIDENT * self._cores, work),),
+            query,
+            cache.key,
+            cache.value,
+            out,
+            lse,
+            batch.block_table,
+            batch.seq_lens,
+            batch.query_start_loc,
+            self._counter,
+            work,
+            self._kv_heads,
+            layer.scale * LOG2E,
+            query.stride(0),
+            query.stride(1),
+            *cache.key.stride()[:3],
+            *cache.value.stride()[:3],
+            out.stride(0),
+            out.stride(1),
+            lse.stride(0),
+            batch.block_table.stride(0),
+            self._group,
+            layer.head_size,
+            self._page,
+            TILE,
+            STAGES,
+            early,
+            num_warps=1,
+            **({"launch_pdl": True} if early else {}),
+        )
+        return True
+
+
+def _lies_even(tensor: torch.Tensor) -> bool:
+    """Whether rows are contiguous and begin where 16 bytes can be copied at once, as Triton sees it from strides."""
+    *strides, last = tensor.stride()
+    return tensor.data_ptr() % 16 == 0 and last == 1 and not any(stride % 16 for stride in strides)
