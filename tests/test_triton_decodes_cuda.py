@@ -51,7 +51,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(case: Case) -> TritonBackend:
-    return TritonBackend(case.context("cuda"))
+    return TritonBackend(evolve(case.context("cuda"), options=TritonOptions(decodes="hopper")))
 
 
 def launched(backend: TritonBackend) -> bool:
@@ -92,11 +92,28 @@ def test_what_it_does_not_know_is_another_kernels(change: dict[str, Any], always
     assert not launched(backend)
 
 
-def test_an_option_leaves_single_tokens_to_the_kernel_for_all(always: None) -> None:
-    world = World(Case(requests=EDGES, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), "cuda")
-    context = world.case.context("cuda")
-    assert TritonBackend(context)._decodes is not None
-    assert TritonBackend(evolve(context, options=TritonOptions(decodes="common")))._decodes is None
+def test_the_kernel_is_for_who_asks_for_it(always: None) -> None:
+    case = Case(requests=EDGES, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    assert made(case)._decodes is not None
+    assert TritonBackend(case.context("cuda"))._decodes is None
+
+
+def test_requests_that_a_captured_step_is_padded_with_have_rows_of_zeros(always: None) -> None:
+    common = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": torch.bfloat16}
+    world = World(Case(requests=((1, 33),), padding=2, **common), "cuda")
+    world.batch.num_requests = world.batch.num_tokens = world.batch.num_decodes = 3
+    world.batch.query_start_loc = torch.arange(4, dtype=torch.int32, device="cuda")
+    world.batch.seq_lens = torch.tensor([33, 0, 0], dtype=torch.int32, device="cuda")
+    world.batch.block_table = torch.cat([world.block_table, torch.zeros_like(world.block_table).repeat(2, 1)])
+    query, key, value = world.new_tokens()
+    backend, out = made(world.case), torch.full_like(query, torch.nan)
+    plan = backend.plan(world.batch)
+    backend.write(world.layer, key, value, world.cache, plan)
+    lse = backend.forward(world.layer, query, key, value, world.cache, plan, out)
+    assert launched(backend)
+    assert (out[1:3] == 0).all()
+    assert (lse[:, 1:3] == -torch.inf).all()
+    world.check(out[:1], lse[:, :1])
 
 
 def test_queries_that_cannot_be_copied_are_another_kernels(always: None) -> None:

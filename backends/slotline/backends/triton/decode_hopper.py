@@ -282,6 +282,8 @@ class HopperDecodes:
         """
         if not all(map(_lies_even, (query, cache.key, cache.value))):
             return False
+        out[:requests].zero_()  # the kernel passes over requests that a captured step is padded with
+        lse[:, :requests].fill_(-torch.inf)
         work, early = requests * self._kv_heads, query.is_cuda
         self._launch(
             (min(RESIDENT * self._cores, work),),
