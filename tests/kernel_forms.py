@@ -128,9 +128,7 @@ def hopper() -> None:
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        for kind in (0, 1, 2):
-            launches[kind * len(COUNTS)]()
-        for launch in launches[-2:]:
+        for launch in (*launches[: 3 * len(COUNTS) : len(COUNTS)], *launches[-2:]):
             launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)

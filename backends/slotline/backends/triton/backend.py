@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
-from slotline.core.hopper import has_hopper_kernels
+from slotline.core.hopper import device_has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 if TYPE_CHECKING:
@@ -143,12 +143,13 @@ class TritonBackend:
             return Plan(batch, ((self._invariant_launch(batch),),) if batch.num_tokens else ())
         if batch.common_prefix_len:
             return Plan(batch, (self._cascade(batch),))
-        launches, single = [], None
+        launches, apart = [], None
         if decodes:
             single = self._launch(batch, 0, decodes, 0, decodes, 1)
-            if self._decodes is None or batch.tree is not None or not self._decodes.takes(decodes):
+            if self._decodes is not None and batch.tree is None and self._decodes.takes(decodes):
+                apart = single
+            else:
                 launches.append((single,))
-                single = None
         whole = self._prompts if batch.tree is None else None  # the kernel for whole prompts knows no trees
         fresh = requests if whole is None else whole.first(batch, ENOUGH * self._cores)
         begin, prompts = batch.num_tokens, None
@@ -159,7 +160,7 @@ class TritonBackend:
             launches.append((self._launch(batch, decodes, fresh, decodes, begin - decodes, longest),))
         if begin < batch.num_tokens:
             prompts = self._launch(batch, fresh, requests, begin, batch.num_tokens - begin, batch.max_query_len)
-        return Plan(batch, tuple(launches), prompts, single)
+        return Plan(batch, tuple(launches), prompts, apart)
 
     def _launch(
         self, batch: AttentionBatch, first: int, end: int, first_token: int, tokens: int, query_len: int
@@ -447,9 +448,7 @@ class TritonBackend:
 
 def _hopper_decodes(context: AttentionContext, cores: int) -> HopperDecodes | None:
     """What launches Hopper's own kernel for single query tokens, where it serves a group."""
-    if not context.device.startswith("cuda"):
-        return None
-    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
+    if not device_has_hopper_kernels(context.device):
         return None
     from slotline.backends.triton.decode_hopper import HopperDecodes
 

@@ -10,7 +10,7 @@ import triton
 from attrs import frozen
 
 from slotline.backends.triton import kernels, latent_kernels
-from slotline.core.hopper import has_hopper_kernels
+from slotline.core.hopper import device_has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
 
@@ -273,15 +273,13 @@ class TritonLatents:
 def _hopper_kernel(context: AttentionContext) -> HopperLatents | None:
     """What launches Hopper's own kernel, where it serves a group."""
     layer = context.layers[0]
-    if not context.device.startswith("cuda"):
-        return None
     page = context.kernel_block_size
     sizes = (layer.head_size_v, layer.head_size - layer.head_size_v)
     if {context.dtype, context.kv_dtype} != {"bfloat16"} or sizes != (MOST_RANK, MOST_ROPE):
         return None
     if page not in (16, 32) and page % MANY.tile:
         return None
-    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
+    if not device_has_hopper_kernels(context.device):
         return None
     from slotline.backends.triton.latent_hopper import HopperLatents
 

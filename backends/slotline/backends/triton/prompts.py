@@ -9,7 +9,7 @@ import torch
 
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
-from slotline.core.hopper import has_hopper_kernels
+from slotline.core.hopper import device_has_hopper_kernels
 from slotline.core.launching import Boxes, Launcher, next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
@@ -139,9 +139,7 @@ class PromptAttention:
 
 def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | None:
     """What launches Hopper's own kernel, where it serves a group; it knows no sinks."""
-    if not context.device.startswith("cuda") or group & (group - 1):
-        return None
-    if not has_hopper_kernels(torch.cuda.get_device_capability(context.device)):
+    if group & (group - 1) or not device_has_hopper_kernels(context.device):
         return None
     from slotline.backends.triton.prompt_hopper import SIZE, HopperPrompts
 
