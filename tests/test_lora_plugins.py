@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attrs import evolve
+from interpreter_patches import products_in_order
 
 from slotline.plugins.lora.grouped import descriptor as grouped
 from slotline.plugins.lora.segmented import descriptor as segmented
@@ -38,6 +39,7 @@ INTERPRETED = (
 def test_the_triton_plugin_passes_the_hardest_checks_under_the_interpreter(monkeypatch):
     """Declared for the CPU here, and without bfloat16, which the interpreter does not have."""
     pytest.importorskip("triton")
+    products_in_order(monkeypatch)
     monkeypatch.setattr("slotline.plugins.lora.segmented.plugin.MOST_EXTENDED", 100)
     offer = evolve(segmented.capabilities, devices=Set(("cpu",)), dtypes=Set(("float32",)))
     subject = evolve(segmented, capabilities=offer, probe=None)

@@ -56,7 +56,7 @@ def test_each_adapter_s_text_is_peft_s_and_shows_its_style() -> None:
 
 
 def test_the_command_line_takes_an_adapter_by_name_and_by_folder(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = [f"--set={key}={value}" for key, value in (("cache.memory", "8MiB"), ("scheduler.max_requests", 4))]
+    keys = [f"--set={key}={value}" for key, value in (("cache.memory", "16MiB"), ("scheduler.max_requests", 4))]
     for adapter in ("typed", str(MODEL / "adapters" / "typed")):
         assert main(["generate", *keys, "--lora", adapter, "--temperature", "0", "--max-tokens", "8", PROMPT]) == 0
         assert capsys.readouterr().out.startswith(": str) -> ")
