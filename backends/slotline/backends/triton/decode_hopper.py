@@ -55,6 +55,30 @@ def _work(number, seq_lens, starts, kv_heads):
 
 
 @gluon.jit
+def _seek(
+    number, counter, total, seq_lens, starts, kv_heads, out, o_token, o_head, lse, lse_head, group: gl.constexpr,
+    rows: gl.constexpr, size: gl.constexpr, wide: gl.constexpr,
+):  # fmt: skip
+    """The first piece of work from `number` on that has keys, as `_work` gives it with its number.
+
+    Tokens without keys, which captured steps are padded with, get zeros and a logarithm of minus infinity on the way.
+    """
+    request, head, token, length = _work(number, seq_lens, starts, kv_heads)
+    while (number >= 0) & (length == 0):
+        row = gl.arange(0, rows, layout=gl.SliceLayout(1, wide))
+        column = gl.arange(0, size, layout=gl.SliceLayout(0, wide))
+        has_token = (row < group) & (gl.load(starts + request + 1) > token)
+        at = out + token.to(gl.int64) * o_token + head * group * o_head
+        zeros = gl.zeros([rows, size], out.dtype.element_ty, layout=wide)
+        gl.store(at + (row[:, None] * o_head + column[None, :]), zeros, mask=has_token[:, None])
+        nothing = gl.full([rows], -float("inf"), gl.float32, layout=gl.SliceLayout(1, wide))
+        gl.store(lse + token + (head.to(gl.int64) * group + row) * lse_head, nothing, mask=has_token)
+        number = _next(counter, total)
+        request, head, token, length = _work(number, seq_lens, starts, kv_heads)
+    return number, request, head, token, length
+
+
+@gluon.jit
 def _blocks(table, number, length, page: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
     """Where a tile's keys lie, block by block; blocks behind the last key are that key's."""
     pieces: gl.constexpr = tile // page if page < tile else 1
@@ -140,11 +164,10 @@ def attend_decodes(
     key_of_value = gl.arange(0, tile, layout=gl.SliceLayout(0, left))
 
     # What is asked for: a piece of work, its next tile, and the piece behind it.
-    asked = gl.program_id(0)
-    request, head, token, asked_length = _work(asked, seq_lens, starts, kv_heads)
-    while (asked >= 0) & (asked_length == 0):
-        asked = _next(counter, total)
-        request, head, token, asked_length = _work(asked, seq_lens, starts, kv_heads)
+    asked, request, head, token, asked_length = _seek(
+        gl.program_id(0), counter, total, seq_lens, starts, kv_heads, out, o_token, o_head, lse, lse_head, group, rows,
+        size, wide,
+    )  # fmt: skip
     asked_tile = 0
     blocks = _blocks(table + request.to(gl.int64) * table_row, 0, asked_length, page, tile, deep)
     behind, behind_request, behind_head, behind_token, behind_length = asked, request, head, token, asked_length
@@ -172,11 +195,10 @@ def attend_decodes(
             asked_tile += 1
             tiles = (asked_length + (tile - 1)) // tile
             if asked_tile == gl.minimum(AHEAD, tiles):
-                behind = _next(counter, total)
-                behind_request, behind_head, behind_token, behind_length = _work(behind, seq_lens, starts, kv_heads)
-                while (behind >= 0) & (behind_length == 0):
-                    behind = _next(counter, total)
-                    behind_request, behind_head, behind_token, behind_length = _work(behind, seq_lens, starts, kv_heads)
+                behind, behind_request, behind_head, behind_token, behind_length = _seek(
+                    _next(counter, total), counter, total, seq_lens, starts, kv_heads, out, o_token, o_head, lse,
+                    lse_head, group, rows, size, wide,
+                )  # fmt: skip
             if asked_tile == tiles:
                 asked, request, head, token, asked_length = (
                     behind,
@@ -282,8 +304,6 @@ class HopperDecodes:
         """
         if not all(map(_lies_even, (query, cache.key, cache.value))):
             return False
-        out[:requests].zero_()  # the kernel passes over requests that a captured step is padded with
-        lse[:, :requests].fill_(-torch.inf)
         work, early = requests * self._kv_heads, query.is_cuda
         self._launch(
             (min(RESIDENT * self._cores, work),),
