@@ -10,6 +10,10 @@ from cli_cases import pretend_installed
 
 from slotline.core.cli import main
 from slotline.core.cli.table import plain_table
+from slotline.registry.config import load_config
+from slotline.registry.descriptor import Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import ConfigError
 
 
 def test_plugins_are_listed_without_importing_them_and_loaded_if_asked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,6 +82,37 @@ def test_the_schema_has_the_tables_and_the_installed_plugins_options(
     assert main(["config", "check", "--set", "logits_processors.optioned.strength='much'"]) == 2
     assert "logits_processors.optioned.strength" in capsys.readouterr().err
     assert main(["config", "check", "--set", "logits_processors.optioned.strength=4"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("backend.triton.decodes=hoper", """"hoper" is not one of "common", "hopper"; did you mean 'hopper'?"""),
+        ("backend.triton.decods=hopper", "there is no key 'decods' in [backend.triton]"),
+        ("backend.flex.decodes=hopper", "the attention plugin 'flex' takes no options"),
+        ("drafter.ngram.min_tokens=9", "min_tokens=9 and max_tokens=5 do not go together"),
+    ],
+)
+def test_options_of_plugins_that_are_not_chosen_are_checked_too(
+    key: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (["explain", "--set", "attention.backend=torch"], ["config", "check"]):
+        assert main([*command, "--set", key]) == 2
+        shown = capsys.readouterr().err
+        assert message in shown
+
+
+def test_plugins_of_two_kinds_share_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """`triton` is an attention and a state backend, and one of them alone takes options."""
+    assert main(["config", "check", "--set", "backend.triton.decodes=hopper"]) == 0
+    loaded = load_config(overrides=["backend.triton.decodes=hopper"], environ={})
+    registry = PluginRegistry.discover(loaded)
+    attention, state = (registry.load(kind, "triton") for kind in (Kind.ATTENTION, Kind.STATE))
+    assert registry.options(loaded, attention).decodes == "hopper"
+    assert registry.options(loaded, state) is None
+    wrong = load_config(overrides=["backend.triton.decods=hopper"], environ={})
+    with pytest.raises(ConfigError, match="the state plugin 'triton' takes no options"):
+        registry.options(wrong, state)
 
 
 def test_config_show_says_where_each_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

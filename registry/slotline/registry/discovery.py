@@ -7,20 +7,24 @@ candidate becomes a row with its error.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import attrs
 
-from slotline.registry.config.faults import similar
+from slotline.registry.config.faults import Fault, raise_faults, similar
 from slotline.registry.config.load import LoadedConfig, load_config
+from slotline.registry.config.plugin_tables import PLUGIN_TABLES, options_path, plugin_tables
 from slotline.registry.config.schema import PluginsConfig
+from slotline.registry.config.tree import find
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import (
+    ConfigError,
     ContractError,
     PluginConflictError,
     PluginError,
+    PluginLoadError,
     PluginNotFoundError,
 )
 from slotline.registry.hooks import HookHost
@@ -171,6 +175,54 @@ class PluginRegistry:
         """The options class of every plugin that loads and has one, for the JSON Schema."""
         found = {(kind, plugin.name): resolve_options(plugin) for kind in Kind for plugin in self.candidates(kind)}
         return {key: options for key, options in found.items() if options is not None}
+
+    def options(self, loaded: LoadedConfig, descriptor: Descriptor[Any]) -> Any:
+        """A plugin's own table as an object of its class, None if it takes no options.
+
+        Plugins of two kinds may have one name and one table, as an attention and a state backend: a key is wrong if
+        neither knows it.
+
+        Raises:
+            ConfigError: for every key or value that is wrong.
+        """
+        kind, name, beside = descriptor.kind, descriptor.name, list[type]()
+        kinds = [other for other, table in PLUGIN_TABLES.items() if table == PLUGIN_TABLES[kind] and other is not kind]
+        if find(loaded.tree, options_path(kind, name)) is None:
+            kinds = []  # nothing to divide: they need not be imported
+        for found in (self.load(other, name, required=False) for other in kinds):
+            with suppress(PluginLoadError):  # it is not the one that is asked for
+                if found is not None and (options := resolve_options(found)) is not None:
+                    beside.append(options)
+        return loaded.options(kind, name, resolve_options(descriptor), beside)
+
+    def check_tables(self, loaded: LoadedConfig, *, required: bool = True) -> None:
+        """Read the own table of every installed plugin that has one in the configuration, with the plugin's class.
+
+        Args:
+            loaded: the configuration.
+            required: whether a table's plugin must load. If not, those that do not are passed over.
+
+        Raises:
+            ConfigError: listing every wrong key and value.
+            PluginError: of the kind that fits, if a plugin must load and does not.
+        """
+        faults: dict[str, Fault] = {}
+        for table, name, _ in plugin_tables(loaded.tree):
+            for kind in (kind for kind, outer in PLUGIN_TABLES.items() if outer == table):
+                if name not in self.names(kind):
+                    continue
+                try:
+                    descriptor = self.load(kind, name, required=required)
+                    if descriptor is not None:
+                        self.options(loaded, descriptor)
+                except ConfigError as error:
+                    if not error.faults:  # the class's own, of values that do not go together
+                        raise
+                    faults = {fault.key: fault for fault in error.faults} | faults
+                except PluginLoadError:
+                    if required:
+                        raise
+        raise_faults(list(faults.values()))
 
     def factory(self, descriptor: Descriptor[Any]) -> Callable[..., Any]:
         """A plugin's factory, imported if the descriptor gives a path.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 
 from slotline.core.cli.command import (
     Command,
@@ -15,10 +14,7 @@ from slotline.core.cli.command import (
     warn,
 )
 from slotline.registry.config import LoadedConfig, show
-from slotline.registry.config.plugin_tables import PLUGIN_TABLES, plugin_tables
 from slotline.registry.discovery import PluginRegistry
-from slotline.registry.errors import ConfigError
-from slotline.registry.loading import resolve_options
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -55,27 +51,12 @@ def _as_json(loaded: LoadedConfig) -> dict[str, object]:
 def _check(arguments: argparse.Namespace) -> int:
     loaded = load(arguments)
     registry = PluginRegistry.discover(loaded)
-    faults = [fault for error in _table_errors(loaded, registry) for fault in error.faults or (error.message,)]
-    if faults:
-        lines = "".join(f"\n  {fault}" for fault in faults)
-        raise ConfigError(f"{_count(len(faults), 'error')} in the plugins' tables:{lines}", faults=faults)
+    registry.check_tables(loaded)
     warnings = tuple(dict.fromkeys((*loaded.warnings, *registry.warnings)))
     warn(warnings)
     name = arguments.config or "the default configuration"
     print(f"{name}: no errors" + (f", {_count(len(warnings), 'warning')}" if warnings else ""))
     return 1 if warnings else 0
-
-
-def _table_errors(loaded: LoadedConfig, registry: PluginRegistry) -> Iterator[ConfigError]:
-    """What is wrong in each plugin's table, read with the plugin's own class."""
-    tables = [(table, name) for table, name, _ in plugin_tables(loaded.tree)]
-    for kind, outer in PLUGIN_TABLES.items():
-        for name in (name for table, name in tables if table == outer and name in registry.names(kind)):
-            options = resolve_options(registry.load(kind, name, required=True))
-            try:
-                loaded.options(kind, name, options)
-            except ConfigError as error:
-                yield error
 
 
 def _count(number: int, noun: str) -> str:

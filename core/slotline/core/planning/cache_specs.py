@@ -11,7 +11,6 @@ from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError
-from slotline.registry.loading import resolve_options
 from slotline.registry.negotiation import CacheGroupPlan, Plan, PlanRequest, with_pool
 from slotline.registry.negotiation.pages import (
     ALIGNMENT,
@@ -54,7 +53,7 @@ class SpecBuilder:
             kv_dtype=self._kv_dtype,
             max_model_len=self.longest(group),
             max_tokens_in_flight=max_tokens_in_flight,
-            options=self._loaded.options(Kind.KV_SPEC, group.kv_spec, resolve_options(descriptor)),
+            options=self._registry.options(self._loaded, descriptor),
         )
         spec: KVSpec = self._registry.build(descriptor, context)
         return spec

@@ -13,7 +13,6 @@ from slotline.registry.contracts import AttentionLayer, DrafterInspection, KVDra
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ContractError, NegotiationError
-from slotline.registry.loading import resolve_options
 
 
 def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
@@ -58,7 +57,7 @@ def draft_layers(
         max_model_len=max_model_len,
         path=draft_path(loaded, facts),
         inspect_model=inspect_model,
-        options=loaded.options(descriptor.kind, name, resolve_options(descriptor)),
+        options=registry.options(loaded, descriptor),
     )
     with registry.building(descriptor):
         own = numbered(factory.attention_layers(inspection), len(facts.layers))

@@ -43,7 +43,6 @@ from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
-from slotline.registry.loading import resolve_options
 from slotline.registry.negotiation import (
     Asked,
     Part,
@@ -121,10 +120,11 @@ class Planned:
 
     def options(self, descriptor: Descriptor[Any]) -> Any:
         """A plugin's own table, typed by the plugin."""
-        return self.loaded.options(descriptor.kind, descriptor.name, resolve_options(descriptor))
+        return self.registry.options(self.loaded, descriptor)
 
     def check_options(self) -> None:
-        """Read the table of every plugin of the plan, so that a plan is no promise that building breaks.
+        """Read the table of every plugin of the plan, so that a plan is no promise that building breaks, and those of
+        other plugins that load, so that a mistake is not found on another machine only.
 
         Raises:
             ConfigError: for a wrong key or value.
@@ -135,6 +135,7 @@ class Planned:
         parts = (self.family_descriptor, self.drafter, self.structured_output.descriptor, self.lora, self.connector)
         for descriptor in (*backends, *states, *caches, *self.processors, *filter(None, parts)):
             self.options(descriptor)
+        self.registry.check_tables(self.loaded, required=False)
 
     @property
     def chunked_prefill(self) -> bool:

@@ -68,17 +68,27 @@ class LoadedConfig:
         return {name: Path(_resolved(text, self.origins[dotted((*at, name))])) for name, text in value.items()}
 
     @overload
-    def options(self, kind: Kind, name: str, options_class: type[T]) -> T: ...
+    def options(self, kind: Kind, name: str, options_class: type[T], beside: Sequence[type] = ()) -> T: ...
     @overload
-    def options(self, kind: Kind, name: str, options_class: None) -> None: ...
-    def options(self, kind: Kind, name: str, options_class: type[T] | None) -> T | None:
+    def options(self, kind: Kind, name: str, options_class: None, beside: Sequence[type] = ()) -> None: ...
+    def options(self, kind: Kind, name: str, options_class: type[T] | None, beside: Sequence[type] = ()) -> T | None:
         """The plugin's own table as an object of its class, defaults where the file has none.
+
+        Args:
+            kind, name: the plugin.
+            options_class: its attrs class, or None if it takes no options.
+            beside: the classes of plugins that have the same table; keys that only they know are theirs.
 
         Raises:
             ConfigError: for every key that is wrong, or for any key at all where the plugin takes no options.
         """
         path = options_path(kind, name)
         tree = find(self.tree, path) or Table({}, DEFAULT)
+        if isinstance(tree, Table) and beside:
+            classes: tuple[type, ...] = () if options_class is None else (options_class,)
+            own, theirs = ({key for one in given for key in table_fields(one)} for given in (classes, beside))
+            kept = {key: node for key, node in tree.items.items() if key in own or key not in theirs}
+            tree = Table(kept, tree.origin)
         if options_class is None:
             raise_faults(_surplus(path, tree, f"the {kind.value} plugin {name!r} takes no options"))
             return None
