@@ -15,7 +15,7 @@ import pytest
 import tiny_models
 import tiny_vision
 import torch
-from interpreter_patches import patch_once_a_launch
+from interpreter_patches import quicken
 
 from slotline.core import LLM
 from slotline.core.scheduling.integrity import check_integrity
@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    patch_once_a_launch()
+    quicken()
 
 
 @pytest.fixture(scope="module", autouse=True)

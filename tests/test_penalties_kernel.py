@@ -67,7 +67,8 @@ def test_tokens_counted_as_they_come_give_the_bits_of_those_counted_afresh(reque
         both.agree(batch, step)  # as after another processor's failure
         if data.draw(st.booleans()):  # the request leaves, and another takes its row
             i = which[0]
-            requests[i] = Asked({"frequency_penalty": 0.5}, data.draw(st.lists(st.integers(0, 11), min_size=1)), [], [])
+            prompt = data.draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=12))
+            requests[i] = Asked({"frequency_penalty": 0.5}, prompt, [], [])
             both.admit(rows[i], requests[i])
 
 
