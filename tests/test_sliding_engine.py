@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
+from engine_driver import GREEDY, add, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.cache.block_pool import NULL_BLOCK
@@ -162,38 +162,3 @@ def test_a_window_keeps_the_same_tokens_with_and_without_its_own_spec(tiny: Tiny
     assert [g.kv_spec for g in own.plan.cache_groups + kept.plan.cache_groups] == ["sliding", "full"]
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
     assert tokens_of(own, PROMPTS[:3], params) == tokens_of(kept, PROMPTS[:3], params)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny: Tiny) -> None:
-    length, window, generated = 101_000, 64, 100_000
-    path = tiny(
-        "mistral",
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=window,
-        max_position_embeddings=length,
-    )
-    llm = LLM(
-        path,
-        dtype="float32",
-        backend="cpu",
-        block_size=16,
-        max_model_len=length,
-        max_num_seqs=1,
-        max_num_batched_tokens=256,
-        memory="64KiB",
-        **{"cache.prefix_caching": False},
-    )
-    held = llm.engine.scheduler.cache.groups[0].spec.max_blocks_held()
-    assert llm.engine.memory is not None
-    assert llm.engine.memory.num_blocks == held + 1 == (window - 1 + 256 + 14) // 16 + 2
-    params = SamplingParams(temperature=0, max_tokens=generated, ignore_eos=True, detokenize=False)
-    (prompt,) = random_prompts([length - generated], seed=13)
-    request = add(llm, "long", prompt, params)
-    run_all(llm, most_steps=length)
-    assert len(request.output_token_ids) == generated
-    assert request.metrics.num_preemptions == 0

@@ -78,12 +78,12 @@ def test_a_long_generation_holds_no_more_than_its_layers_read(
 
 
 @pytest.mark.slow
-def test_more_tokens_than_sixteen_bits_count_are_generated_in_the_memory_of_a_window(tiny: Tiny) -> None:
-    """All but the prompt's four, in a pool of five blocks; drafts make it thousands of steps instead of seventy.
+def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny: Tiny) -> None:
+    """All but the prompt's four, in a pool of five blocks; drafts make it thousands of steps instead of a hundred.
 
     With one layer a token hangs on the window before it alone, so transformers can say what the last ones are.
     """
-    length, window = 70_000, 32
+    length, window = 100_000, 32
     sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "max_position_embeddings": length}
     path = tiny("mistral", **{**ONE_LAYER, **sizes, "sliding_window": window})
     llm = LLM(

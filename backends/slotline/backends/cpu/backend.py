@@ -69,9 +69,8 @@ class CpuBackend:
         threads = torch.get_num_threads()
         self._threads = kernels.use_threads(threads)
         torch.set_num_threads(threads)  # numba's pool, when it starts, sets OpenMP's number of threads for the process
-        group = layer.num_heads // layer.num_kv_heads
-        self._kernels = kernels.compile_for(group, layer.head_size, layer.head_size_v)
-        rows = MAX_KERNEL_QUERY * group
+        self._kernels = kernels.compile_for(layer.head_size, layer.head_size_v)
+        rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
         width = layer.head_size + layer.head_size_v + kernels.TILE + 2
         self._work = np.empty((self._threads, rows * width), np.float32)
         self._parts = np.empty((2 * self._threads, rows * (layer.head_size_v + 2)), np.float32)
@@ -159,7 +158,8 @@ class CpuBackend:
 
 
 def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, dtype: torch.dtype) -> Bound:
-    shape = [block_size, layer.window or 0, *cache.key.stride()[:3], *cache.value.stride()[:3]]
+    group = layer.num_heads // layer.num_kv_heads
+    shape = [block_size, layer.window or 0, group, *cache.key.stride()[:3], *cache.value.stride()[:3]]
     return Bound(
         cache,
         np.array(shape, np.int64),

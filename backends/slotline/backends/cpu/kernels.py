@@ -43,8 +43,8 @@ NO_SLOPES = np.empty(0, np.float32)
 REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
 # An item: keys [FROM, TO) of one KV head of one piece; PARTIAL is where an unfinished result goes, -1 for none.
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
-# The shape of a layer and its cache; strides in elements.
-BLOCK, WINDOW, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(8)
+# The shape of a layer and its cache, GROUP query heads per KV head; strides in elements.
+BLOCK, WINDOW, GROUP, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(9)
 
 
 _inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -242,22 +242,18 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: A
 
 
 @_inner(fastmath=True)
-def _score_tile(
-    query: Any, scores: Any, offsets: Any, keys: Any, count: Any, rows: Any, group_tag: Any, size_tag: Any
-) -> None:
-    """Dot products of `rows` x group query vectors with `count` keys, into scores [rows * group, TILE]."""
-    group, size = _size(group_tag), _size(size_tag)
+def _score_tile(query: Any, scores: Any, offsets: Any, keys: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
+    """Dot products of query vectors with `count` keys, into scores [num_rows, TILE]."""
+    size = _size(size_tag)
     for j in range(count):
         at = offsets[j]
         key = keys[at : at + size]
-        for i in range(rows):
-            for g in range(group):
-                row = i * group + g
-                vector = query[row * size : row * size + size]
-                total = np.float32(0.0)
-                for d in range(size):
-                    total += vector[d] * _widen(key[d])
-                scores[row * TILE + j] = total
+        for row in range(num_rows):
+            vector = query[row * size : row * size + size]
+            total = np.float32(0.0)
+            for d in range(size):
+                total += vector[d] * _widen(key[d])
+            scores[row * TILE + j] = total
 
 
 @_inner(fastmath=True)
@@ -343,9 +339,9 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
     keys, values = cache
     query, scores, offsets = work
     acc, top, norm = result
-    group_tag, size_tag, size_v_tag = tags
-    group, size_v = _size(group_tag), _size(size_v_tag)
-    rows, head, window = piece[QUERY_LEN], item[HEAD], shape[WINDOW]
+    size_tag, size_v_tag = tags
+    size_v = _size(size_v_tag)
+    rows, head, window, group = piece[QUERY_LEN], item[HEAD], shape[WINDOW], shape[GROUP]
     for row in range(rows * group):
         top[row], norm[row] = NO_SCORE, np.float32(0.0)
     for x in range(rows * group * size_v):
@@ -354,7 +350,7 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
     for at in range(item[FROM], item[TO], TILE):
         count = min(TILE, item[TO] - at)
         _tile_offsets(table, at, count, shape, head, k_offsets, v_offsets)
-        _score_tile(query, scores, k_offsets, keys, count, rows, group_tag, size_tag)
+        _score_tile(query, scores, k_offsets, keys, count, rows * group, size_tag)
         for i in range(rows):
             last = piece[END] - rows + i
             high = min(count, last + 1 - at)
@@ -384,13 +380,11 @@ def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, que
 
 
 @_inner(fastmath=True)
-def _store(
-    piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group_tag: Any, size_tag: Any
-) -> None:
+def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: Any, group: Any, size_tag: Any) -> None:
     """Normalise a finished result, the sinks counted in, and write it to the output and the log-sum-exp."""
     acc, top, norm = result
     out, out_stride, lse, lse_stride = targets
-    group, size = _size(group_tag), _size(size_tag)
+    size = _size(size_tag)
     for i in range(piece[QUERY_LEN]):
         token = piece[FIRST_TOKEN] + i
         for g in range(group):
@@ -434,8 +428,8 @@ def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
 def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
     """One thread's items: finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
-    tag, group_tag, size_tag, size_v_tag = tags
-    group, size, size_v = _size(group_tag), _size(size_tag), _size(size_v_tag)
+    tag, size_tag, size_v_tag = tags
+    group, size, size_v = layer[0][GROUP], _size(size_tag), _size(size_v_tag)
     source, query_stride = query
     room = work[thread]
     max_rows = parts.shape[1] // (size_v + 2)
@@ -448,17 +442,17 @@ def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targ
         head, table = item[HEAD], tables[piece[REQUEST]]
         _load_query(source, piece, head, query_stride, layer[1][0], scratch[0], group * size)
         result = own if item[PARTIAL] < 0 else _split_result(parts[item[PARTIAL]], max_rows, size_v)
-        _run_item(item, piece, table, layer, cache, scratch, result, (group_tag, size_tag, size_v_tag))
+        _run_item(item, piece, table, layer, cache, scratch, result, (size_tag, size_v_tag))
         if item[PARTIAL] < 0:
-            _store(piece, head, result, layer[2], targets, tag, group_tag, size_v_tag)
+            _store(piece, head, result, layer[2], targets, tag, group, size_v_tag)
 
 
 @_inner()
 def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
     """Merge the partial results of each KV head of a piece, which are neighbours, and store them."""
     items, starts, pieces, _, _, parts = plan
-    tag, group_tag, _, size_v_tag = tags
-    group, size_v = _size(group_tag), _size(size_v_tag)
+    tag, _, size_v_tag = tags
+    group, size_v = layer[0][GROUP], _size(size_v_tag)
     max_rows = parts.shape[1] // (size_v + 2)
     count, index = starts[starts.shape[0] - 1], 0
     while index < count:
@@ -472,7 +466,7 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
             other = _split_result(parts[items[index, PARTIAL]], max_rows, size_v)
             _merge(into, other, piece[QUERY_LEN] * group, size_v)
             index += 1
-        _store(piece, first[HEAD], into, layer[2], targets, tag, group_tag, size_v_tag)
+        _store(piece, first[HEAD], into, layer[2], targets, tag, group, size_v_tag)
 
 
 @_inner()
@@ -527,12 +521,12 @@ def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any,
 
 
 @cache
-def compile_for(group: int, size: int, size_v: int) -> Kernels:
-    """The entry points for `group` query heads per KV head, keys of `size` and values of `size_v` elements.
+def compile_for(size: int, size_v: int) -> Kernels:
+    """The entry points for keys of `size` and values of `size_v` elements.
 
     The sizes are caught as tags: passed as arguments, numba would take 15 microseconds to look at each.
     """
-    group_tag, size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (group, size, size_v))
+    size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
 
     @_entry(parallel=True)
     def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
@@ -552,7 +546,7 @@ def compile_for(group: int, size: int, size_v: int) -> Kernels:
         query = (carray(_pointer(addresses[0], q_tag), unbounded), strides[0])
         out = carray(_pointer(addresses[3], q_tag), unbounded)
         targets = (out, strides[1], carray(_pointer(addresses[4], plan[4]), unbounded), strides[2])
-        all_tags = (q_tag, group_tag, size_tag, size_v_tag)
+        all_tags = (q_tag, size_tag, size_v_tag)
         for thread in prange(plan[1].shape[0] - 1):
             _run_thread(np.int64(thread), plan, layer, cache, query, targets, all_tags)
         _finish_partials(plan, layer, targets, all_tags)
