@@ -136,6 +136,25 @@ def test_a_schema_is_refused_or_every_text_of_it_is_valid(backend: StructuredOut
         jsonschema.validate(json.loads(text), schema, cls=jsonschema.Draft202012Validator)
 
 
+@pytest.mark.parametrize("bounds", [{"minLength": 1}, {"maxLength": 4}, {"minLength": 2, "maxLength": 300}], ids=str)
+@pytest.mark.parametrize("tagged", [False, True])
+def test_strings_of_bounded_length_hold_no_control_characters(
+    backend: StructuredOutput, bounds: dict[str, int], tagged: bool
+) -> None:
+    schema, begin = {"type": "array", "items": {"type": "string", **bounds}}, "<tag>" if tagged else ""
+    tag = {"structures": [{"begin": begin, "schema": schema, "end": "</tag>"}], "triggers": [begin]}
+    params = StructuredOutputsParams(structural_tag=tag) if tagged else StructuredOutputsParams(json=schema)
+    backend.check(params.constraint)
+    grammar = backend.compile(params.constraint)
+
+    def taken(text: str) -> bool:
+        tokens = shipped().encode(begin + text, add_special_tokens=False)
+        return backend.start(grammar).accept(tokens) == len(tokens)
+
+    assert taken('["aé", "x y"')
+    assert [number for number in range(32) if taken(f'["a{chr(number)}')] == []
+
+
 @pytest.mark.parametrize("plugin", PLUGINS)
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(wanted=st.lists(schemas, min_size=4, max_size=4))

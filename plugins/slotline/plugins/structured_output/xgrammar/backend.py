@@ -25,6 +25,8 @@ Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'llguidance'"
 _WORTH_A_THREAD = 2**19
 """Masks of this many tokens in all."""
+_CHARACTERS, _NO_CONTROLS = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
+"""What XGrammar lets into strings of bounded length, and what JSON does."""
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )?")
 
 
@@ -75,6 +77,8 @@ class XGrammarBackend:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         try:
             if kind == "json":
+                if grammar := _without_control_characters(text, any_whitespace=constraint.any_whitespace):
+                    return compiler.compile_grammar(grammar)
                 return compiler.compile_json_schema(text, any_whitespace=constraint.any_whitespace, strict_mode=False)
             if kind == "json_object":
                 return compiler.compile_json_schema(
@@ -230,6 +234,24 @@ def _alternatives(choices: Sequence[str]) -> str:
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
+def _without_control_characters(schema: str, *, any_whitespace: bool = True) -> str | None:
+    """XGrammar's grammar of a schema with strings of bounded length, mended; None where no string has a bound.
+
+    JSON strings hold no control characters, and XGrammar (0.2.8) lets them into those with `minLength` or `maxLength`.
+    """
+    if "Length" not in schema:
+        return None
+    grammar = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=any_whitespace, strict_mode=False))
+    return grammar.replace(_CHARACTERS, _NO_CONTROLS) if _CHARACTERS in grammar else None
+
+
+def _content(schema: Any) -> dict[str, Any]:
+    """The inside of a structural tag in XGrammar's own form."""
+    if grammar := _without_control_characters(json.dumps(schema)):
+        return {"type": "grammar", "grammar": grammar}
+    return {"type": "json_schema", "json_schema": schema}
+
+
 def _triggered_tags(text: str) -> str:
     """A structural tag in XGrammar's own form."""
     found = structures(text)
@@ -237,7 +259,7 @@ def _triggered_tags(text: str) -> str:
         {
             "type": "tag",
             "begin": structure.begin,
-            "content": {"type": "json_schema", "json_schema": structure.schema},
+            "content": _content(structure.schema),
             "end": structure.end,
         }
         for structure in found
