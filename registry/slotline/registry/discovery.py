@@ -15,7 +15,7 @@ import attrs
 
 from slotline.registry.config.faults import Fault, raise_faults, similar
 from slotline.registry.config.load import LoadedConfig, load_config
-from slotline.registry.config.plugin_tables import PLUGIN_TABLES, options_path, plugin_tables
+from slotline.registry.config.plugin_tables import PLUGIN_TABLES, kinds_of, options_path, plugin_tables
 from slotline.registry.config.schema import PluginsConfig
 from slotline.registry.config.tree import find
 from slotline.registry.descriptor import Descriptor, Kind
@@ -186,10 +186,9 @@ class PluginRegistry:
             ConfigError: for every key or value that is wrong.
         """
         kind, name, beside = descriptor.kind, descriptor.name, list[type]()
-        kinds = [other for other, table in PLUGIN_TABLES.items() if table == PLUGIN_TABLES[kind] and other is not kind]
-        if find(loaded.tree, options_path(kind, name)) is None:
-            kinds = []  # nothing to divide: they need not be imported
-        for found in (self.load(other, name, required=False) for other in kinds):
+        has_table = find(loaded.tree, options_path(kind, name)) is not None  # if not, the others need not be imported
+        others = [other for other in kinds_of(PLUGIN_TABLES[kind]) if other is not kind] if has_table else []
+        for found in (self.load(other, name, required=False) for other in others):
             with suppress(PluginLoadError):  # it is not the one that is asked for
                 if found is not None and (options := resolve_options(found)) is not None:
                     beside.append(options)
@@ -208,7 +207,7 @@ class PluginRegistry:
         """
         faults: dict[str, Fault] = {}
         for table, name, _ in plugin_tables(loaded.tree):
-            for kind in (kind for kind, outer in PLUGIN_TABLES.items() if outer == table):
+            for kind in kinds_of(table):
                 if name not in self.names(kind):
                     continue
                 try:

@@ -40,6 +40,11 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 
 
+def kinds_of(table: str) -> tuple[Kind, ...]:
+    """The kinds whose plugins have their own tables in a table."""
+    return tuple(kind for kind, outer in PLUGIN_TABLES.items() if outer == table)
+
+
 def options_path(kind: Kind, name: str) -> KeyPath:
     """The key path of a plugin's own table."""
     return PLUGIN_TABLES[kind], name
@@ -57,7 +62,7 @@ def plugin_tables(tree: Table) -> Iterator[tuple[str, str, Node]]:
 def absent_plugins(tree: Table, installed: Mapping[Kind, Collection[str]]) -> Iterator[tuple[bool, Fault]]:
     """A fault for each table whose plugin is not installed, and whether the table itself asks for the plugin."""
     for table, name, node in plugin_tables(tree):
-        kinds = [kind for kind, outer in PLUGIN_TABLES.items() if outer == table]
+        kinds = kinds_of(table)
         names = {known for kind in kinds for known in installed.get(kind, ())}
         if name not in names:
             what = " or ".join(kind.value for kind in kinds)
