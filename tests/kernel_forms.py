@@ -226,6 +226,37 @@ def states() -> None:
                 around.backend.forward(problem.layer, inputs, around.state(0), plan)
 
 
+def logits() -> None:
+    """What grammars, marks and penalties launch for rows and tokens of all numbers, and a rehearsal before."""
+    import numpy as np
+
+    from slotline.core.sampling import triton_rows
+    from slotline.plugins.logits_processors.penalties import device_counts
+    from slotline.registry.contracts import LogitsBatch
+
+    vocab_size, rng = 1000, np.random.default_rng(0)
+    triton_rows.rehearse(vocab_size, "cpu")
+    device_counts.warm_up(vocab_size, "cpu")
+    counts = device_counts.DeviceCounts(2 * max(COUNTS), vocab_size, "cpu")
+    for n in COUNTS:
+        x, flat = torch.zeros(n, vocab_size), torch.zeros(n + 1, dtype=torch.int64)
+        words = torch.zeros(n, triton.cdiv(vocab_size, 32), dtype=torch.int32)
+        triton_rows.ban_by_bitmask(x, words, torch.zeros(n + 1, dtype=torch.int32)[1:])
+        for touched, greedy in ((None, True), (torch.ones(n + 1, dtype=torch.bool)[1:], False)):
+            triton_rows.mark_unusable(x, x, touched, flat[1:], not_finite=-2, none_left=-3, all_greedy=greedy)
+        for num_drafts, lens in ((None, [n] * n), (1, [n * 70] * n), (3, [n + 1, *[9] * (n - 1)])):
+            rows = rng.permutation(2 * max(COUNTS))[:n]
+            batch = LogitsBatch(
+                rows=rows,
+                draft_positions=np.zeros(n, np.int64),
+                token_table=np.zeros((2 * max(COUNTS), 70 * max(COUNTS)), np.int32),
+                num_tokens=np.array(lens),
+                num_prompt_tokens=np.array(lens),
+                draft_token_ids=None if num_drafts is None else np.zeros((n, num_drafts), np.int64),
+            )
+            counts.apply(x, batch, np.ones((3, n), np.float32))
+
+
 def main(kind: str, *limits: str) -> None:
     """Print each kernel with several forms, and the arguments that make the difference; then how many there are."""
     driver.set_active(Card())
@@ -237,6 +268,8 @@ def main(kind: str, *limits: str) -> None:
         return
     if kind == "states":
         states()
+    elif kind == "logits":
+        logits()
     elif kind == "hopper":
         hopper()
     elif kind == "latents":

@@ -87,7 +87,7 @@ def test_the_schema_has_the_tables_and_the_installed_plugins_options(
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("backend.triton.decodes=hoper", """"hoper" is not one of "common", "hopper"; did you mean 'hopper'?"""),
+        ("backend.triton.decodes=hoper", """"hoper" is not one of "hopper", "common"; did you mean 'hopper'?"""),
         ("backend.triton.decods=hopper", "there is no key 'decods' in [backend.triton]"),
         ("backend.flex.decodes=hopper", "the attention plugin 'flex' takes no options"),
         ("drafter.ngram.min_tokens=9", "min_tokens=9 and max_tokens=5 do not go together"),
@@ -104,11 +104,11 @@ def test_options_of_plugins_that_are_not_chosen_are_checked_too(
 
 def test_plugins_of_two_kinds_share_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     """`triton` is an attention and a state backend, and one of them alone takes options."""
-    assert main(["config", "check", "--set", "backend.triton.decodes=hopper"]) == 0
-    loaded = load_config(overrides=["backend.triton.decodes=hopper"], environ={})
+    assert main(["config", "check", "--set", "backend.triton.decodes=common"]) == 0
+    loaded = load_config(overrides=["backend.triton.decodes=common"], environ={})
     registry = PluginRegistry.discover(loaded)
     attention, state = (registry.load(kind, "triton") for kind in (Kind.ATTENTION, Kind.STATE))
-    assert registry.options(loaded, attention).decodes == "hopper"
+    assert registry.options(loaded, attention).decodes == "common"
     assert registry.options(loaded, state) is None
     wrong = load_config(overrides=["backend.triton.decods=hopper"], environ={})
     with pytest.raises(ConfigError, match="the state plugin 'triton' takes no options"):

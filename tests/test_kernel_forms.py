@@ -15,7 +15,9 @@ pytest.importorskip("triton")
 PROGRAM = Path(__file__).parent / "kernel_forms.py"
 
 
-@pytest.mark.parametrize(("kind", "least"), [("attention", 10), ("latents", 4), ("hopper", 3), ("states", 10)])
+@pytest.mark.parametrize(
+    ("kind", "least"), [("attention", 10), ("latents", 4), ("hopper", 3), ("states", 10), ("logits", 8)]
+)
 def test_batches_of_all_sizes_share_their_kernels(kind: str, least: int) -> None:
     assert forms(kind) >= least
 

@@ -83,11 +83,11 @@ def test_a_step_with_drafts_is_known_to_take_longer_though_the_host_waits_for_it
     """Verification is made slow; whether drafts pay is decided by what was measured."""
     llm = drafted("eagle", **{"drafter.adaptive": True, "graphs.mode": "none"})
     model: Any = llm.engine.runner.model
-    forward, wait = model.forward, 0.02  # seconds
+    forward, wait = model.forward, 0.06  # seconds
 
     def slow(token_ids: torch.Tensor, *others: Any, **options: Any) -> Any:
         if 1 < len(token_ids) <= 4:  # one request and its drafts
-            torch.cuda._sleep(int(wait * 1.5e9))
+            torch.cuda._sleep(int(wait * 2e9))  # cycles
         return forward(token_ids, *others, **options)
 
     model.forward = slow

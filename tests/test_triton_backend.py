@@ -191,3 +191,15 @@ def test_a_tree_behind_a_common_prefix() -> None:
     )
     share_prefix(world, 48, announced=True)
     world.check(*world.run(TritonBackend(world.case.context())))
+
+
+@pytest.mark.parametrize(
+    ("programs", "tile"), [(1, 64), (2, 128), (3, 128), (4, 64), (5, 128), (6, 128), (7, 64), (8, 64), (9, 128)]
+)
+def test_single_tokens_take_narrow_tiles_where_their_last_round_is_full(programs: int, tile: int) -> None:
+    """As many programs for each multiprocessor, four of which with narrow tiles fit on it."""
+    case = Case(requests=((1, 40),) * programs, num_heads=8, num_kv_heads=8)
+    backend = TritonBackend(evolve(case.context("cpu"), dtype="bfloat16"))
+    assert backend._cores == case.num_kv_heads
+    ((launch,),) = backend.plan(World(case).batch).launches
+    assert launch.shape.tile == tile

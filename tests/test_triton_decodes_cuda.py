@@ -51,7 +51,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(case: Case) -> TritonBackend:
-    return TritonBackend(evolve(case.context("cuda"), options=TritonOptions(decodes="hopper")))
+    return TritonBackend(case.context("cuda"))
 
 
 def launched(backend: TritonBackend) -> bool:
@@ -92,10 +92,12 @@ def test_what_it_does_not_know_is_another_kernels(change: dict[str, Any], always
     assert not launched(backend)
 
 
-def test_the_kernel_is_for_who_asks_for_it(always: None) -> None:
-    case = Case(requests=EDGES, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    assert made(case)._decodes is not None
-    assert TritonBackend(case.context("cuda"))._decodes is None
+def test_the_kernel_can_be_declined(always: None) -> None:
+    world = World(Case(requests=EDGES, num_heads=8, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), "cuda")
+    options = TritonOptions(decodes="common")
+    declined = TritonBackend(evolve(world.case.context("cuda"), options=options))
+    world.check(*world.run(declined))
+    assert declined._decodes is None
 
 
 def test_requests_that_a_captured_step_is_padded_with_have_rows_of_zeros(always: None) -> None:
@@ -139,8 +141,7 @@ def test_a_captured_step_follows_other_lengths_and_fewer_requests(always: None) 
     numbers = [pool.admit() for _ in range(8)]
     for number, length in zip(numbers, (5, 130, 64, 400, 1, 63, 900, 31), strict=True):
         pool.prepare({number: length}).run(backend)
-    oracle = TritonBackend(case.context("cuda"))
-    oracle._decodes = None
+    oracle = TritonBackend(evolve(case.context("cuda"), options=TritonOptions(decodes="common")))
     for chosen in (numbers, numbers[:3], numbers[2:7], numbers):
         step = pool.prepare(dict.fromkeys(chosen, 1))
         out = stage.launch(step)[: step.batch.num_tokens]

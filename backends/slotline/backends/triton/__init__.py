@@ -39,12 +39,12 @@ class TritonOptions:
     Attributes:
         prompts: where the keys of a prompt are read that begins in this step: ``step``, from the step's own tensors
             where the device's copy engine can fetch them (Hopper and newer); ``pages``, from the cache as all others.
-        decodes: what serves requests with one query token each: ``common``, the kernel for all; ``hopper``, on Hopper
-            with Triton 3.6 its own kernel wherever that one is faster by their number.
+        decodes: what serves requests with one query token each: ``hopper``, on Hopper with Triton 3.6 its own kernel
+            wherever that one is faster by their number, and the kernel for all elsewhere; ``common``, that one always.
     """
 
     prompts: Literal["step", "pages"] = "step"
-    decodes: Literal["common", "hopper"] = "common"
+    decodes: Literal["hopper", "common"] = "hopper"
 
 
 def probe(device: DeviceInfo) -> Any:
@@ -53,7 +53,7 @@ def probe(device: DeviceInfo) -> Any:
         return reason
     if has_hopper_kernels(device.compute_capability):
         offer = descriptor.capabilities
-        reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, and for latents of 512 + 64"
+        reason = f"{offer.priority_reason}; Hopper's own kernels for prompts, single tokens, and latents of 512 + 64"
         return evolve(offer, priority_reason=reason, limits=(*offer.limits, HOPPER_BLOCKS))
     return descriptor.capabilities
 

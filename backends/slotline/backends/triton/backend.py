@@ -25,9 +25,10 @@ MAX_SPLIT_ROWS = 4096
 ENOUGH, AIM = 2, 16
 """Programs for each multiprocessor from which on keys are not split, and how many to aim at where they are."""
 ENOUGH_DECODES, AIM_DECODES = 1.75, 4
-NARROW = ((3.2, 4.0), (6.0, float("inf")))
-"""The same for single query tokens. And for how many programs each multiprocessor has, four of which fit on it, narrow
-tiles take less time than wide ones: where all of them begin at once, or so many follow that the last do not matter."""
+NARROW_PLACES, NARROW_LAST, WIDE_PLACES = 4, 2.2, 3.2
+"""The same for single query tokens. And for each multiprocessor: programs with narrow tiles that it holds, how many of
+them must be in their last round for narrow tiles to take less time than wide ones, and programs up to which wide ones
+begin all at once."""
 LONG_QUERY, LONG_AIM = 64, 1
 """Query tokens from which on joining splits soon costs more than idle multiprocessors, and how many to aim at then."""
 EARLIEST, MANY = (9, 0), 6
@@ -251,7 +252,9 @@ class TritonBackend:
         if self._large:
             return LARGE
         load = tokens * self._kv_heads / self._cores
-        return DECODE if load < ENOUGH_DECODES or any(low <= load <= high for low, high in NARROW) else WIDE
+        last = load % NARROW_PLACES or NARROW_PLACES
+        narrow = load < ENOUGH_DECODES or (load > WIDE_PLACES and last >= NARROW_LAST)
+        return DECODE if narrow else WIDE
 
     def _block_q(self, query_len: int, shape: Shape) -> int:
         """Query tokens of a block, a power of two."""

@@ -48,6 +48,7 @@ from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.core.triton_support import has_triton
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     KVSpec,
@@ -382,6 +383,11 @@ class EngineBuilder:
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
             rehearse(engine.runner.router, engine.gatherer, dtype, most, missing)
+        if engine.pooling is None and has_triton():
+            from slotline.core.sampling.triton_rows import rehearse as rehearse_rows
+
+            with compiling.leaving_out(missing):
+                rehearse_rows(planned.facts.vocab_size, planned.device)
         if engine.graphs is not None:
             engine.graphs.note_lacking(missing)
         compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))

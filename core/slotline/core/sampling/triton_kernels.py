@@ -178,7 +178,7 @@ def hand_over(token, row, tokens, stand_ins, table, host, kept):
         tl.store(host + row, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words", "places"])
 def ban_tokens(
     logits,  # [n, vocab_size] float32, changed in place
     words,  # [num_rows, num_words] int32, a bit for each token
@@ -197,7 +197,7 @@ def ban_tokens(
     tl.store(logits + row * vocab_size + tokens, tl.full([block, 32], -float("inf"), tl.float32), banned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["touched", "tokens", "marked"])
 def mark_rows(
     logits,  # [n, vocab_size] float32, behind the processors
     raw,  # [n, vocab_size] float32, before them

@@ -4,6 +4,7 @@ tokens are kept.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,15 @@ from slotline.core.sampling.triton_kernels import ban_tokens, mark_rows
 _BLOCK_WORDS = 64
 _BLOCK_LOGITS = 8192
 _MARK_WARPS = 16
+
+
+def rehearse(vocab_size: int, device: str) -> None:
+    """Launch, for one row, what only steps with grammars or logits processors do."""
+    logits, tokens = torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    places = torch.zeros(1, dtype=torch.int32, device=device)
+    ban_by_bitmask(logits, torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device), places)
+    for touched, all_greedy in product((None, torch.ones(1, dtype=torch.bool, device=device)), (False, True)):
+        mark_unusable(logits, logits, touched, tokens, not_finite=-2, none_left=-3, all_greedy=all_greedy)
 
 
 class Kept(NamedTuple):

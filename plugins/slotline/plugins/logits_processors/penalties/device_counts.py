@@ -20,6 +20,21 @@ _BLOCK = 1024
 _LEAST_CAPACITY = 1024
 
 
+def warm_up(vocab_size: int, device: str) -> None:
+    """Launch the kernels for one request, so that none is compiled while the first one that asks for them waits."""
+    one = np.ones(1, np.int64)
+    batch = LogitsBatch(
+        rows=one - 1,
+        draft_positions=one - 1,
+        token_table=np.zeros((1, 1), np.int32),
+        num_tokens=one,
+        num_prompt_tokens=one,
+    )
+    DeviceCounts(1, vocab_size, device).apply(
+        torch.zeros(1, vocab_size, device=device), batch, np.ones((3, 1), np.float32)
+    )
+
+
 class DeviceCounts:
     """Tables by permanent row, made when a request first asks for a penalty.
 

@@ -11,7 +11,7 @@ IN_PROMPT = tl.constexpr(1 << 30)
 """Flag of a count; the bits below are the number of times that a token stands in the output."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
     """One program for `block` counts of a row: nothing has been seen of it."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
@@ -21,7 +21,7 @@ def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
         tl.store(num_distinct + row, 0)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries"])
 def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, num_entries, block: tl.constexpr):
     """One program for `block` tokens not counted yet: `entries` [3, num_entries] is row, token, if in the prompt."""
     places = tl.program_id(0) * block + tl.arange(0, block)
@@ -38,7 +38,10 @@ def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, 
     tl.store(distinct + row * capacity + place, token, first)
 
 
-@triton.jit(do_not_specialize=["num_drafts", "n"])
+@triton.jit(
+    do_not_specialize=["num_drafts", "n"],
+    do_not_specialize_on_alignment=["rows", "penalties", "draft_counts", "drafts"],
+)
 def penalise(
     logits,  # [n, vocab_size] float32, in and out
     stride,

@@ -30,8 +30,9 @@ class Penalties:
         self._repetition = np.ones(context.max_requests, np.float32)
         self._counts: DeviceCounts | None = None
         if context.device.startswith("cuda") and has_triton():
-            from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts
+            from slotline.plugins.logits_processors.penalties.device_counts import DeviceCounts, warm_up
 
+            warm_up(context.vocab_size, context.device)
             self._counts = DeviceCounts(context.max_requests, context.vocab_size, context.device)
 
     def validate(self, params: Mapping[str, Any]) -> None:
