@@ -9,8 +9,8 @@ TORCH ?= torch==2.13.0
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)"
+	$(BIN)/pip install --quiet --no-compile --editable ".[dev]"
 	touch $@
 
 demo: $(VENV)/ready  ## continue Python code with the small model that ships, then say what ran and why
