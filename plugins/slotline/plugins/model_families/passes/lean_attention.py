@@ -8,7 +8,7 @@ recording attention function with equal query, key, value and options, and retur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,14 @@ from slotline.registry.contracts.attention import CacheSlots
 
 SPLIT_ROWS = 1024
 """Up to so many rows two products take longer than one whose queries mostly nobody reads."""
+
+CACHES = frozenset({"past_key_values", "cache"})
+"""What transformers calls its own cache, before release 5.24 and since."""
+
+
+def has_cache(options: Mapping[str, Any]) -> bool:
+    """Whether a module of transformers is called with a cache of its own."""
+    return any(options.get(name) is not None for name in CACHES)
 
 
 @frozen
@@ -60,15 +68,16 @@ class LeanForward:
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        **others: Any,
+        *args: Any,
+        **options: Any,
     ) -> Any:
         """As the original: hidden_states [batch, num_tokens, hidden_size], cos and sin [batch, num_tokens, size]."""
-        if attention_mask is None and past_key_values is None:
+        if attention_mask is None and not has_cache(options) and all(arg is None for arg in args):
+            others = {name: value for name, value in options.items() if name not in CACHES}
             attended = self.attended(hidden_states, position_embeddings, others)
             if attended is not None:
                 return self._module.o_proj(attended[0]), attended[1]
-        return self._original(hidden_states, position_embeddings, attention_mask, past_key_values, **others)
+        return self._original(hidden_states, position_embeddings, attention_mask, *args, **options)
 
     def attended(
         self,

@@ -15,14 +15,14 @@ from torch import nn
 
 from slotline.plugins.model_families.passes.attention_probe import Recorder, probe, recording, same
 from slotline.plugins.model_families.passes.gated_mlp import FusedGatedMLP
-from slotline.plugins.model_families.passes.lean_attention import LeanForward
+from slotline.plugins.model_families.passes.lean_attention import CACHES, LeanForward, has_cache
 from slotline.plugins.model_families.passes.lean_mlp import LeanMLP
 from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.residuals import Residuals, residuals_of
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 
-KNOWN = {"attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings"}
+KNOWN = CACHES | {"attention_mask", "position_ids", "use_cache", "position_embeddings"}
 """The arguments that the short forward understands; a mask and a cache only as None."""
 
 
@@ -62,7 +62,7 @@ class LeanLayer:
         if not args and options.keys() <= KNOWN and "position_embeddings" in options and self._is_lean():
             positions = options.get("position_ids")
             passed = {} if positions is None else {"position_ids": positions}
-            if options.get("attention_mask") is None and options.get("past_key_values") is None:
+            if options.get("attention_mask") is None and not has_cache(options):
                 found = self._run(hidden_states, options["position_embeddings"], passed)
                 if found is not None:
                     return found[0]
