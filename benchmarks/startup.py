@@ -4,7 +4,7 @@
 
 Random weights are written to a temporary folder first, so that reading them is part of what is timed; they were just
 written, so they come from the page cache. Each run is a process of its own. The first has an empty folder for
-compiled kernels (Triton's, Inductor's and numba's caches), the others find what it left there.
+compiled kernels (Triton's, Inductor's, numba's and our own cache), the others find what it left there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "NUMBA_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
+CACHES = (
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "NUMBA_CACHE_DIR",
+    "FLASHINFER_WORKSPACE_BASE",
+    "SLOTLINE_CACHE",
+)
 
 
 def child(model: str, settings: list[str]) -> None:

@@ -124,16 +124,16 @@ def hopper() -> None:
     from slotline.core.execution import compiling
 
     launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
-    launches += [*map(hopper_decodes, COUNTS), *hopper_products()]
+    launches += map(hopper_decodes, COUNTS)
     asked = triton.knobs.runtime.jit_cache_hook
     triton.knobs.runtime.jit_cache_hook = None
     with compiling.leaving_out(missing := {}):
-        for launch in (*launches[: 3 * len(COUNTS) : len(COUNTS)], *launches[-2:]):
+        for launch in launches[:: len(COUNTS)]:
             launch()
     for kernel, specialization in missing.values():
         kernel.preload(specialization)
     triton.knobs.runtime.jit_cache_hook = asked
-    assert len(missing) == 5
+    assert len(missing) == 3
 
 
 def hopper_latents(n: int) -> Callable[[], bool]:
@@ -187,20 +187,6 @@ def hopper_decodes(n: int) -> Callable[[], bool]:
         given = (world.layer, query, world.cache, world.batch, n, out, lse)
         assert HopperDecodes(world.case.context("cpu"), 32).attend(*given)
     return partial(HopperDecodes(world.case.context("cpu"), 32).attend, *given)
-
-
-def hopper_products() -> list[Callable[[], torch.Tensor]]:
-    """Products of all numbers of rows, as `hopper_latents`; the last two are a gated one and one in parts."""
-    from slotline.plugins.model_families.passes.hopper_products import HopperProducts
-
-    products = HopperProducts({"launch_pdl": True}, 8)
-    weight = torch.zeros(256, 1024, dtype=torch.bfloat16)
-    for rows in range(33, 129):
-        x = torch.zeros(rows, 1024, dtype=torch.bfloat16)
-        launches = [partial(products.dot, x, weight, 1, "silu"), partial(products.dot, x, weight, 4)]
-        for launch in launches:
-            launch()
-    return launches
 
 
 def states() -> None:

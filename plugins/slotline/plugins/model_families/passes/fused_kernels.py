@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.nn import functional
 
-from slotline.core.hopper import HOPPER, has_hopper_kernels
+from slotline.core.cuda_kernels import has_cuda_sources
+from slotline.core.hopper import HOPPER
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
+from slotline.plugins.model_families.passes.cluster_products import ClusterProducts
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight
 from slotline.plugins.model_families.passes.products import EXTENDED, LARGE, PRODUCT_ROWS, SINGLE, Products
 from slotline.registry.contracts.attention import CacheSlots
-
-if TYPE_CHECKING:
-    from slotline.plugins.model_families.passes.hopper_products import HopperProducts
 
 ACTIVATION_BLOCK = 1024
 ROWS_BY_HEAD, MANY_ROWS = 64, 1024
@@ -34,19 +31,14 @@ class TritonKernels:
     Args:
         early: whether kernels may start early (programmatic dependent launch).
         multiprocessors: see `Products`.
-        gluon: whether kernels in Gluon run there, see `hopper.has_hopper_kernels`.
+        sources: whether the device is Hopper and kernels in CUDA C++ can be compiled for it.
     """
 
-    _hopper: HopperProducts | None = None
-
-    def __init__(self, *, early: bool = False, multiprocessors: int = 0, gluon: bool = False) -> None:
+    def __init__(self, *, early: bool = False, multiprocessors: int = 0, sources: bool = False) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
         self._starts = {"launch_pdl": True} if early else {}
-        if gluon:
-            from slotline.plugins.model_families.passes.hopper_products import HopperProducts
-
-            self._hopper = HopperProducts(self._starts, multiprocessors)
+        self._cluster = ClusterProducts(early=early, multiprocessors=multiprocessors) if sources else None
         self._rms_norm = Launcher(triton_kernels.rms_norm)
         self._add_rms_norm = Launcher(triton_kernels.add_rms_norm)
         self._rotate = Launcher(triton_kernels.rotate)
@@ -222,8 +214,8 @@ class TritonKernels:
             return self._products.dot(x, weight, bias, in_parts=True)
         if self._products.suits_large(x, weight) and (parts := self._products.large_parts(weight)) > 1:
             return self._products.dot(x, weight, bias, shape=LARGE._replace(parts=parts))
-        if self._hopper is not None and (parts := self._hopper.parts(x, weight, bias, gated=False)):
-            return self._hopper.dot(x, weight, parts)
+        if self._cluster is not None and self._cluster.suits(x, weight, bias, "parts"):
+            return self._cluster.dot(x, weight, "parts")
         return self.linear(x, weight, bias)[None]
 
     def extended_parts(
@@ -240,6 +232,8 @@ class TritonKernels:
             return self._products.linear(x, weight, None, dtype=torch.float32)
         if self._products.suits_large(x, weight):
             return self._products.dot(x, weight, None, shape=LARGE, dtype=torch.float32)[0]
+        if self._cluster is not None and self._cluster.suits(x, weight, None, "floats"):
+            return self._cluster.dot(x, weight, "floats")[0]
         if not x.is_cuda or x.dtype == torch.float32:  # torch has no such product there
             return functional.linear(x, weight).float()
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
@@ -259,8 +253,8 @@ class TritonKernels:
         x = self._normed(x, norm)
         if self._products.suits(x, weight, gated=True):
             return self._products.dot(x, weight, bias, activation)[0]
-        if self._hopper is not None and self._hopper.parts(x, weight, bias, gated=True):
-            return self._hopper.dot(x, weight, 1, activation)[0]
+        if self._cluster is not None and self._cluster.suits(x, weight, bias, "gated", activation):
+            return self._cluster.dot(x, weight, "gated", activation)[0]
         if self._products.suits_many(x, weight, bias):
             return self._products.gated(x, weight, activation)
         return self.act_and_mul(functional.linear(x, weight, bias), activation)
@@ -286,8 +280,9 @@ class TritonKernels:
 def triton_kernels_for(device: str) -> TritonKernels:
     """The kernels for a GPU such as ``cuda:0``."""
     capability = torch.cuda.get_device_capability(device)
-    count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
-    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count, gluon=has_hopper_kernels(capability))
+    hopper = capability[0] == HOPPER
+    count = torch.cuda.get_device_properties(device).multi_processor_count if hopper else 0
+    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count, sources=hopper and has_cuda_sources())
 
 
 def _row_options(n: int) -> dict[str, int]:
