@@ -115,7 +115,7 @@ class ClusterProducts:
 
     def __init__(self, *, early: bool, multiprocessors: int) -> None:
         self._early, self._clusters = early, multiprocessors // 2
-        self._kernels: dict[tuple[Form, torch.dtype, str], CudaKernel] = {}
+        self._kernels: dict[tuple[torch.device, Form, torch.dtype, str], CudaKernel] = {}
         self._images: dict[tuple[Form, torch.dtype, str], Future[bytes]] = {}
         self._boxes: dict[tuple[int, ...], CudaBoxes] = {}
         self._cuts: dict[tuple[int, int, int, Kind], Cut | None] = {}
@@ -126,8 +126,8 @@ class ClusterProducts:
     ) -> bool:
         """Whether this is the fastest product for x [..., k] and weight [outputs, k].
 
-        In parts it is so behind a gated one of k outputs alone, which it lets begin early. The first question about a
-        weight's shape, whatever the rows, has all its kernels compiled, so that no request waits for one.
+        The first question about a weight's shape, whatever the rows, has all its kernels compiled, so that no request
+        waits for one.
         """
         (n, k), rows = weight.shape, x.numel() // x.shape[-1]
         if weight.numel() < LARGE_WEIGHT or bias is not None:
@@ -138,24 +138,21 @@ class ClusterProducts:
         if (n, k, kind, x.dtype, activation) not in self._seen:
             self._seen.add((n, k, kind, x.dtype, activation))
             self._compile(n, k, kind, x.dtype, activation)
-        if not FEWEST_ROWS <= rows <= _most_rows(kind) or x.data_ptr() % 16 or weight.data_ptr() % 16:
-            return False
-        if kind == "parts" and self.cut(rows, k, n, "gated") is None:  # the product in front
-            return False
-        return self.cut(rows, n, k, kind) is not None
+        return x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0 and self.cut(rows, n, k, kind) is not None
 
     def _compile(self, n: int, k: int, kind: Kind, dtype: torch.dtype, activation: str) -> None:
         """Have the kernels for a weight compiled side by side."""
         for rows in CLASSES:
-            cut = self.cut(rows, n, k, kind) if rows <= _most_rows(kind) else None
+            cut = self.cut(rows, n, k, kind)
             if cut is not None and (cut.form, dtype, activation) not in self._images:
                 text = source(cut.form, dtype, activation)
                 self._images[cut.form, dtype, activation] = _threads().submit(compiled, text, ARCHITECTURE)
 
     def cut(self, rows: int, n: int, k: int, kind: Kind) -> Cut | None:
-        """What takes the least time for n outputs of k elements; None if too few multiprocessors would have work.
+        """What takes the least time for n outputs of k elements; of equals the fewest parts, then the widest tiles.
 
-        Of equals the one with the fewest parts, then of the widest tiles.
+        None where torch's library is faster or too few multiprocessors would have work. In parts it is faster behind a
+        gated one of k outputs alone, which it lets begin early.
         """
         key = (rows, n, k, kind)
         if key not in self._cuts:
@@ -163,6 +160,9 @@ class ClusterProducts:
         return self._cuts[key]
 
     def _cut(self, rows: int, n: int, k: int, kind: Kind) -> Cut | None:
+        most = BY_WEIGHTS if kind == "floats" else MOST_ROWS
+        if not FEWEST_ROWS <= rows <= most or (kind == "parts" and self.cut(rows, k, n, "gated") is None):
+            return None
         by_rows, gated = rows > BY_WEIGHTS, kind == "gated"
         groups = cdiv(rows, 2 * GROUP_ROWS if by_rows else GROUP_ROWS)
         found = []
@@ -196,7 +196,7 @@ class ClusterProducts:
             boxes = self._boxes_of(columns // 16, 2, 8, ELEMENTS)(weight, (n // 8, 2, 8, k), (8 * k, n * k, k, 1))
         else:
             boxes = self._boxes_of(columns, ELEMENTS)(weight, (n, k), (k, 1))
-        self._kernel(form, x.dtype, activation)(
+        self._kernel(x.device, form, x.dtype, activation)(
             2 * min(self._clusters, cut.items),
             self._boxes_of(form.rows if form.by_rows else form.rows // 2, ELEMENTS)(x, (rows, k), (k, 1)),
             boxes,
@@ -214,21 +214,17 @@ class ClusterProducts:
             self._boxes[box] = CudaBoxes(box)
         return self._boxes[box]
 
-    def _kernel(self, form: Form, dtype: torch.dtype, activation: str) -> CudaKernel:
-        key = (form, dtype, activation)
+    def _kernel(self, device: torch.device, form: Form, dtype: torch.dtype, activation: str) -> CudaKernel:
+        key = (device, form, dtype, activation)
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(
-                self._images[key].result(),
+                self._images[form, dtype, activation].result(),
                 "product",
                 threads=128 * (form.groups + 1),
                 shared_bytes=form.shared_bytes,
                 early=self._early,
             )
         return self._kernels[key]
-
-
-def _most_rows(kind: Kind) -> int:
-    return BY_WEIGHTS if kind == "floats" else MOST_ROWS
 
 
 def source(form: Form, dtype: torch.dtype, activation: str) -> str:
