@@ -85,17 +85,15 @@ def plugin_of(subject: Subject) -> Plugin:
 
 
 def machine_of(subject: Subject) -> Machine:
-    """What is told of a machine."""
-    import torch
-
+    """What is told of a machine; torch is imported for a GPU alone, since plugins may do without."""
     on_cuda = subject.device.type == "cuda"
     return Machine(
         device=subject.device.type,
         name=subject.device.name,
         driver=_driver() if on_cuda else "",
         compute_capability=subject.device.compute_capability,
-        cuda=str(torch.version.cuda or "") if on_cuda else "",
-        torch=torch.__version__,
+        cuda=_cuda() if on_cuda else "",
+        torch=installed_version("torch"),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
     )
@@ -117,6 +115,13 @@ def _dtypes(capabilities: Any) -> tuple[str, ...]:
     if values is None:
         return ("any",)
     return tuple(sorted("/".join(value) if isinstance(value, tuple) else str(value) for value in values))
+
+
+def _cuda() -> str:
+    """The version of CUDA that torch was built with."""
+    import torch
+
+    return str(torch.version.cuda or "")
 
 
 def _driver() -> str:
