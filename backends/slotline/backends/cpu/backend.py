@@ -24,12 +24,13 @@ MAX_KERNEL_QUERY = 16
 class Plan(NamedTuple):
     """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
 
-    `all_rows` says that these two cover every query token.
+    `told` is what the kernel is told of its arrays; `all_rows` says that they and the prefills cover every query token.
     """
 
     num_tokens: int
     rows: npt.NDArray[np.int64]
-    arrays: tuple[Any, ...] | None
+    arrays: tuple[npt.NDArray[Any], ...]
+    told: tuple[int, ...]
     prefills: list[Prefill]
     all_rows: bool
 
@@ -40,8 +41,7 @@ class Bound(NamedTuple):
     cache: KVCache
     shape: npt.NDArray[np.int64]
     scalars: npt.NDArray[np.float32]
-    addresses: tuple[int, int]
-    tags: tuple[Any, ...]
+    told: tuple[int, ...]
 
 
 class CpuBackend:
@@ -69,45 +69,50 @@ class CpuBackend:
         threads = torch.get_num_threads()
         self._threads = kernels.use_threads(threads)
         torch.set_num_threads(threads)  # numba's pool, when it starts, sets OpenMP's number of threads for the process
-        self._kernels = kernels.compile_for(layer.head_size, layer.head_size_v)
+        self._sizes = layer.head_size, layer.head_size_v
+        self._store = kernels.compile_store(*self._sizes)
         rows = MAX_KERNEL_QUERY * (layer.num_heads // layer.num_kv_heads)
         width = layer.head_size + layer.head_size_v + kernels.TILE + 2
         self._work = np.empty((self._threads, rows * width), np.float32)
         self._parts = np.empty((2 * self._threads, rows * (layer.head_size_v + 2)), np.float32)
+        self._room = [told for room in (self._work, self._parts) for told in (room.ctypes.data, room.shape[1])]
 
     def plan(self, batch: AttentionBatch) -> Plan:
         slots = batch.slot_mapping[: batch.num_tokens].numpy()
         rows = np.empty((slots.shape[0], 3), np.int64)
         rows = rows[: kernels.cut_rows(slots, self._block_size, rows)]
-        arrays, taken = self._kernel_arrays(batch)
+        arrays, told, taken = self._kernel_arrays(batch)
         prefills: list[Prefill] = []
         if taken < batch.num_tokens:
             prefills = cut_prefills(batch, self._longest, self._window, self._block_size)
         done = taken + sum(prefill.query_len for prefill in prefills)
-        return Plan(batch.num_tokens, rows, arrays, prefills, done == batch.num_tokens)
+        return Plan(batch.num_tokens, rows, arrays, told, prefills, done == batch.num_tokens)
 
-    def _kernel_arrays(self, batch: AttentionBatch) -> tuple[tuple[Any, ...] | None, int]:
-        """The arrays for `kernels.attend`, None without work for it, and how many query tokens they cover."""
+    def _kernel_arrays(self, batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[int, ...], int]:
+        """The arrays for `kernels.attend`, what it is told of them, and how many query tokens they cover."""
         starts = np.ascontiguousarray(batch.query_start_loc_cpu)
         lens = np.ascontiguousarray(batch.seq_lens[: batch.num_requests].numpy())  # exact, unlike the host's
         pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 5), np.int64)
         count = kernels.cut_pieces(starts, lens, self._piece, self._longest, self._window, pieces)
         if not count:
-            return None, 0
+            return (), (), 0
         pieces = pieces[:count]
         items = np.empty((count * self._kv_heads + self._threads, 5), np.int64)
         bins = np.empty(self._threads + 1, np.int64)
         kernels.partition(pieces, self._kv_heads, self._threads, self._min_split, items, bins)
         taken = int(pieces[:, kernels.QUERY_LEN].sum())
-        return (items, bins, pieces, np.ascontiguousarray(batch.block_table.numpy()), self._work, self._parts), taken
+        tables = np.ascontiguousarray(batch.block_table.numpy())
+        arrays = (items, pieces, tables, bins)
+        at = [array.ctypes.data for array in arrays]
+        return arrays, (*at[:3], tables.shape[1], at[3], self._threads, *self._room), taken
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         bound = self._bind(layer, cache)
         dtype = cache.key.dtype
         key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
-        addresses = (key.data_ptr(), value.data_ptr(), *bound.addresses)
+        addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-2:])
         strides = (key.stride(0), value.stride(0))
-        self._kernels.store(plan.rows, self._kv_heads, bound.shape, addresses, strides, bound.tags[1])
+        self._store(plan.rows, self._kv_heads, bound.shape, addresses, strides, kernels.TAGS[dtype])
 
     def forward(
         self,
@@ -124,7 +129,7 @@ class CpuBackend:
         if not plan.all_rows or out.shape[0] != plan.num_tokens:
             out.zero_()  # padding, and requests that have no key at all
             lse.fill_(-torch.inf)
-        if plan.arrays is not None:
+        if plan.arrays:
             self._attend(self._bind(layer, cache), _packed(query), plan, out, lse, sinks)
         for prefill in plan.prefills:
             fresh = (key, value) if self._read_new and prefill.complete else None
@@ -141,31 +146,33 @@ class CpuBackend:
         sinks: torch.Tensor | None,
     ) -> None:
         target = _packed(out)  # a copy only where heads do not lie side by side
-        addresses = (query.data_ptr(), *bound.addresses, target.data_ptr(), lse.data_ptr())
-        strides = (query.stride(0), target.stride(0), lse.stride(0))
-        logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().numpy()
-        self._kernels.attend(
-            plan.arrays, (bound.shape, bound.scalars, logits, self._slopes), addresses, strides, bound.tags
+        logits = kernels.NO_SINKS if sinks is None else sinks.detach().float().contiguous().numpy()
+        told = (
+            *plan.told,
+            *bound.told,
+            *(logits.ctypes.data, logits.shape[0]),
+            *(query.data_ptr(), query.stride(0), target.data_ptr(), target.stride(0), lse.data_ptr(), lse.stride(0)),
         )
+        compiled = kernels.compile_attend(*self._sizes, self._dtype, bound.cache.key.dtype)
+        kernels.attend(compiled.address, np.array(told, np.int64), self._threads)
         if target is not out:
             out.copy_(target)
 
     def _bind(self, layer: AttentionLayer, cache: KVCache) -> Bound:
         bound = self._bound.get(layer.index)
         if bound is None or bound.cache is not cache:
-            bound = self._bound[layer.index] = _bind(layer, cache, self._block_size, self._dtype)
+            bound = self._bound[layer.index] = _bind(layer, cache, self._block_size, self._slopes)
         return bound
 
 
-def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, dtype: torch.dtype) -> Bound:
+def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, slopes: npt.NDArray[np.float32]) -> Bound:
     group = layer.num_heads // layer.num_kv_heads
-    shape = [block_size, layer.window or 0, group, *cache.key.stride()[:3], *cache.value.stride()[:3]]
+    strides = (*cache.key.stride()[:3], *cache.value.stride()[:3])
+    shape = np.array([block_size, layer.window or 0, group, *strides], np.int64)
+    scalars = np.array([layer.scale, layer.soft_cap or 0.0], np.float32)
+    addresses = (cache.key.data_ptr(), cache.value.data_ptr())
     return Bound(
-        cache,
-        np.array(shape, np.int64),
-        np.array([layer.scale, layer.soft_cap or 0.0], np.float32),
-        (cache.key.data_ptr(), cache.value.data_ptr()),
-        (kernels.TAGS[dtype], kernels.TAGS[cache.key.dtype]),
+        cache, shape, scalars, (shape.ctypes.data, scalars.ctypes.data, slopes.ctypes.data, len(slopes), *addresses)
     )
 
 

@@ -7,7 +7,9 @@ is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has th
 All functions stay in this one file: numba's cache on disk notices a change of the file that a function lives in,
 but not of the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
 slices could: both halve the time to compile. A function that is called in one place and holds most of the others is
-inlined before it is compiled, or LLVM would optimise its code once more by itself: a tenth of the time.
+inlined before it is compiled, or LLVM would optimise its code once more by itself: a tenth of the time. Attention is
+compiled for one thread and called by its address from a loop over threads that is compiled once: inside a parallel loop
+everything would be typed and optimised twice.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -16,12 +18,12 @@ from __future__ import annotations
 
 import math
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, config, njit, prange, set_num_threads, types
+from numba import carray, cfunc, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
 TILE = 32
@@ -46,18 +48,17 @@ REQUEST, FIRST_TOKEN, QUERY_LEN, START, END = range(5)
 PIECE, HEAD, FROM, TO, PARTIAL = range(5)
 # The shape of a layer and its cache, GROUP query heads per KV head; strides in elements.
 BLOCK, WINDOW, GROUP, K_BLOCK, K_TOKEN, K_HEAD, V_BLOCK, V_TOKEN, V_HEAD = range(9)
+# What a call of attention is told, all int64: addresses, numbers of elements, strides in elements. First of the plan,
+ITEMS, PIECES, TABLES, TABLE_WIDTH, STARTS, THREADS, WORK, WORK_WIDTH, PARTS, PARTS_WIDTH = range(10)
+# then of the layer and its cache,
+SHAPE, SCALARS, SLOPES, NUM_SLOPES, KEYS, VALUES = range(10, 16)
+# then of the call.
+SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(16, 24)
 
 
 _inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = partial(_inner, inline="always")
 _entry = partial(njit, nogil=True, no_cfunc_wrapper=True, cache=True)
-
-
-class Kernels(NamedTuple):
-    """Compiled entry points; see `compile_for`."""
-
-    attend: Any
-    store: Any
 
 
 @intrinsic
@@ -78,6 +79,19 @@ def _size(typingctx: Any, tag: Any) -> Any:
         return ir.Constant(ir.IntType(64), tag.dtype.count)
 
     return types.int64(tag), codegen
+
+
+@intrinsic
+def _call(typingctx: Any, address: Any, told: Any, thread: Any) -> Any:
+    """Call the C function at an address with two numbers."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(64)
+        function = ir.FunctionType(ir.VoidType(), [word, word]).as_pointer()
+        builder.call(builder.inttoptr(args[0], function), args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
 
 
 @intrinsic
@@ -522,36 +536,66 @@ def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any,
         lse[head * lse_stride + token + row - head * size] = best + np.float32(math.log(total))
 
 
-@cache
-def compile_for(size: int, size_v: int) -> Kernels:
-    """The entry points for keys of `size` and values of `size_v` elements.
+@_entry(parallel=True)
+def attend(address: Any, told: Any, threads: Any) -> None:
+    """Attention of every piece of a plan over the cache of one layer.
 
-    The sizes are caught as tags: passed as arguments, numba would take 15 microseconds to look at each.
+    Args:
+        address: of what `compile_attend` made.
+        told: [24] int64, see `ITEMS` and those behind it.
+        threads: among which the plan is shared.
+    """
+    for thread in prange(threads):
+        _call(address, told.ctypes.data, np.int64(thread))
+    _call(address, told.ctypes.data, -1)
+
+
+@cache
+def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Any:
+    """A C function of `told`'s address and a thread, for keys of `size` and values of `size_v` elements.
+
+    It does the thread's share; for thread -1, when all have done theirs, it brings the partial results together.
+    Arrays: items [n, 5], starts [threads + 1], pieces [p, 5] and shape int64, block tables [requests, blocks] int32,
+    work [threads, .], partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads]
+    or empty float32; query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
     """
     size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
+    q_tag, kv_tag = TAGS[dtype], TAGS[cache_dtype]
+    ints, ids, floats = (np.empty(0, kind) for kind in (np.int64, np.int32, np.float32))
 
-    @_entry(parallel=True)
-    def attend(plan: Any, layer: Any, addresses: Any, strides: Any, tags: Any) -> None:
-        """Attention of every piece of a plan over the cache of one layer.
+    def share(told_at: Any, thread: Any) -> None:
+        many, unbounded = 1 << 40, 1 << 60
+        told = carray(_pointer(told_at, ints), unbounded)
+        plan = (
+            carray(_pointer(told[ITEMS], ints), (many, 5)),
+            carray(_pointer(told[STARTS], ints), told[THREADS] + 1),
+            carray(_pointer(told[PIECES], ints), (many, 5)),
+            carray(_pointer(told[TABLES], ids), (many, told[TABLE_WIDTH])),
+            carray(_pointer(told[WORK], floats), (many, told[WORK_WIDTH])),
+            carray(_pointer(told[PARTS], floats), (many, told[PARTS_WIDTH])),
+        )
+        layer = (
+            carray(_pointer(told[SHAPE], ints), unbounded),
+            carray(_pointer(told[SCALARS], floats), unbounded),
+            carray(_pointer(told[SINKS], floats), told[NUM_SINKS]),
+            carray(_pointer(told[SLOPES], floats), told[NUM_SLOPES]),
+        )
+        cache = (carray(_pointer(told[KEYS], kv_tag), unbounded), carray(_pointer(told[VALUES], kv_tag), unbounded))
+        query = (carray(_pointer(told[QUERY], q_tag), unbounded), told[QUERY_STRIDE])
+        out, lse = carray(_pointer(told[OUT], q_tag), unbounded), carray(_pointer(told[LSE], floats), unbounded)
+        targets = (out, told[OUT_STRIDE], lse, told[LSE_STRIDE])
+        tags = (q_tag, size_tag, size_v_tag)
+        if thread >= 0:
+            _run_thread(thread, plan, layer, cache, query, targets, tags)
+        else:
+            _finish_partials(plan, layer, targets, tags)
 
-        Args:
-            plan: items [n, 5], starts [threads + 1], pieces [p, 5] int64, block tables [requests, blocks] int32,
-                work [threads, .] and partial results [., max_rows * (size_v + 2)] float32.
-            layer: shape int64, (scale, soft cap or 0) float32, sinks and slopes [heads] float32 or empty.
-            addresses: of query, first key, first value, output, log-sum-exp.
-            strides: of a token in query and output, of a head in the log-sum-exp, in elements.
-            tags: element tags of query and cache.
-        """
-        q_tag, kv_tag = tags
-        unbounded = 1 << 60
-        cache = (carray(_pointer(addresses[1], kv_tag), unbounded), carray(_pointer(addresses[2], kv_tag), unbounded))
-        query = (carray(_pointer(addresses[0], q_tag), unbounded), strides[0])
-        out = carray(_pointer(addresses[3], q_tag), unbounded)
-        targets = (out, strides[1], carray(_pointer(addresses[4], plan[4]), unbounded), strides[2])
-        all_tags = (q_tag, size_tag, size_v_tag)
-        for thread in prange(plan[1].shape[0] - 1):
-            _run_thread(np.int64(thread), plan, layer, cache, query, targets, all_tags)
-        _finish_partials(plan, layer, targets, all_tags)
+    return cfunc(types.void(types.int64, types.int64), cache=True)(share)
+
+
+@cache
+def compile_store(size: int, size_v: int) -> Any:
+    """The entry point that stores keys of `size` and values of `size_v` elements, which are constants for it."""
 
     @_entry()
     def store(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tag: Any) -> None:
@@ -566,4 +610,4 @@ def compile_for(size: int, size_v: int) -> Kernels:
         _copy_rows(rows, key, strides[0], keys, shape[K_BLOCK : K_HEAD + 1], kv_heads, size)
         _copy_rows(rows, value, strides[1], values, shape[V_BLOCK : V_HEAD + 1], kv_heads, size_v)
 
-    return Kernels(attend, store)
+    return store
