@@ -1,6 +1,6 @@
-"""Which kernels Triton would compile for batches of many sizes; run as a program, with the kind as its argument.
+"""Which kernels Triton would compile for batches of many sizes; run as a program, with the kinds as its arguments.
 
-A rehearsal has the most tokens and requests of a step and the most tokens of a request as further arguments.
+A rehearsal is written ``rehearsal,64,8,100`` with the most tokens and requests of a step and the most of a request.
 
 No GPU is needed: launches go as far as Triton's question which kernel they need, and are left out.
 """
@@ -251,11 +251,9 @@ def logits() -> None:
             counts.apply(x, batch, np.ones((3, n), np.float32))
 
 
-def main(kind: str, *limits: str) -> None:
+def report(kind: str, *limits: str) -> None:
     """Print each kernel with several forms, and the arguments that make the difference; then how many there are."""
-    driver.set_active(Card())
     forms = listen()
-    draw_no_numbers()
     if kind == "rehearsal":
         for module, name, *rest in (lacking := rehearsed(forms, *map(int, limits))):
             sys.stdout.write(f"{module}.{name} was not rehearsed: {rest}\n")
@@ -278,6 +276,15 @@ def main(kind: str, *limits: str) -> None:
             arguments = ", ".join(sorted(argument for argument, _ in varied))
             sys.stdout.write(f"{module}.{name} in {len(found)} forms: {arguments}\n")
     sys.stdout.write(f"{len(forms)} kernels\n")
+
+
+def main(*kinds: str) -> None:
+    """A report of each kind, below its name."""
+    driver.set_active(Card())
+    draw_no_numbers()
+    for kind in kinds:
+        sys.stdout.write(f"== {kind}\n")
+        report(*kind.split(","))
 
 
 if __name__ == "__main__":

@@ -131,7 +131,11 @@ def test_a_model_that_is_too_short_is_refused_with_a_scale_that_fits(
     assert "--scale 0.76" in shown
 
 
-def test_the_bench_of_a_drafter_shows_how_its_drafts_fared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bench_of_a_drafter_shows_how_its_drafts_fared(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = Machine(read_bytes_per_s=1e10, copy_bytes_per_s=1e10, flops_per_s=1e11, dtype="bfloat16")
+    monkeypatch.setattr("slotline.core.cli.bench_limits.measure_machine", lambda *_: rates)  # seconds, four times
     command = ["bench", "decode1", "--scale", "0.5", "--runs", "1", "--set", "drafter.name=ngram"]
     assert main([*command, "--json"]) == 0
     drafts = json.loads(capsys.readouterr().out)["drafts"]
