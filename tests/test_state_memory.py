@@ -85,7 +85,7 @@ def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny:
     """
     length, window = 100_000, 32
     sizes = {"hidden_size": 16, "intermediate_size": 16, "head_dim": 8, "max_position_embeddings": length}
-    path = tiny("mistral", **{**ONE_LAYER, **sizes, "sliding_window": window})
+    path = tiny("mistral", **{**ONE_LAYER, **sizes, "sliding_window": window}, seed=3)  # 17 tokens, round after round
     llm = LLM(
         path,
         dtype="float32",
@@ -95,7 +95,8 @@ def test_a_hundred_thousand_tokens_are_generated_in_the_memory_of_a_window(tiny:
         max_num_seqs=1,
         max_num_batched_tokens=32,
         memory="64KiB",
-        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.ngram.min_tokens": 1, "drafter.adaptive": False},
+        **{"drafter.name": "ngram", "drafter.tokens": 28, "drafter.adaptive": False},
+        **{"drafter.ngram.min_tokens": 1, "drafter.ngram.max_tokens": 64},
         **{"cache.prefix_caching": False, "observability.progress": False},
     )
     memory = llm.engine.memory
