@@ -79,22 +79,26 @@ def test_few_tiles_and_odd_outputs_are_left_to_the_library() -> None:
     assert products.cut(100, 14336, 4100, "gated") is None
 
 
-@pytest.mark.parametrize(("change", "suits"), [("none", True), ("rows", False), ("bias", False), ("dtype", False)])
-def test_what_is_asked_before_a_product(change: str, suits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "compiled"),
+    [("none", 4), ("rows", 4), ("place", 4), ("elements", 0), ("bias", 0), ("dtype", 0), ("small", 0)],
+)
+def test_what_is_asked_before_a_product(change: str, compiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[str, str]]()
     monkeypatch.setattr(cluster_products, "compiled", lambda text, architecture: asked.append((text, architecture)))
     products = ClusterProducts(early=True, multiprocessors=H200)
     dtype = torch.float32 if change == "dtype" else torch.bfloat16
-    x = torch.empty(257 if change == "rows" else 256, 4096, dtype=dtype)
-    weight = torch.empty(28672, 4096, dtype=dtype)
+    rows, k = 257 if change == "rows" else 256, 4080 if change == "elements" else 4096
+    x = torch.empty(rows * k + 8, dtype=dtype)[1 if change == "place" else 0 :][: rows * k].view(rows, k)
+    weight = torch.empty(6144 if change == "small" else 28672, k, dtype=dtype)
     bias = torch.empty(28672) if change == "bias" else None
-    assert products.suits(x, weight, bias, "gated", "silu") is suits
+    assert products.suits(x, weight, bias, "gated", "silu") is (change == "none")
     for image in products._images.values():
         image.result()
     # Asked for any number of rows, all kernels are compiled, once each.
-    assert len(asked) == len({text for text, _ in asked}) == (0 if change in ("bias", "dtype") else 4)
-    assert products.suits(x, weight, bias, "gated", "silu") is suits
-    assert len(products._images) == len(asked)
+    assert len(asked) == len({text for text, _ in asked}) == compiled
+    assert products.suits(x, weight, bias, "gated", "silu") is (change == "none")
+    assert len(products._images) == compiled
 
 
 def test_rows_and_kinds_that_the_library_is_faster_for_are_left_to_it() -> None:

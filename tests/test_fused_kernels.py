@@ -298,28 +298,6 @@ def test_an_mlp_of_a_long_prompt_takes_the_gated_product(monkeypatch: pytest.Mon
     assert seen == ["silu"]
 
 
-def test_products_of_some_tens_of_rows_are_those_that_were_faster() -> None:
-    """8B's gate and up, and down behind them, on 132 multiprocessors."""
-    pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
-    kernels = TritonKernels(multiprocessors=132, gluon=True)
-    x, deep = (torch.empty(128, k, dtype=torch.bfloat16) for k in (4096, 14336))
-    shapes = {"gate_up": (28672, 4096), "down": (4096, 14336), "o": (4096, 4096), "qkv": (6144, 4096)}
-    weights = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    assert kernels._hopper is not None
-    parts = kernels._hopper.parts
-    assert parts(x, weights["gate_up"], None, gated=True) == 1
-    assert parts(deep, weights["down"], None, gated=False) == 4
-    assert parts(x, weights["o"], None, gated=False) == parts(x, weights["qkv"], None, gated=False) == 0
-    for rows in (33, 128):
-        assert parts(x[:rows], weights["gate_up"], None, gated=True) == 1
-    for rows in (32, 129):
-        assert parts(torch.empty(rows, 4096, dtype=torch.bfloat16), weights["gate_up"], None, gated=True) == 0
-    assert parts(x.float(), weights["gate_up"].float(), None, gated=True) == 0
-    assert parts(x, weights["gate_up"], torch.empty(28672), gated=True) == 0
-    assert parts(x, weights["gate_up"][: 2 * 12800], None, gated=True) == 0  # a fourth of the device would be idle
-    assert parts(x[:, :4080], torch.empty(28672, 4080, dtype=torch.bfloat16), None, gated=True) == 0
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_add_rms_norm_of_parts(dtype: torch.dtype) -> None:
     parts, residual = random(4, 1, 5, 72, dtype=torch.float32), random(1, 5, 72, dtype=dtype)
