@@ -14,8 +14,9 @@ from cli_cases import tiny_checkpoint
 from negotiation_cases import FULL, backend, layer, request, sliding
 
 from slotline.core import LLM
+from slotline.core.cache_folder import cache_folder
 from slotline.core.cli import main
-from slotline.core.planning.measurements import cache_folder, load_measurements, measurement_key, save_measurements
+from slotline.core.planning.measurements import load_measurements, measurement_key, save_measurements
 from slotline.core.planning.plan import make_plan
 from slotline.core.tuning.cases import Cases, cases_for
 from slotline.core.tuning.timing import _Bench, time_cases

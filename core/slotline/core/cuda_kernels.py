@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.planning.measurements import cache_folder
+from slotline.core.cache_folder import cache_folder
 from slotline.registry.errors import PluginLoadError
 
 logger = logging.getLogger("slotline")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import asdict
 
+from slotline.core.cache_folder import cache_folder
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.errors import ConfigError
@@ -19,14 +20,6 @@ from slotline.registry.negotiation import Measured
 from slotline.registry.negotiation.measured import from_json, to_json
 
 logger = logging.getLogger("slotline")
-
-
-def cache_folder() -> Path:
-    """``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification."""
-    if named := os.environ.get("SLOTLINE_CACHE"):
-        return Path(named).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
 
 
 def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> dict[str, Any]:

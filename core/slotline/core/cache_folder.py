@@ -1,0 +1,14 @@
+"""Where what costs time to find out or to compile is kept for the next start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification."""
+    if named := os.environ.get("SLOTLINE_CACHE"):
+        return Path(named).expanduser()
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
