@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from slotline.core.cuda_kernels import has_cuda_sources
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels, triton_kernels_for
 from slotline.plugins.model_families.passes.kernels import NormWeight
 
@@ -91,7 +92,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     given = parser.parse_args()
     kernels = {"without": triton_kernels_for("cuda:0"), "with": triton_kernels_for("cuda:0")}
-    if kernels["with"]._cluster is None:
+    if kernels["with"]._cluster is None or not has_cuda_sources():
         raise SystemExit("this is no Hopper GPU, or CUDA C++ cannot be compiled for it (a warning says why)")
     kernels["without"]._cluster = None
     both = kernels.items()

@@ -81,11 +81,12 @@ def test_few_tiles_and_odd_outputs_are_left_to_the_library() -> None:
 
 @pytest.mark.parametrize(
     ("change", "compiled"),
-    [("none", 4), ("rows", 4), ("place", 4), ("elements", 0), ("bias", 0), ("dtype", 0), ("small", 0)],
+    [("none", 4), ("rows", 4), ("place", 4), ("elements", 0), ("bias", 0), ("dtype", 0), ("small", 0), ("sources", 0)],
 )
 def test_what_is_asked_before_a_product(change: str, compiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[str, str]]()
     monkeypatch.setattr(cluster_products, "compiled", lambda text, architecture: asked.append((text, architecture)))
+    monkeypatch.setattr(cluster_products, "has_cuda_sources", lambda: change != "sources")
     products = ClusterProducts(early=True, multiprocessors=H200)
     dtype = torch.float32 if change == "dtype" else torch.bfloat16
     rows, k = 257 if change == "rows" else 256, 4080 if change == "elements" else 4096

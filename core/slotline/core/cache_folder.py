@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import get_ident
 
 
 def cache_folder() -> Path:
@@ -12,3 +13,15 @@ def cache_folder() -> Path:
         return Path(named).expanduser()
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+
+
+def keep(file: Path, content: bytes) -> None:
+    """Write a file of that folder at once, so that no reader finds half of it.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    scratch = file.with_suffix(f".{os.getpid()}.{get_ident()}")
+    scratch.write_bytes(content)
+    scratch.replace(file)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import tempfile
 from collections.abc import Sequence
 from ctypes import c_int, c_void_p
 from functools import cache
@@ -17,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.cache_folder import cache_folder
+from slotline.core.cache_folder import cache_folder, keep
 from slotline.registry.errors import PluginLoadError
 
 logger = logging.getLogger("slotline")
@@ -72,7 +70,7 @@ class CudaKernel:
         self._configs: dict[int, Any] = {}
 
     def __call__(self, blocks: int, *arguments: Any) -> None:
-        """Launch it on torch's current stream: tensors as their addresses, numbers as int, `CudaBoxes` as they are."""
+        """Launch it on torch's current stream: tensors as their addresses, numbers as int, `CudaBoxes`' as they are."""
         config = self._configs.get(blocks)
         if config is None:
             config = self._configs[blocks] = self._config(blocks)
@@ -171,11 +169,7 @@ def compiled(source: str, architecture: str) -> bytes:
         pass
     made = _compile(source, options)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, beside = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(descriptor, "wb") as out:
-            out.write(made)
-        os.replace(beside, file)  # whole or not at all
+        keep(file, made)
     except OSError as error:
         logger.warning("a compiled kernel is not kept for the next start: %s", error)
     return made

@@ -110,7 +110,7 @@ class CpuBackend:
         bound = self._bind(layer, cache)
         dtype = cache.key.dtype
         key, value = (_packed(t if t.dtype == dtype else t.to(dtype)) for t in (key, value))
-        addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-2:])
+        addresses = (key.data_ptr(), value.data_ptr(), *bound.told[-2:])  # the cache's keys and values
         strides = (key.stride(0), value.stride(0))
         self._store(plan.rows, self._kv_heads, bound.shape, addresses, strides, kernels.TAGS[dtype])
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import asdict
 
-from slotline.core.cache_folder import cache_folder
+from slotline.core.cache_folder import cache_folder, keep
 from slotline.registry.contracts import ModelFacts
 from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.errors import ConfigError
@@ -69,11 +69,8 @@ def save_measurements(measured: Measured, facts: ModelFacts, device: DeviceInfo)
     """
     key = measurement_key(facts, device, measured.dtype, measured.kv_dtype)
     file = measurement_file(key)
-    scratch = file.with_suffix(f".{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(json.dumps({"key": key, **to_json(measured)}, indent=1), encoding="utf-8")
-        scratch.replace(file)  # at once, so that no reader finds half a file
+        keep(file, json.dumps({"key": key, **to_json(measured)}, indent=1).encode())
     except OSError as error:
         raise ConfigError(f"measurements cannot be kept in {file.parent}: {error}", fix="set SLOTLINE_CACHE") from error
     return file

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from slotline.core.cuda_kernels import CudaBoxes, CudaKernel, compiled
+from slotline.core.cuda_kernels import CudaBoxes, CudaKernel, compiled, has_cuda_sources
 from slotline.core.launching import cdiv
 
 FEWEST_ROWS, MOST_ROWS = 33, 256
@@ -80,15 +80,19 @@ class Form(NamedTuple):
         return GROUP_ROWS * self.groups
 
     @property
+    def stage_bytes(self) -> int:
+        """Of a tile of x, one of the weight, and their barriers."""
+        return (self.rows + self.columns) * ELEMENTS * 2 + BARRIERS
+
+    @property
     def stages(self) -> int:
         """Tiles that shared memory has room for."""
-        tile = (self.rows + self.columns) * ELEMENTS * 2
-        return (SHARED_BYTES - ALIGNMENT) // (tile + BARRIERS)
+        return (SHARED_BYTES - ALIGNMENT) // self.stage_bytes
 
     @property
     def shared_bytes(self) -> int:
         """Of a block."""
-        return ALIGNMENT + self.stages * ((self.rows + self.columns) * ELEMENTS * 2 + BARRIERS)
+        return ALIGNMENT + self.stages * self.stage_bytes
 
 
 class Cut(NamedTuple):
@@ -132,7 +136,7 @@ class ClusterProducts:
         (n, k), rows = weight.shape, x.numel() // x.shape[-1]
         if weight.numel() < LARGE_WEIGHT or bias is not None:
             return False
-        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype:
+        if x.dtype not in (torch.bfloat16, torch.float16) or x.dtype != weight.dtype or not has_cuda_sources():
             return False
         n = n // 2 if kind == "gated" else n
         if (n, k, kind, x.dtype, activation) not in self._seen:

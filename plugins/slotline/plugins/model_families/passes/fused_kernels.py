@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from slotline.core.cuda_kernels import has_cuda_sources
 from slotline.core.hopper import HOPPER
 from slotline.core.launching import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
@@ -31,14 +30,13 @@ class TritonKernels:
     Args:
         early: whether kernels may start early (programmatic dependent launch).
         multiprocessors: see `Products`.
-        sources: whether the device is Hopper and kernels in CUDA C++ can be compiled for it.
     """
 
-    def __init__(self, *, early: bool = False, multiprocessors: int = 0, sources: bool = False) -> None:
+    def __init__(self, *, early: bool = False, multiprocessors: int = 0) -> None:
         self._early: dict[str, bool] = {"early": True, "launch_pdl": True} if early else {"early": False}
         self._products = Products(self._early, multiprocessors)
         self._starts = {"launch_pdl": True} if early else {}
-        self._cluster = ClusterProducts(early=early, multiprocessors=multiprocessors) if sources else None
+        self._cluster = ClusterProducts(early=early, multiprocessors=multiprocessors) if multiprocessors else None
         self._rms_norm = Launcher(triton_kernels.rms_norm)
         self._add_rms_norm = Launcher(triton_kernels.add_rms_norm)
         self._rotate = Launcher(triton_kernels.rotate)
@@ -280,9 +278,8 @@ class TritonKernels:
 def triton_kernels_for(device: str) -> TritonKernels:
     """The kernels for a GPU such as ``cuda:0``."""
     capability = torch.cuda.get_device_capability(device)
-    hopper = capability[0] == HOPPER
-    count = torch.cuda.get_device_properties(device).multi_processor_count if hopper else 0
-    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count, sources=hopper and has_cuda_sources())
+    count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
+    return TritonKernels(early=capability >= EARLIEST, multiprocessors=count)
 
 
 def _row_options(n: int) -> dict[str, int]:
