@@ -15,7 +15,7 @@ import torch
 from attrs import evolve
 
 from slotline.core import LLM
-from slotline.core.execution import graphs, rehearsal
+from slotline.core.execution import capturing, graphs, rehearsal
 from slotline.core.execution.attention import unowned
 from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
@@ -267,11 +267,74 @@ def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_o
     made.made_up(GraphShape(2, 1))
     assert calls == ["begin", "mark", "mark"] * 2 + ["begin", "mark"]
     calls.clear()
-    monkeypatch.setattr(rehearsal, "Recorder", lambda pool, parts, replayed: PretendedRecorder([], parts))
-    monkeypatch.setattr(rehearsal, "Capturing", lambda fix: PretendedCapturing())
+    monkeypatch.setattr(capturing, "Recorder", lambda pool, parts, replayed: PretendedRecorder([], parts))
+    monkeypatch.setattr(capturing, "Capturing", lambda fix: PretendedCapturing())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     router = engine.runner.router
     monkeypatch.setattr(router, "groups", tuple(evolve(group, any_captured=True) for group in router.groups))
     rehearsal.rehearse(router, engine.gatherer, torch.float32, 16, {})
     count = len(list(rehearsal.steps(16, engine.rows.max_requests, engine.rows.max_model_len)))
     assert calls == ["begin", "mark"] * count
+
+
+@pytest.fixture
+def rehearsed(
+    tiny: Callable[..., Path], engines: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[list[str], int]]:
+    """Rehearses three steps in pretended graphs: what happened, and the number of the model's layers.
+
+    What happens between a begin and an end would be recorded.
+    """
+
+    def run(broken: bool, fails: int = 0) -> tuple[list[str], int]:
+        engine, events = engines(tiny("llama")).engine, list[str]()
+        runner, made_up = engine.runner, engine.gatherer.dummy
+        monkeypatch.setattr(capturing, "Recorder", lambda pool, parts, replayed: PretendedRecorder(events, parts))
+        monkeypatch.setattr(capturing, "Capturing", lambda fix: PretendedCapturing())
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        plan, forward, head = runner.plan, runner.model.forward, runner.model.compute_logits
+        serve, draw = runner.router._serve, rehearsal.sample
+
+        def noted(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+            def noting(*given: Any, **named: Any) -> Any:
+                events.append(event)
+                if events.count("forward") == fails and event == "forward":
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                return call(*given, **named)
+
+            return noting
+
+        monkeypatch.setattr(runner, "plan", noted("plan", plan))
+        monkeypatch.setattr(runner.model, "forward", noted("forward", forward))
+        monkeypatch.setattr(runner.model, "compute_logits", noted("logits", head))
+        monkeypatch.setattr(rehearsal, "sample", noted("draw", draw))
+        monkeypatch.setattr(runner.router, "_serve", noted("attention", serve))
+        names = {group.name for group in runner.router.groups} if broken else set()
+        steps = (made_up(lens, vocab_size=50) for lens in ([3, 5], [1], [16]))
+        rehearsal.rehearse_steps(runner, steps, names, {}, vocab_size=64, device="cpu")
+        return events, sum(len(group.layers) for group in runner.router.groups)
+
+    return run
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_first_steps_are_planned_and_recorded_from_the_forward_to_the_draws(
+    broken: bool, rehearsed: Callable[..., tuple[list[str], int]]
+) -> None:
+    """Planning is not recorded, since it copies and waits; nor is attention that cannot be captured, nor run."""
+    events, layers = rehearsed(broken)
+    start = events.index("plan")
+    assert events[:start] == ["begin", "draw", "draw", "end"]
+    inside = (["end", "begin"] if broken else ["attention"]) * layers
+    assert events[start:] == ["plan", "begin", "forward", *inside, "logits", "end"] * 3
+
+
+def test_a_first_step_that_cannot_be_recorded_is_told_and_left_to_its_launches(
+    rehearsed: Callable[..., tuple[list[str], int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(PretendedRecorder, "give_up", lambda self: self.events.append("give up"), raising=False)
+    with caplog.at_level("INFO", "slotline"):
+        events, _ = rehearsed(False, fails=2)
+    assert events[-4:] == ["plan", "begin", "forward", "give up"]
+    assert events.count("forward") == 2, "the third is not looked at"
+    assert "the kernels of profile and warm-up are not all compiled ahead: operation not permitted" in caplog.text

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 
-import torch
 from attrs import define, evolve, field
 
 from slotline.core.adapters.source import AdapterSource
-from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named, uses
+from slotline.core.building.adapters import adapter_notes, build_adapters, has_slots, load_named
 from slotline.core.building.connector import build_transfers
 from slotline.core.building.drafter import build_drafting
+from slotline.core.building.first_steps import FirstSteps
 from slotline.core.building.fits import fits
 from slotline.core.building.graphs import build_graphs
 from slotline.core.building.groups import GroupBuilder
@@ -35,11 +35,9 @@ from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
 from slotline.core.execution.profiling import StepProfiler
-from slotline.core.execution.rehearsal import rehearse
 from slotline.core.execution.repeats import repeats_for
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.staging import Staging, staging_for
-from slotline.core.execution.step_inputs import even_split
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.plan import Planned, make_plan
 from slotline.core.sampling.last_tokens import LastTokens
@@ -48,7 +46,6 @@ from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
-from slotline.core.triton_support import has_triton
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     KVSpec,
@@ -61,8 +58,6 @@ from slotline.registry.loading import bind_contract
 logger = logging.getLogger("slotline")
 
 _CPU_PROFILE_TOKENS = 256
-_LONG_PROMPT = 4096
-"""Tokens of the longest made-up prompt of a warm-up: kernels for prompts may differ by their length."""
 _SMALLER_STEPS = "lower scheduler.max_batched_tokens or scheduler.max_requests"
 
 
@@ -125,8 +120,12 @@ class EngineBuilder:
         adapters = build_adapters(planned, model, rows)
         gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
         encoding = self._encoding(model)
+        first, compiled = FirstSteps(planned, gatherer, runner), compiling.listen()
+        if planned.device.startswith("cuda"):
+            with self.startup.scope("compile"):
+                first.compile_forwards()
         with self.startup.scope("profile"):
-            memory = self._size(runner, gatherer, specs, encoding)
+            memory = self._size(first, specs, encoding)
         with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
             self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks, pages))
@@ -164,20 +163,20 @@ class EngineBuilder:
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
         )
-        compiled = compiling.listen()
+        compiling.listen()  # Triton may have been loaded since
         with self.startup.scope("warm_up"):
-            self._warm_up(engine)
+            first.warm_up()
         engine.graphs = runner.graphs = build_graphs(planned, engine)
-        # Where the warm-up compiled, it is a first start, and captures and requests will compile more.
+        # Where something was compiled, it is a first start, and captures and requests will compile more.
         if compiled.count and planned.device.startswith("cuda"):
             with self.startup.scope("compile"):
-                self._compile_ahead(engine)
+                first.compile_ahead(engine.graphs)
         if engine.graphs is not None:
             with self.startup.scope("capture"):
                 engine.graphs.capture(progress=config.observability.progress)
                 if drafting is not None and planned.captures_drafts:
                     drafting.capture(engine.graphs, progress=config.observability.progress)
-        compiling.listen()  # Triton may have been loaded since
+        compiling.listen()
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine
@@ -304,12 +303,9 @@ class EngineBuilder:
             chunked_prefill=self.planned.chunked_prefill,
         )
 
-    def _size(
-        self, runner: Runner, gatherer: InputGatherer, specs: list[KVSpec], encoding: Encoding | None
-    ) -> MemoryReport:
+    def _size(self, first: FirstSteps, specs: list[KVSpec], encoding: Encoding | None) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
-        budget, requests = config.scheduler.max_batched_tokens, config.scheduler.max_requests
-        most = min(budget, requests * self.planned.max_model_len)  # a step holds no more, however large its budget
+        requests, most, runner = config.scheduler.max_requests, first.most_tokens, first.runner
         tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
@@ -318,13 +314,11 @@ class EngineBuilder:
                 "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
             ):
                 held = encoding.profile() if encoding is not None and on_cuda else None
-            lens = even_split(tokens, min(requests, tokens))
-            inputs = gatherer.dummy(
-                lens, vocab_size=self.planned.facts.vocab_size, adapters=max(uses(self.planned)), beginning=on_cuda
-            )
+            inputs = first.largest(tokens)
+            count = len(inputs.rows)
             if encoding is not None and on_cuda:
-                inputs.encoder_states = encoding.made_up_states(len(lens))
-            with fits(f"a step of {tokens} tokens of {len(lens)} requests", _SMALLER_STEPS):
+                inputs.encoder_states = encoding.made_up_states(count)
+            with fits(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
                 output = runner.run(inputs)
                 del inputs
                 if runner.drafting is not None:
@@ -366,28 +360,3 @@ class EngineBuilder:
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             adapters=adapters,
         )
-
-    def _warm_up(self, engine: Engine) -> None:
-        """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
-        most = min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
-        sizes = (1, 16, _LONG_PROMPT) if self.planned.device.startswith("cuda") else (1, 16)
-        for adapters in uses(self.planned):
-            for query_lens in ([min(size, most)] for size in sizes):
-                with fits(f"a step of {query_lens[0]} tokens beside the cache", "lower cache.memory"):
-                    engine.runner.run(engine.gatherer.dummy(query_lens, adapters=adapters))
-        engine.profiler.reset()
-
-    def _compile_ahead(self, engine: Engine) -> None:
-        """Compile several at a time what steps and captures will launch."""
-        planned, missing = self.planned, dict[tuple[int, str], compiling.Missing]()
-        if not planned.stages.divided:
-            dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
-            rehearse(engine.runner.router, engine.gatherer, dtype, most, missing)
-        if engine.pooling is None and has_triton():
-            from slotline.core.sampling.triton_rows import rehearse as rehearse_rows
-
-            with compiling.leaving_out(missing):
-                rehearse_rows(planned.facts.vocab_size, planned.device)
-        if engine.graphs is not None:
-            engine.graphs.note_lacking(missing)
-        compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))

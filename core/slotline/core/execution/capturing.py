@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from time import perf_counter
 from typing import Any, Self
@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from attrs import asdict, define, frozen
 
+from slotline.core.execution import compiling
 from slotline.registry.errors import CapacityError, ModelError
 
 logger = logging.getLogger("slotline")
@@ -130,6 +131,39 @@ class Capturing:
         message = "captured %d shapes in %d graphs: %.2f GiB, %.1f s"
         logger.info(message, shapes, graphs, memory / 2**30, seconds)
         return CaptureReport(shapes=shapes, graphs=graphs, memory=memory, seconds=seconds)
+
+
+@torch.inference_mode()
+def note_lacking(calls: Iterable[Callable[[Recorder], object]], missing: compiling.MissingKernels, what: str) -> None:
+    """Note the kernels that calls lack: each is captured once, which runs nothing, and dropped.
+
+    Args:
+        calls: what each needs planned and copied is, when it is taken from here. Each is given its recorder.
+        missing: where kernels are noted, see `compiling.leaving_out`.
+        what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
+    """
+    with Capturing("report this") as capturing:
+        dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
+        try:
+            for call in calls:
+                dropped.append(Recorder(capturing.pool, [], replayed=False))
+                with compiling.leaving_out(missing):
+                    _record(dropped[-1], call)
+        except Exception as error:  # whatever a backend raises at a step that it may never see
+            logger.info("the kernels of %s are not all compiled ahead: %s", what, error)
+        dropped.clear()
+    torch.cuda.empty_cache()
+
+
+def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
+    """Capture a call; the capture ends whatever happens."""
+    recorder.begin()
+    try:
+        call(recorder)
+    except Exception:
+        recorder.give_up()
+        raise
+    recorder.end()
 
 
 @contextmanager

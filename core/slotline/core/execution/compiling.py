@@ -36,6 +36,10 @@ class Missing(NamedTuple):
     specialization: str
 
 
+MissingKernels = dict[tuple[int, str], Missing]
+"""By the kernel's `id` and its specialization."""
+
+
 class Kernel(NamedTuple):
     """A kernel that Triton was asked for and this process had not loaded.
 
@@ -109,7 +113,7 @@ def waited_for(kernels: Sequence[Kernel]) -> None:
 
 
 @contextmanager
-def leaving_out(missing: dict[tuple[int, str], Missing]) -> Iterator[None]:
+def leaving_out(missing: MissingKernels) -> Iterator[None]:
     """Inside, launches whose kernel this process has not loaded are left out and noted in `missing`."""
     knobs = _knobs()
     if knobs is None or knobs.runtime.jit_cache_hook is not None:
@@ -128,7 +132,7 @@ def leaving_out(missing: dict[tuple[int, str], Missing]) -> Iterator[None]:
         knobs.runtime.jit_cache_hook = None
 
 
-def compile_all(missing: dict[tuple[int, str], Missing], device: torch.device | None = None) -> None:
+def compile_all(missing: MissingKernels, device: torch.device | None = None) -> None:
     """Compile kernels for a device, several at a time. What fails is left to its launch."""
     if not missing:
         return

@@ -10,7 +10,6 @@ What changes from step to step is read from the staging buffers, whose addresses
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from slotline.core.cache.cascade import Cascade
 from slotline.core.drafting.hidden_states import LayerTaps
 from slotline.core.execution import compiling
 from slotline.core.execution.attention import Attend, AttentionRouter, unowned
-from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing, Recorder
+from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing, Recorder, note_lacking
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.states import Advance, StateRouter
@@ -32,8 +31,6 @@ from slotline.core.frontend.progress import counted
 from slotline.registry.contracts import Model
 from slotline.registry.errors import IntegrityError, ModelError
 from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
-
-logger = logging.getLogger("slotline")
 
 
 @frozen(eq=False)
@@ -113,26 +110,9 @@ class GraphRunner:
                 count += graphs
         self.report = capturing.report(len(self._captured), count)
 
-    @torch.inference_mode()
-    def note_lacking(self, missing: dict[tuple[int, str], compiling.Missing]) -> None:
-        """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`.
-
-        Their forwards are recorded once, which runs nothing, and dropped.
-        """
-        with Capturing("report this") as capturing:
-            dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
-            for shape in self.shapes.largest_first:
-                inputs, attend, advance = self._planned(shape)
-                dropped.append(Recorder(capturing.pool, [], replayed=False))
-                try:
-                    with compiling.leaving_out(missing):
-                        self._record(dropped[-1], shape, inputs, attend, advance)
-                except Exception as error:  # of a capture without a run before it; the real one has such runs
-                    logger.info("kernels of %d tokens and fewer are not compiled ahead: %s", shape.num_tokens, error)
-                    dropped[-1].give_up()
-                    break
-            dropped.clear()
-        torch.cuda.empty_cache()
+    def note_lacking(self, missing: compiling.MissingKernels) -> None:
+        """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`."""
+        note_lacking(map(self._recorded, self.shapes.largest_first), missing, "captured steps")
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.
@@ -191,7 +171,9 @@ class GraphRunner:
             self._forward(inputs, attend, advance)
         torch.cuda.synchronize()
         recorder = Recorder(pool, [])
+        recorder.begin()
         hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)
+        recorder.end()
         # Only one replay's results count at a time, so all shapes share the memory of theirs.
         captured = Captured(
             tuple(recorder.parts),
@@ -212,6 +194,11 @@ class GraphRunner:
         self._gatherer.assembler.mark()
         return inputs, attend, advance
 
+    def _recorded(self, shape: GraphShape) -> Callable[[Recorder], object]:
+        """What captures a shape's forward, planned."""
+        inputs, attend, advance = self._planned(shape)
+        return lambda recorder: self._record(recorder, shape, inputs, attend, advance)
+
     def _record(
         self, recorder: Recorder, shape: GraphShape, inputs: StepInputs, attend: Attend, advance: Advance | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -220,10 +207,7 @@ class GraphRunner:
         attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
         if self._states is not None:
             advance = self._states.breaking(broken, recorder.cut)
-        recorder.begin()
-        results = self._forward(inputs, attend, advance)
-        recorder.end()
-        return results
+        return self._forward(inputs, attend, advance)
 
     def _query_lens(self, shape: GraphShape) -> list[int]:
         """Query tokens of the made-up requests.

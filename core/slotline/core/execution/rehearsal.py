@@ -1,23 +1,25 @@
-"""Attention of steps that no graph holds, recorded and dropped, so that kernels are compiled before a request waits.
+"""What an engine will launch, recorded and dropped, so that its kernels can be compiled side by side beforehand.
 
-What a backend launches depends on how many tokens each request has, how many have a past, and how many there are.
+Attention of steps that no graph holds: what a backend launches depends on how many tokens each request has, how many
+have a past, and how many there are. And whole forward passes with the draws behind them.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
 
 import torch
 
 from slotline.core.execution import compiling
 from slotline.core.execution.attention import Attend, AttentionGroup, AttentionRouter
-from slotline.core.execution.capturing import Capturing, Recorder
+from slotline.core.execution.capturing import Recorder, note_lacking
 from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.step_inputs import even_split
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.step_inputs import StepInputs, even_split
+from slotline.core.sampling.sampler import made_up_batch, sample
 from slotline.registry.contracts import AttentionLayer
 
-logger = logging.getLogger("slotline")
 DECODES = 4
 """Requests with a single token that stand beside a prompt."""
 
@@ -51,13 +53,12 @@ def _powers_of_two(most: int) -> list[int]:
     return sorted({*(1 << power for power in range(most.bit_length())), most})
 
 
-@torch.inference_mode()
 def rehearse(
     router: AttentionRouter,
     gatherer: InputGatherer,
     dtype: torch.dtype,
     max_tokens: int,
-    missing: dict[tuple[int, str], compiling.Missing],
+    missing: compiling.MissingKernels,
 ) -> None:
     """Note the kernels that attention lacks for steps of many sizes.
 
@@ -70,36 +71,66 @@ def rehearse(
     """
     groups = [g for g in router.groups if g.any_captured and g.layers[0].attention_type == "decoder"]
     rows = gatherer.rows
-    if not groups:
-        return
-    with Capturing("report this") as capturing:
-        dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
-        try:
-            for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
-                attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
-                gatherer.assembler.mark()
-                for group in groups:
-                    dropped.append(Recorder(capturing.pool, [], replayed=False))
-                    with compiling.leaving_out(missing):
-                        _record(dropped[-1], attend, group, sum(lens), dtype)
-        except Exception as error:  # whatever a backend raises at a step that it may never see
-            logger.info("attention's kernels are not all compiled ahead: %s", error)
-        dropped.clear()
-    torch.cuda.empty_cache()
+
+    def calls() -> Iterator[Callable[[Recorder], object]]:
+        for lens, past in steps(max_tokens, rows.max_requests, rows.max_model_len):
+            attend = router.plan(gatherer.dummy(lens, seq_len=past).batches)
+            gatherer.assembler.mark()
+            yield from (partial(_attend, attend, group, sum(lens), dtype) for group in groups)
+
+    if groups:
+        note_lacking(calls(), missing, "attention")
 
 
-def _record(recorder: Recorder, attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype) -> None:
-    """Capture one layer's attention; the capture ends whatever happens."""
-    recorder.begin()
-    try:
-        _attend(attend, group, num_tokens, dtype)
-    except Exception:
-        recorder.give_up()
-        raise
-    recorder.end()
+def rehearse_steps(
+    runner: Runner,
+    inputs: Iterable[StepInputs],
+    broken: Container[str],
+    missing: compiling.MissingKernels,
+    *,
+    vocab_size: int,
+    device: str,
+) -> None:
+    """Note the kernels that steps which are not replayed lack, from the forward pass to the draws.
+
+    Args:
+        inputs: each is planned, and its forward pass recorded; nothing runs. They may lie in the same memory.
+        broken: attention groups whose attention cannot be captured; it is left out.
+        missing: where kernels are noted, see `compiling.leaving_out`.
+    """
+    requests = runner.rows.max_requests
+    batch = made_up_batch(requests, vocab_size)
+    params = torch.from_numpy(batch.packed()).to(device)
+
+    def draw(recorder: Recorder) -> None:
+        logits = torch.empty(requests, vocab_size, device=device)
+        sample(logits, batch, params)
+        sample(logits, batch, None)
+
+    def calls() -> Iterator[Callable[[Recorder], object]]:
+        if runner.pooling is None:
+            yield draw
+        for each in inputs:
+            runner.plan(each)
+            if runner.adapters is not None and each.lora_slots is not None:
+                runner.adapters.plan_head(each.lora_slots, each.logits_indices, each.single_slot)
+            yield partial(_forward, runner, each, broken)
+
+    note_lacking(calls(), missing, "profile and warm-up")
 
 
-def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype) -> None:
+def _forward(runner: Runner, inputs: StepInputs, broken: Container[str], recorder: Recorder) -> None:
+    """A planned step's hidden states, and its logits where it has any."""
+    pooling = runner.pooling
+    attend = runner.router.breaking(broken, recorder.cut)
+    hidden = runner.forward(inputs, attend, inputs.logits_indices if pooling is None else pooling.wanted(inputs))
+    if runner.taps is not None:
+        runner.taps.take()
+    if pooling is None:
+        runner.model.compute_logits(hidden)
+
+
+def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype, recorder: Recorder) -> None:
     """One layer's attention of made-up tokens, which lie as merged projections leave them."""
     layer: AttentionLayer = next((one for one in group.layers if one.shares_kv_with is None), group.layers[0])
     heads, size, size_v = layer.num_kv_heads, layer.head_size, layer.head_size_v

@@ -113,15 +113,7 @@ class Runner:
         with scope("plan"):
             pieces = self._pieces(inputs)
             plans = [self.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
-            if pieces:
-                attend = self.router.under(plans[0])
-            else:
-                attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
-            if self.states is not None and inputs.states is not None:
-                self.states.plan(inputs.states)
-            if self.adapters is not None:
-                self.adapters.plan(inputs.lora_slots, inputs.single_slot)
-            self.mark()
+            attend = self.plan(inputs, plans)
         masks = None
         if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
             with scope("grammar"):
@@ -136,6 +128,19 @@ class Runner:
         return Launched(
             inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
         )
+
+    def plan(self, inputs: StepInputs, plans: Sequence[StepPlans] = ()) -> Attend:
+        """Plan a step's attention, unless its pieces' `plans` are there, its states and its adapters."""
+        if plans:
+            attend = self.router.under(plans[0])
+        else:
+            attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
+        if self.states is not None and inputs.states is not None:
+            self.states.plan(inputs.states)
+        if self.adapters is not None:
+            self.adapters.plan(inputs.lora_slots, inputs.single_slot)
+        self.mark()
+        return attend
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling | Answers:

@@ -54,15 +54,7 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
     Raises:
         CapacityError: if the device runs out of memory; names what to lower.
     """
-    batch = SamplingBatch(
-        rows=np.arange(num_rows),
-        positions=np.zeros(num_rows, np.int64),
-        temperature=np.full(num_rows, 0.5, np.float32),
-        top_k=np.full(num_rows, max(1, vocab_size - 1), np.int64),
-        top_p=np.full(num_rows, 0.9, np.float32),
-        log_floor=np.full(num_rows, -4.6, np.float32),
-        seed=np.arange(num_rows, dtype=np.uint64),
-    )
+    batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
     try:
         sample(torch.randn(num_rows, vocab_size, device=device), batch, params, keep_final=True)
@@ -71,6 +63,19 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
             f"sampling {num_rows} rows of {vocab_size} logits does not fit into memory",
             fix="lower scheduler.max_requests or cache.memory",
         ) from error
+
+
+def made_up_batch(num_rows: int, vocab_size: int) -> SamplingBatch:
+    """Parameters of rows that ask for all that a draw can do."""
+    return SamplingBatch(
+        rows=np.arange(num_rows),
+        positions=np.zeros(num_rows, np.int64),
+        temperature=np.full(num_rows, 0.5, np.float32),
+        top_k=np.full(num_rows, max(1, vocab_size - 1), np.int64),
+        top_p=np.full(num_rows, 0.9, np.float32),
+        log_floor=np.full(num_rows, -4.6, np.float32),
+        seed=np.arange(num_rows, dtype=np.uint64),
+    )
 
 
 def _final(logits: torch.Tensor, params: torch.Tensor, least: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,101 @@
+"""The steps before the first request: the largest that may come, a warm-up, and what compiles their kernels ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, product
+
+import torch
+from attrs import frozen
+
+from slotline.core.building.adapters import uses
+from slotline.core.building.fits import fits
+from slotline.core.execution import compiling
+from slotline.core.execution.graphs import GraphRunner
+from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.rehearsal import rehearse, rehearse_steps
+from slotline.core.execution.runner import Runner
+from slotline.core.execution.step_inputs import StepInputs, even_split
+from slotline.core.planning.plan import Planned
+from slotline.core.triton_support import has_triton
+
+_LONG_PROMPT = 4096
+"""Tokens of the longest made-up prompt of a warm-up: kernels for prompts may differ by their length."""
+
+
+@frozen(eq=False)
+class FirstSteps:
+    """Makes steps up, runs them, and compiles what they and later ones launch."""
+
+    planned: Planned
+    gatherer: InputGatherer
+    runner: Runner
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a step; it holds no more than its requests have, however large its budget."""
+        scheduler = self.planned.loaded.config.scheduler
+        return min(scheduler.max_batched_tokens, scheduler.max_requests * self.planned.max_model_len)
+
+    def largest(self, num_tokens: int) -> StepInputs:
+        """A step of so many tokens, by as many requests as there may be."""
+        return self.gatherer.dummy(
+            even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
+            vocab_size=self.planned.facts.vocab_size,
+            adapters=max(uses(self.planned)),
+            beginning=self._on_cuda,
+        )
+
+    def warm_up(self) -> None:
+        """Run the shapes that a first request meets, so that nothing is compiled or tuned while it waits."""
+        for inputs in self._warm_ups():
+            with fits(f"a step of {inputs.num_tokens} tokens beside the cache", "lower cache.memory"):
+                self.runner.run(inputs)
+        self.runner.profiler.reset()
+
+    def compile_forwards(self) -> None:
+        """Compile several at a time what profile and warm-up will launch, where a forward pass can be captured."""
+        planned, missing = self.planned, compiling.MissingKernels()
+        phases = dict(planned.plan.graphs.phases)
+        if set(phases.values()) <= {"none"} or planned.stages.divided or planned.facts.modalities:
+            return
+        if not all(group.captured("mixed") for group in planned.plan.state_groups):
+            return
+        steps = chain(self._largest_only(), self._warm_ups())
+        broken = {group.name for group in self.runner.router.groups if not group.any_captured}
+        rehearse_steps(self.runner, steps, broken, missing, vocab_size=planned.facts.vocab_size, device=planned.device)
+        _compile(missing)
+
+    def compile_ahead(self, graphs: GraphRunner | None) -> None:
+        """Compile several at a time what captures and later steps will launch."""
+        planned, missing = self.planned, compiling.MissingKernels()
+        if not planned.stages.divided:
+            dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
+            rehearse(self.runner.router, self.gatherer, dtype, most, missing)
+        if self.runner.pooling is None and has_triton():
+            from slotline.core.sampling.triton_rows import rehearse as rehearse_rows
+
+            with compiling.leaving_out(missing):
+                rehearse_rows(planned.facts.vocab_size, planned.device)
+        if graphs is not None:
+            graphs.note_lacking(missing)
+        _compile(missing)
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.planned.device.startswith("cuda")
+
+    def _largest_only(self) -> Iterator[StepInputs]:
+        """The largest step, made up when it is taken."""
+        yield self.largest(self.most_tokens)
+
+    def _warm_ups(self) -> Iterator[StepInputs]:
+        """The steps of a warm-up, made up one by one."""
+        most = min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
+        sizes = (1, 16, _LONG_PROMPT) if self._on_cuda else (1, 16)
+        for adapters, size in product(uses(self.planned), sizes):
+            yield self.gatherer.dummy([min(size, most)], adapters=adapters)
+
+
+def _compile(missing: compiling.MissingKernels) -> None:
+    compiling.compile_all(missing, torch.device("cuda", torch.cuda.current_device()))
