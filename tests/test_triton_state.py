@@ -198,7 +198,7 @@ def subject_of(factory: Callable[[StateContext], Any]) -> Subject:
 @pytest.mark.parametrize("kind", STATE_KINDS)
 def test_a_captured_forward_takes_lengths_and_slots_from_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launched for four padded rows of four tokens, it serves whatever the tensors then hold."""
-    monkeypatch.setattr("slotline.backends.triton_state.backend._is_captured", lambda: True)
+    monkeypatch.setattr("slotline.backends.triton_state.backend.is_replayed", lambda: True)
     problem = make_problem(kind, ("float32", "float32"), SIZES[kind])
     captured = [Part(-1, (problem.tokens(4, seed=row),), False) for row in range(4)]
     parts = [

@@ -11,6 +11,7 @@ from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
 from slotline.core.hopper import device_has_hopper_kernels
 from slotline.core.launching import Boxes, Launcher, next_power_of_2
+from slotline.core.replays import is_replayed
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 if TYPE_CHECKING:
@@ -72,11 +73,11 @@ class PromptAttention:
     def takes(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> bool:
         """Whether these tensors are what the cache holds, and lie so that boxes of them can be fetched.
 
-        Not while a graph is captured: its replays may have other requests, with keys in the cache.
+        Not in a graph: its replays may have other requests, with keys in the cache.
         """
         if layer.shares_kv_with is not None or cache.key.dtype != key.dtype or cache.value.dtype != value.dtype:
             return False
-        if key.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_replayed():
             return False
         return all(map(_is_boxed, (key, value)))
 

@@ -15,6 +15,7 @@ from slotline.backends.triton_state.mamba2 import Mamba2
 from slotline.backends.triton_state.order import Order
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
 from slotline.backends.triton_state.trails import Trails
+from slotline.core.replays import is_replayed
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
@@ -51,7 +52,7 @@ class TritonState:
         like = inputs["v" if layer.state_kind == "gated_delta" else "x"]
         out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         tokens, operator = out.shape[0], OPERATORS[layer.state_kind]
-        single, captured = plan.num_decodes == plan.num_requests, _is_captured()
+        single, captured = plan.num_decodes == plan.num_requests, is_replayed()
         if not tokens:
             return out
         if self._trails is not None and not single:
@@ -93,8 +94,3 @@ class TritonState:
         self._order.begin()
         for tensor in state.values():
             tensor[target].copy_(tensor[source])
-
-
-def _is_captured() -> bool:
-    """Whether the launches will be replayed, for batches of which this one says nothing but the sizes."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import perf_counter
 from typing import Any, Self
 
@@ -13,6 +14,7 @@ import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.execution import compiling
+from slotline.core.replays import as_if_run
 from slotline.registry.errors import CapacityError, ModelError
 
 logger = logging.getLogger("slotline")
@@ -134,15 +136,27 @@ class Capturing:
 
 
 @torch.inference_mode()
-def note_lacking(calls: Iterable[Callable[[Recorder], object]], missing: compiling.MissingKernels, what: str) -> None:
+def note_lacking(
+    calls: Iterable[Callable[[Recorder], object]],
+    missing: compiling.MissingKernels,
+    what: str,
+    *,
+    replayed: bool,
+) -> None:
     """Note the kernels that calls lack: each is captured once, which runs nothing, and dropped.
 
     Args:
         calls: what each needs planned and copied is, when it is taken from here. Each is given its recorder.
         missing: where kernels are noted, see `compiling.leaving_out`.
         what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
+        replayed: whether they will be captured to be replayed, or run by themselves, see `replays.is_replayed`.
     """
-    with Capturing("report this") as capturing:
+    with (
+        Capturing("report this") as capturing,
+        nullcontext() if replayed else as_if_run(),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # all of its launches lack a kernel
         dropped: list[Recorder] = []  # the pool lasts as long as one of its graphs
         try:
             for call in calls:

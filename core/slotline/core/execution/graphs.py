@@ -112,7 +112,7 @@ class GraphRunner:
 
     def note_lacking(self, missing: compiling.MissingKernels) -> None:
         """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`."""
-        note_lacking(map(self._recorded, self.shapes.largest_first), missing, "captured steps")
+        note_lacking(map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True)
 
     def replay(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Run a step whose inputs have a captured shape: what `Captured` has of all tokens.

@@ -79,7 +79,7 @@ def rehearse(
             yield from (partial(_attend, attend, group, sum(lens), dtype) for group in groups)
 
     if groups:
-        note_lacking(calls(), missing, "attention")
+        note_lacking(calls(), missing, "attention", replayed=False)
 
 
 def rehearse_steps(
@@ -116,7 +116,7 @@ def rehearse_steps(
                 runner.adapters.plan_head(each.lora_slots, each.logits_indices, each.single_slot)
             yield partial(_forward, runner, each, broken)
 
-    note_lacking(calls(), missing, "profile and warm-up")
+    note_lacking(calls(), missing, "profile and warm-up", replayed=False)
 
 
 def _forward(runner: Runner, inputs: StepInputs, broken: Container[str], recorder: Recorder) -> None:
