@@ -31,9 +31,10 @@ them must be in their last round for narrow tiles to take less time than wide on
 begin all at once."""
 LONG_QUERY, LONG_AIM = 64, 1
 """Query tokens from which on joining splits soon costs more than idle multiprocessors, and how many to aim at then."""
-EARLIEST, MANY = (9, 0), 6
+EARLIEST, MANY, FEW = (9, 0), 6, 2
 """The compute capability from which a kernel may start before the one in front of it ends; and programs for each
-multiprocessor from which on attention does so: fewer would be placed unevenly, beside what is still running."""
+multiprocessor from which on attention does so: fewer would be placed unevenly, beside what is still running. But for a
+single token up to so few programs: beside the products of one row, which take little of a multiprocessor, they do."""
 CASCADE_PREFIX, CASCADE_TOKENS = 1024, 8
 """Shortest common prefix, and fewest query tokens, that are worth two more kernels."""
 CASCADE_AIM = 2
@@ -175,6 +176,7 @@ class TritonBackend:
         if programs < enough * self._cores:
             aim = LONG_AIM if query_len >= LONG_QUERY else aim
             splits = self._splits(aim, programs, batch.max_seq_len, shape, tokens)
+        alone = single and tokens == 1 and 1 < splits <= FEW * self._cores / programs
         return Launch(
             first=first,
             end=end,
@@ -184,7 +186,7 @@ class TritonBackend:
             block_q=block_q,
             splits=splits,
             single=single,
-            early=self._early and splits == 1 and programs >= MANY * self._cores,
+            early=self._early and (programs >= MANY * self._cores or alone),
             shape=shape,
             num_parts=splits,
         )

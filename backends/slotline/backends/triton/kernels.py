@@ -164,6 +164,46 @@ def _attend_tile(
     return best, norm, acc
 
 
+@triton.jit
+def _ask_for_tile(
+    keys,
+    values,
+    table,
+    number,
+    end,
+    k_block,
+    k_token,
+    v_block,
+    v_token,
+    size: tl.constexpr,
+    size_v: tl.constexpr,
+    page: tl.constexpr,
+    tile: tl.constexpr,
+):
+    """Have the L2 cache fetch a tile's keys and values in front of `end`. What is newer there is fetched again."""
+    key = number * tile + tl.arange(0, tile)
+    real = key < end
+    page_at = tl.load(table + key // page, mask=real, other=0).to(tl.int64)
+    inside = key % page
+    _ask(keys + page_at * k_block + inside * k_token, real, size)
+    _ask(values + page_at * v_block + inside * v_token, real, size_v)
+
+
+@triton.jit
+def _ask(rows, real, size: tl.constexpr):
+    """Have the L2 cache fetch `size` numbers at each address [n] that is real, and wait for nothing."""
+    num_bytes: tl.constexpr = size * rows.dtype.element_ty.primitive_bitwidth // 8
+    if num_bytes % 16 == 0:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }",
+            "=r,l,r,r",
+            [rows, real.to(tl.int32), tl.full(real.shape, num_bytes, tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
 @triton.jit(
     do_not_specialize=["num_nodes", "first", "num_requests", "num_splits", "first_part", "num_parts", "lse_head"]
 )
@@ -243,12 +283,11 @@ def attend(
     all requests, "rest" for the keys behind them. `has_tree`: the last nodes [requests] query tokens of each request
     are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are
     ALiBi's, where `has_slopes`. `peel` walks
-    tiles that need no mask in a loop of their own. `early`: the kernel behind may start, this one waits for the one
-    in front.
+    tiles that need no mask in a loop of their own. `early`: the kernel behind may start, and this one waits for the one
+    in front, whose are the queries and the newest keys and values; where requests and their pages are is known before.
     """
     if early:
         gdc_launch_dependents()
-        gdc_wait()
     kv_heads = num_heads // group
     head, turn, index = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads, tl.program_id(1)
     request, block = first + turn, 0
@@ -266,25 +305,14 @@ def attend(
         query_len = tl.load(starts + request + 1) - begin
         length = tl.load(seq_lens + request)
     if block * block_q >= query_len:
+        if early:
+            gdc_wait()  # the kernel behind takes it that what came before this one is over
         return
     row = tl.arange(0, block_m)
     token = block * block_q + row // group
     query_head = head * group + row % group
     used = (row < block_q * group) & (token < query_len)
     position = length - query_len + token  # [block_m]
-    dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
-    at = (begin + token).to(tl.int64) * q_token + query_head * q_head
-    q = tl.load(query + at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0)
-
-    # Eight-bit keys and values become float16 at no loss and faster than bfloat16, so the products are in float16 then.
-    # Queries are brought into its range row by row.
-    by_row: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and not exact
-    row_scale = scale
-    if by_row:
-        q = q.to(tl.float32)
-        largest = tl.max(tl.abs(q), 1)
-        row_scale = tl.where(largest > 0.0, largest, 1.0)
-        q = (q / row_scale[:, None]).to(tl.float16)
 
     end = length
     if causal:
@@ -303,8 +331,6 @@ def attend(
         start = tl.maximum(0, first_place - window + 1)
     if cascade == "rest":
         start = tl.minimum(tl.load(prefix), end)  # a padded request ends before the prefix does
-    if has_scales:
-        scale = scale * tl.load(key_scale)
     first_tile = start // tile
     last_tile = tl.cdiv(end, tile)
     if split:
@@ -312,13 +338,35 @@ def attend(
         first_tile += index * each
         last_tile = tl.minimum(last_tile, first_tile + each)
 
+    table += request.to(tl.int64) * table_row
+    keys += head * k_head
+    values += head * v_head
+    if early:
+        if split:
+            _ask_for_tile(
+                keys, values, table, first_tile, end, k_block, k_token, v_block, v_token, size, size_v, page, tile
+            )
+        gdc_wait()
+
+    dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
+    at = (begin + token).to(tl.int64) * q_token + query_head * q_head
+    q = tl.load(query + at[:, None] + dim[None, :], mask=used[:, None] & (dim < size)[None, :], other=0.0)
+
+    # Eight-bit keys and values become float16 at no loss and faster than bfloat16, so the products are in float16 then.
+    # Queries are brought into its range row by row.
+    by_row: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth == 8 and not exact
+    row_scale = scale
+    if by_row:
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
+        row_scale = tl.where(largest > 0.0, largest, 1.0)
+        q = (q / row_scale[:, None]).to(tl.float16)
+    if has_scales:
+        scale = scale * tl.load(key_scale)
     slope = scale
     if has_slopes:
         slope = tl.load(slopes + query_head, mask=used, other=0.0) * 1.4426950408889634
 
-    table += request.to(tl.int64) * table_row
-    keys += head * k_head
-    values += head * v_head
     top = tl.full([block_m], -float("inf"), tl.float32)
     norm = tl.zeros([block_m], tl.float32)
     acc = tl.zeros([block_m, padded_v], tl.float32)

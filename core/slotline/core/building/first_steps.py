@@ -55,15 +55,8 @@ class FirstSteps:
 
     def compile_forwards(self) -> None:
         """Compile several at a time what profile and warm-up will launch, where a forward pass can be captured."""
-        planned, missing = self.planned, compiling.MissingKernels()
-        phases = dict(planned.plan.graphs.phases)
-        if set(phases.values()) <= {"none"} or planned.stages.divided or planned.facts.modalities:
-            return
-        if not all(group.captured("mixed") for group in planned.plan.state_groups):
-            return
-        steps = chain(self._largest_only(), self._warm_ups())
-        broken = {group.name for group in self.runner.router.groups if not group.any_captured}
-        rehearse_steps(self.runner, steps, broken, missing, vocab_size=planned.facts.vocab_size, device=planned.device)
+        missing = compiling.MissingKernels()
+        self._note(chain(self._largest_only(), self._warm_ups()), missing)
         _compile(missing)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
@@ -72,6 +65,7 @@ class FirstSteps:
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
             rehearse(self.runner.router, self.gatherer, dtype, most, missing)
+            self._note(self._prompts(), missing)
         if self.runner.pooling is None and has_triton():
             from slotline.core.sampling.triton_rows import rehearse as rehearse_rows
 
@@ -80,6 +74,18 @@ class FirstSteps:
         if graphs is not None:
             graphs.note_lacking(missing)
         _compile(missing)
+
+    def _note(self, steps: Iterator[StepInputs], missing: compiling.MissingKernels) -> None:
+        """Note what steps launch that no graph holds, where a forward pass can be captured."""
+        planned, groups = self.planned, self.runner.router.groups
+        phases = dict(planned.plan.graphs.phases)
+        if set(phases.values()) <= {"none"} or planned.stages.divided or planned.facts.modalities:
+            return
+        if not all(group.captured("mixed") for group in planned.plan.state_groups):
+            return
+        broken = {group.name for group in groups if not group.any_captured}
+        vocab_size, device = planned.facts.vocab_size, planned.device
+        rehearse_steps(self.runner, steps, broken, missing, vocab_size=vocab_size, device=device)
 
     @property
     def _on_cuda(self) -> bool:
@@ -91,10 +97,19 @@ class FirstSteps:
 
     def _warm_ups(self) -> Iterator[StepInputs]:
         """The steps of a warm-up, made up one by one."""
-        most = min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
         sizes = (1, 16, _LONG_PROMPT) if self._on_cuda else (1, 16)
         for adapters, size in product(uses(self.planned), sizes):
-            yield self.gatherer.dummy([min(size, most)], adapters=adapters)
+            yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)
+
+    def _prompts(self) -> Iterator[StepInputs]:
+        """Prompts of every power of two, made up one by one: kernels of rows may differ by how many there are."""
+        for adapters, power in product(uses(self.planned), range(self._longest.bit_length())):
+            yield self.gatherer.dummy([1 << power], adapters=adapters)
+
+    @property
+    def _longest(self) -> int:
+        """The most tokens of a request in a step."""
+        return min(self.planned.max_model_len, self.planned.loaded.config.scheduler.max_batched_tokens)
 
 
 def _compile(missing: compiling.MissingKernels) -> None:
