@@ -284,7 +284,8 @@ def attend(
     are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are
     ALiBi's, where `has_slopes`. `peel` walks
     tiles that need no mask in a loop of their own. `early`: the kernel behind may start, and this one waits for the one
-    in front, whose are the queries and the newest keys and values; where requests and their pages are is known before.
+    in front, whose are the queries and the newest keys and values. Where requests and their pages are it reads before:
+    that is written before a step's first kernel, the lookup of embeddings, which does not start early.
     """
     if early:
         gdc_launch_dependents()
