@@ -76,16 +76,19 @@ class FirstSteps:
         _compile(missing)
 
     def _note(self, steps: Iterator[StepInputs], missing: compiling.MissingKernels) -> None:
-        """Note what steps launch that no graph holds, where a forward pass can be captured."""
-        planned, groups = self.planned, self.runner.router.groups
-        phases = dict(planned.plan.graphs.phases)
-        if set(phases.values()) <= {"none"} or planned.stages.divided or planned.facts.modalities:
+        """Note what steps launch that no graph holds, of a model whose forward pass is captured for others.
+
+        Not with states, adapters, an encoder or weights elsewhere, whose work for such a step need not be capturable.
+        """
+        planned, groups, facts = self.planned, self.runner.router.groups, self.planned.facts
+        if set(dict(planned.plan.graphs.phases).values()) <= {"none"} or planned.stages.divided:
             return
-        if not all(group.captured("mixed") for group in planned.plan.state_groups):
+        if planned.plan.state_groups or self.runner.adapters is not None or planned.loaded.config.offload_gib:
+            return
+        if facts.modalities or facts.max_encoder_len:
             return
         broken = {group.name for group in groups if not group.any_captured}
-        vocab_size, device = planned.facts.vocab_size, planned.device
-        rehearse_steps(self.runner, steps, broken, missing, vocab_size=vocab_size, device=device)
+        rehearse_steps(self.runner, steps, broken, missing, vocab_size=facts.vocab_size, device=planned.device)
 
     @property
     def _on_cuda(self) -> bool:
@@ -103,8 +106,8 @@ class FirstSteps:
 
     def _prompts(self) -> Iterator[StepInputs]:
         """Prompts of every power of two, made up one by one: kernels of rows may differ by how many there are."""
-        for adapters, power in product(uses(self.planned), range(self._longest.bit_length())):
-            yield self.gatherer.dummy([1 << power], adapters=adapters)
+        for power in range(self._longest.bit_length()):
+            yield self.gatherer.dummy([1 << power])
 
     @property
     def _longest(self) -> int:

@@ -94,6 +94,7 @@ def rehearse_steps(
     """Note the kernels that steps which are not replayed lack, from the forward pass to the draws.
 
     Args:
+        runner: without states, adapters or pooling.
         inputs: each is planned, and its forward pass recorded; nothing runs. They may lie in the same memory.
         broken: attention groups whose attention cannot be captured; it is left out.
         missing: where kernels are noted, see `compiling.leaving_out`.
@@ -108,26 +109,21 @@ def rehearse_steps(
         sample(logits, batch, None)
 
     def calls() -> Iterator[Callable[[Recorder], object]]:
-        if runner.pooling is None:
-            yield draw
+        yield draw
         for each in inputs:
             runner.plan(each)
-            if runner.adapters is not None and each.lora_slots is not None:
-                runner.adapters.plan_head(each.lora_slots, each.logits_indices, each.single_slot)
             yield partial(_forward, runner, each, broken)
 
     note_lacking(calls(), missing, "profile and warm-up", replayed=False)
 
 
 def _forward(runner: Runner, inputs: StepInputs, broken: Container[str], recorder: Recorder) -> None:
-    """A planned step's hidden states, and its logits where it has any."""
-    pooling = runner.pooling
+    """A planned step's logits."""
     attend = runner.router.breaking(broken, recorder.cut)
-    hidden = runner.forward(inputs, attend, inputs.logits_indices if pooling is None else pooling.wanted(inputs))
+    hidden = runner.forward(inputs, attend, inputs.logits_indices)
     if runner.taps is not None:
         runner.taps.take()
-    if pooling is None:
-        runner.model.compute_logits(hidden)
+    runner.model.compute_logits(hidden)
 
 
 def _attend(attend: Attend, group: AttentionGroup, num_tokens: int, dtype: torch.dtype, recorder: Recorder) -> None:

@@ -1,0 +1,65 @@
+"""Which models' first steps are recorded to find their kernels: those whose forward pass is known to be capturable."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slotline.core.building import first_steps
+from slotline.core.building.first_steps import FirstSteps
+
+
+def made(**changes: Any) -> FirstSteps:
+    """Of a plain decoder in graphs, changed at the paths."""
+    groups = (SimpleNamespace(name="full", any_captured=True), SimpleNamespace(name="other", any_captured=False))
+    runner = SimpleNamespace(adapters=None, router=SimpleNamespace(groups=groups))
+    planned = SimpleNamespace(
+        plan=SimpleNamespace(graphs=SimpleNamespace(phases={"decode": "full", "mixed": "none"}), state_groups=()),
+        stages=SimpleNamespace(divided=False),
+        loaded=SimpleNamespace(config=SimpleNamespace(offload_gib=0.0)),
+        facts=SimpleNamespace(modalities=(), max_encoder_len=0, vocab_size=64),
+        device="cuda",
+    )
+    top = SimpleNamespace(runner=runner, planned=planned)
+    for path, value in changes.items():
+        *way, last = path.split("__")
+        part: Any = top
+        for name in way:
+            part = getattr(part, name)
+        assert hasattr(part, last)
+        setattr(part, last, value)
+    return FirstSteps(planned, gatherer=None, runner=runner)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """The groups whose attention was left out, of each rehearsal."""
+    found: list[set[str]] = []
+    monkeypatch.setattr(first_steps, "rehearse_steps", lambda runner, steps, broken, *_, **__: found.append(broken))
+    monkeypatch.setattr(first_steps, "_compile", lambda missing: None)
+    return found
+
+
+def test_a_plain_decoders_steps_are_recorded_without_attention_that_cannot_be(noted: list[set[str]]) -> None:
+    made().compile_forwards()
+    assert noted == [{"other"}]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"planned__plan__graphs__phases": {"decode": "none", "mixed": "none"}},
+        {"planned__plan__state_groups": ("mamba",)},
+        {"planned__stages__divided": True},
+        {"planned__loaded__config__offload_gib": 1.0},
+        {"planned__facts__modalities": ("image",)},
+        {"planned__facts__max_encoder_len": 1500},
+        {"runner__adapters": object()},
+    ],
+    ids=lambda change: next(iter(change)).rsplit("__", 1)[1],
+)
+def test_what_need_not_be_capturable_is_left_to_its_launches(change: dict[str, Any], noted: list[set[str]]) -> None:
+    made(**change).compile_forwards()
+    assert noted == []
