@@ -34,7 +34,7 @@ from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
 
-VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN = 32_000, 8, 16, 4096
+VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_PROMPT = 32_000, 8, 16, 4096, 300
 
 
 class Blocks:
@@ -85,11 +85,12 @@ class NoAttention:
         return None
 
 
-def build(num_requests: int) -> Engine:
-    """A real engine around no arithmetic."""
+def build(num_requests: int, steps: int) -> Engine:
+    """A real engine around no arithmetic, with room for requests that `measure` makes for so many steps."""
     rows = Rows(num_requests, MAX_MODEL_LEN)
     group = CacheGroup(0, Blocks(), BLOCK_SIZE, BLOCK_SIZE, num_requests, MAX_MODEL_LEN)  # type: ignore[arg-type]
-    cache = CacheManager(BlockPool(num_requests * 80), [group], prefix_caching=True)
+    each = group.spec.blocks_needed(LONGEST_PROMPT + tokens_given(steps)) + 1
+    cache = CacheManager(BlockPool(1 + num_requests * each), [group], prefix_caching=True)
     staging, profiler = CpuStaging(), StepProfiler(enabled=False)
     pipeline = ProcessorPipeline([], rows, frozenset())
     router = AttentionRouter(
@@ -124,12 +125,17 @@ def _tokenizer() -> Any:
     return Tokenizer(Path(__file__).parent.parent / "core" / "slotline" / "core" / "small_model")
 
 
+def tokens_given(steps: int) -> int:
+    """To each request: those of the timed steps, of as many that are profiled, and of some before them."""
+    return 2 * steps + 50
+
+
 def measure(engine: Engine, num_requests: int, steps: int, *, detokenize: bool) -> list[float]:
     """Seconds of each decode step; as many again are profiled."""
     rng = np.random.default_rng(0)
-    params = SamplingParams(temperature=0, max_tokens=2 * steps + 50, ignore_eos=True, detokenize=detokenize)
+    params = SamplingParams(temperature=0, max_tokens=tokens_given(steps), ignore_eos=True, detokenize=detokenize)
     for i in range(num_requests):
-        prompt = rng.integers(3, 4000, int(rng.integers(20, 300))).tolist()
+        prompt = rng.integers(3, 4000, int(rng.integers(20, LONGEST_PROMPT))).tolist()
         engine.add(str(i), prompt, params, stream=detokenize)
     while engine.scheduler.num_waiting or any(r.row < 0 for r in engine.scheduler.running):
         engine.step()
@@ -152,7 +158,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--detokenize", action="store_true")
     arguments = parser.parse_args()
-    engine = build(arguments.requests)
+    engine = build(arguments.requests, arguments.steps)
     times = measure(engine, arguments.requests, arguments.steps, detokenize=arguments.detokenize)
     print(f"{arguments.requests} decoding requests, {arguments.steps} steps, {torch.get_num_threads()} threads")
     print(

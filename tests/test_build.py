@@ -224,8 +224,11 @@ def plain_attend(
     return out[0].transpose(0, 1)
 
 
-def test_host_step_benchmark_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("sys.argv", ["host_step.py", "--requests", "8", "--steps", "5"])
+@pytest.mark.parametrize(("requests", "steps"), [("8", "5"), ("1", "600")])
+def test_host_step_benchmark_runs(
+    requests: str, steps: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["host_step.py", "--requests", requests, "--steps", steps])
     runpy.run_path(str(Path(tiny_models.__file__).parent.parent / "benchmarks" / "host_step.py"), run_name="__main__")
     assert "host cost of a step" in capsys.readouterr().out
 
