@@ -13,7 +13,7 @@ def test_nothing_is_replayed_where_nothing_is_captured() -> None:
 
 
 def test_what_is_captured_is_replayed_unless_it_is_recorded_as_if_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert is_replayed()
     with as_if_run():

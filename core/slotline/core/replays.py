@@ -16,7 +16,8 @@ def is_replayed() -> bool:
 
     Not so for a step that is captured to see what it launches, and dropped: then it chooses as it does when it runs.
     """
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing() and not _alone.get()
+    # Asked for each layer; whether there is a GPU would be a question to the driver.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not _alone.get()
 
 
 @contextmanager

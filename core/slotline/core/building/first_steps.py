@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, product
 
 import torch
@@ -11,9 +11,10 @@ from attrs import frozen
 from slotline.core.building.adapters import uses
 from slotline.core.building.fits import fits
 from slotline.core.execution import compiling
+from slotline.core.execution.capturing import Recorder, note_lacking
 from slotline.core.execution.graphs import GraphRunner
 from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.rehearsal import rehearse, rehearse_steps
+from slotline.core.execution.rehearsal import draws, forwards, powers_of_two, rehearse
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.step_inputs import StepInputs, even_split
 from slotline.core.planning.plan import Planned
@@ -55,8 +56,12 @@ class FirstSteps:
 
     def compile_forwards(self) -> None:
         """Compile several at a time what profile and warm-up will launch, where a forward pass can be captured."""
-        missing = compiling.MissingKernels()
-        self._note(chain(self._largest_only(), self._warm_ups()), missing)
+        if not self._may_be_recorded:
+            return
+        planned, missing = self.planned, compiling.MissingKernels()
+        draw = draws(planned.loaded.config.scheduler.max_requests, planned.facts.vocab_size, planned.device)
+        steps = self._forwards(chain(self._largest_only(), self._warm_ups()))
+        note_lacking(chain((draw,), steps), missing, "profile and warm-up", replayed=False)
         _compile(missing)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
@@ -65,7 +70,8 @@ class FirstSteps:
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens
             rehearse(self.runner.router, self.gatherer, dtype, most, missing)
-            self._note(self._prompts(), missing)
+        if self._may_be_recorded:
+            note_lacking(self._forwards(self._prompts()), missing, "prompts", replayed=False)
         if self.runner.pooling is None and has_triton():
             from slotline.core.sampling.triton_rows import rehearse as rehearse_rows
 
@@ -75,20 +81,22 @@ class FirstSteps:
             graphs.note_lacking(missing)
         _compile(missing)
 
-    def _note(self, steps: Iterator[StepInputs], missing: compiling.MissingKernels) -> None:
-        """Note what steps launch that no graph holds, of a model whose forward pass is captured for others.
+    @property
+    def _may_be_recorded(self) -> bool:
+        """Whether a forward pass that no graph holds can be captured, as those of graphs are.
 
         Not with states, adapters, an encoder or weights elsewhere, whose work for such a step need not be capturable.
         """
-        planned, groups, facts = self.planned, self.runner.router.groups, self.planned.facts
-        if set(dict(planned.plan.graphs.phases).values()) <= {"none"} or planned.stages.divided:
-            return
-        if planned.plan.state_groups or self.runner.adapters is not None or planned.loaded.config.offload_gib:
-            return
-        if facts.modalities or facts.max_encoder_len:
-            return
-        broken = {group.name for group in groups if not group.any_captured}
-        rehearse_steps(self.runner, steps, broken, missing, vocab_size=facts.vocab_size, device=planned.device)
+        planned, facts = self.planned, self.planned.facts
+        if not planned.plan.graphs.any_captured or planned.stages.divided or planned.loaded.config.offload_gib:
+            return False
+        states, adapters = planned.plan.state_groups, self.runner.adapters
+        return not states and adapters is None and not facts.modalities and not facts.max_encoder_len
+
+    def _forwards(self, steps: Iterator[StepInputs]) -> Iterator[Callable[[Recorder], object]]:
+        """The forward passes of steps, without attention that cannot be captured."""
+        broken = {group.name for group in self.runner.router.groups if not group.any_captured}
+        return forwards(self.runner, steps, broken)
 
     @property
     def _on_cuda(self) -> bool:
@@ -106,8 +114,8 @@ class FirstSteps:
 
     def _prompts(self) -> Iterator[StepInputs]:
         """Prompts of every power of two, made up one by one: kernels of rows may differ by how many there are."""
-        for power in range(self._longest.bit_length()):
-            yield self.gatherer.dummy([1 << power])
+        for size in powers_of_two(self._longest):
+            yield self.gatherer.dummy([size])
 
     @property
     def _longest(self) -> int:

@@ -18,12 +18,11 @@ from slotline.registry.negotiation import GroupPlan, StateGroupPlan
 def build_graphs(planned: Planned, engine: Engine) -> GraphRunner | None:
     """What captures and replays graphs, where the plan has any; nothing is captured yet."""
     plan, config = planned.plan, planned.loaded.config
-    phases = dict(plan.graphs.phases)
-    if set(phases.values()) <= {"none"}:
+    if not plan.graphs.any_captured:
         return None
     groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
     shapes = GraphShapes(
-        phases,
+        dict(plan.graphs.phases),
         config.graphs.sizes,
         query_len=1 + (engine.drafting.num_tokens if engine.drafting else 0),
         max_requests=config.scheduler.max_requests,

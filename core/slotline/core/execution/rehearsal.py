@@ -32,14 +32,14 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
     by these.
     """
     most = min(max_tokens, max_model_len - 1)
-    for past in _powers_of_two(max_model_len):
+    for past in powers_of_two(max_model_len):
         yield [1], past
-    for size in _powers_of_two(most):
+    for size in powers_of_two(most):
         yield [size], None
         yield [size], max_model_len
         if max_requests > DECODES and size + DECODES <= max_tokens:
             yield [*[1] * DECODES, size], max_model_len
-    for count in _powers_of_two(min(max_requests, max_tokens)):
+    for count in powers_of_two(min(max_requests, max_tokens)):
         lens = even_split(min(max_tokens, count * most), count)
         yield lens, None
         yield lens, max_model_len
@@ -48,7 +48,7 @@ def steps(max_tokens: int, max_requests: int, max_model_len: int) -> Iterator[tu
                 yield [size] * count, max_model_len
 
 
-def _powers_of_two(most: int) -> list[int]:
+def powers_of_two(most: int) -> list[int]:
     """Up to `most`, and `most`."""
     return sorted({*(1 << power for power in range(most.bit_length())), most})
 
@@ -82,39 +82,32 @@ def rehearse(
         note_lacking(calls(), missing, "attention", replayed=False)
 
 
-def rehearse_steps(
-    runner: Runner,
-    inputs: Iterable[StepInputs],
-    broken: Container[str],
-    missing: compiling.MissingKernels,
-    *,
-    vocab_size: int,
-    device: str,
-) -> None:
-    """Note the kernels that steps which are not replayed lack, from the forward pass to the draws.
-
-    Args:
-        runner: without states, adapters or pooling.
-        inputs: each is planned, and its forward pass recorded; nothing runs. They may lie in the same memory.
-        broken: attention groups whose attention cannot be captured; it is left out.
-        missing: where kernels are noted, see `compiling.leaving_out`.
-    """
-    requests = runner.rows.max_requests
-    batch = made_up_batch(requests, vocab_size)
+def draws(num_rows: int, vocab_size: int, device: str) -> Callable[[Recorder], object]:
+    """What draws from so many rows of logits, greedily and with all that a draw can do, for `note_lacking`."""
+    batch = made_up_batch(num_rows, vocab_size)
     params = torch.from_numpy(batch.packed()).to(device)
 
     def draw(recorder: Recorder) -> None:
-        logits = torch.empty(requests, vocab_size, device=device)
+        logits = torch.empty(num_rows, vocab_size, device=device)
         sample(logits, batch, params)
         sample(logits, batch, None)
 
-    def calls() -> Iterator[Callable[[Recorder], object]]:
-        yield draw
-        for each in inputs:
-            runner.plan(each)
-            yield partial(_forward, runner, each, broken)
+    return draw
 
-    note_lacking(calls(), missing, "profile and warm-up", replayed=False)
+
+def forwards(
+    runner: Runner, inputs: Iterable[StepInputs], broken: Container[str]
+) -> Iterator[Callable[[Recorder], object]]:
+    """What runs the forward pass of each step and gives its logits, for `note_lacking`.
+
+    Args:
+        runner: without states, adapters or pooling.
+        inputs: each is planned when it is taken. They may lie in the same memory.
+        broken: attention groups whose attention cannot be captured; it is left out.
+    """
+    for each in inputs:
+        runner.plan(each)
+        yield partial(_forward, runner, each, broken)
 
 
 def _forward(runner: Runner, inputs: StepInputs, broken: Container[str], recorder: Recorder) -> None:

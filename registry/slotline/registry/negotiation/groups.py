@@ -37,6 +37,11 @@ class GraphPlan:
     reason: str = ""
     measured: str = ""
 
+    @property
+    def any_captured(self) -> bool:
+        """Whether a phase is captured, whole or in pieces."""
+        return any(state != "none" for _, state in self.phases)
+
     def decision(self) -> dict[str, Any]:
         """What was decided."""
         return {"asked": self.asked, "resolved": self.resolved, "phases": dict(self.phases), "reason": self.reason}
