@@ -27,6 +27,11 @@ class Kind(StrEnum):
     def entry_point_group(self) -> str:
         return f"slotline.{self.value}"
 
+    @property
+    def hook(self) -> str:
+        """Name of the slot's hook in `slotline.registry.hookspecs`."""
+        return f"slotline_{self.value}"
+
 
 @frozen
 class ContractRange:

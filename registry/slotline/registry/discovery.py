@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
@@ -105,6 +106,7 @@ class PluginRegistry:
         registry = cls(rows, strict=strict, warnings=unused_rules(rows, rules))
         for row in registry._inline():
             registry._accept(row, row.descriptor)
+        registry._offer_lazily()
         registry._load_hooks(rules, blocked, tolerant)
         if loaded is not None and not tolerant:
             registry.warnings += loaded.check_plugin_tables(registry.installed()).warnings
@@ -266,10 +268,9 @@ class PluginRegistry:
         return new
 
     def _import(self, row: PluginRecord) -> PluginRecord:
-        what = f"plugin {row.label!r} of {row.source}"
+        assert isinstance(row.kind, Kind)
         try:
-            descriptor = to_descriptor(import_dotted(row.value, what), what)
-            check_identity(row, descriptor, what)
+            (descriptor,) = self.hooks.offered(row.label, row.kind)
         except PluginError as error:
             return self._fail(row, error)
         return self._accept(row, descriptor)
@@ -308,6 +309,12 @@ class PluginRegistry:
     def _inline(self) -> list[PluginRecord]:
         return [row for row in self._rows if row.inline and row.state in _OPEN]
 
+    def _offer_lazily(self) -> None:
+        """Make the hook implementation of every plugin that an entry point of its slot's group names."""
+        for row in self._rows:
+            if isinstance(row.kind, Kind) and row.state is PluginState.AVAILABLE:
+                self.hooks.add_offer(row.label, row.kind, partial(_imported, row))
+
     def _load_hooks(self, rules: PluginsConfig, blocked: Sequence[str], tolerant: bool) -> None:
         for row in [row for row in self._rows if row.kind == HOOKS and row.state is PluginState.AVAILABLE]:
             offered = apply_lists(self._hook_plugin(row, tolerant), rules, blocked)
@@ -317,7 +324,7 @@ class PluginRegistry:
                     self._accept(new, new.descriptor)
 
     def _hook_plugin(self, row: PluginRecord, tolerant: bool) -> list[PluginRecord]:
-        """Load a hook plugin; the rows of what it registers. A misspelt hook is an error, any other failure a row."""
+        """Load a hook plugin; the rows of what it offers. A misspelt hook is an error, any other failure a row."""
         what = f"hook plugin {row.label!r} of {row.source}"
         collected = Collected(row)
         stop = self._strict
@@ -327,6 +334,8 @@ class PluginRegistry:
             self.hooks.add(plugin, row.label)
             stop = self._strict
             self.hooks.register(row.label, collected)
+            for kind in Kind:
+                collected.extend(kind, self.hooks.offered(row.label, kind))
         except PluginError as error:
             self.hooks.remove(row.label)
             self._fail(row, error)
@@ -335,3 +344,11 @@ class PluginRegistry:
             return []
         self._replace(row, state=PluginState.LOADED)
         return collected.rows
+
+
+def _imported(row: PluginRecord) -> Descriptor[Any]:
+    """Import the descriptor that an entry point names."""
+    what = f"plugin {row.label!r} of {row.source}"
+    descriptor = to_descriptor(import_dotted(row.value, what), what)
+    check_identity(row, descriptor, what)
+    return descriptor

@@ -1,66 +1,41 @@
-"""The three hooks, and the one object that calls them.
-
-Hooks serve discovery, review and report. Nothing calls a hook once the engine steps: what a plan needs are the
-plugins' factories, and those are reached through descriptors.
-"""
+"""Host of the plugins: pluggy's PluginManager with typed methods and errors that name plugin and hook."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 from attrs import frozen
 
-from slotline.registry.errors import PluginError, PluginLoadError
+from slotline.registry import hookspecs
+from slotline.registry.errors import PluginError, PluginLoadError, SlotlineError
+from slotline.registry.hookspecs import PROJECT, PlanNote, Registrar, hookimpl, hookspec
 
 if TYPE_CHECKING:
-    from slotline.registry.descriptor import Descriptor
+    from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
-PROJECT = "slotline"
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
-
-
-class Registrar(Protocol):
-    """What `slotline_register` gets."""
-
-    def add(self, descriptor: Descriptor[Any]) -> None:
-        """Offer a plugin."""
-        ...
+__all__ = ["HookHost", "PlanNote", "Ranking", "Registrar", "hookimpl", "hookspec"]
 
 
 @frozen
-class PlanNote:
-    """What a reviewer says about a plan; a veto refuses it."""
+class Ranking:
+    """An order of candidates, best first, and the label of the plugin that gave it."""
 
-    text: str
-    veto: bool = False
+    names: tuple[str, ...]
+    label: str
 
-
-class HookSpecs:
-    """The signatures. An implementation may take fewer arguments."""
-
-    @hookspec
-    def slotline_register(self, registrar: Registrar) -> None:
-        """Offer plugins that are not entry points of their own: `registrar.add(descriptor)` for each."""
-
-    @hookspec
-    def slotline_review_plan(self, plan: Any, request: Any) -> Sequence[PlanNote] | None:
-        """Look at a finished plan; return notes, vetoes among them."""
-
-    @hookspec
-    def slotline_report_header(self, config: Any) -> str | Sequence[str] | None:
-        """Lines for the head of a report."""
+    def place(self, name: str) -> int:
+        """Return the place of a candidate in the order. Those left out share the last place."""
+        return self.names.index(name) if name in self.names else len(self.names)
 
 
 class HookHost:
-    """Holds the hook plugins. One typed method for each hook; errors name the plugin and the hook."""
+    """pluggy's PluginManager of all plugins, with one typed method for each hook."""
 
     def __init__(self) -> None:
         self._manager = pluggy.PluginManager(PROJECT)
-        self._manager.add_hookspecs(HookSpecs)
+        self._manager.add_hookspecs(hookspecs)
 
     def add(self, plugin: object, label: str) -> None:
         """Register a module or object with hook implementations.
@@ -82,18 +57,64 @@ class HookHost:
                 fix=f"mark its functions with slotline.registry.hookimpl; the hooks are: {_hook_names()}",
             )
 
+    def add_offer(self, label: str, kind: Kind, load: Callable[[], Descriptor[Any]]) -> None:
+        """Register the hook implementation of a plugin whose entry point names one descriptor.
+
+        Args:
+            label: ``kind:name``.
+            kind: the slot.
+            load: imports the descriptor. It runs when the slot's hook is called.
+        """
+        self._manager.register(_Offer(kind.hook, load), label)
+
     def remove(self, label: str) -> None:
         """Take a plugin out again, if it is in."""
         if self._manager.has_plugin(label):
             self._manager.unregister(name=label)
+
+    def offered(self, label: str, kind: Kind) -> tuple[Any, ...]:
+        """Call the hook of one slot of one plugin and return what it offers.
+
+        Raises:
+            PluginError: if the plugin fails, or does not return a list of descriptors.
+        """
+        found: list[Any] = []
+        for _, offers in self._call(kind.hook, (label,)):
+            if isinstance(offers, str | bytes) or not isinstance(offers, Iterable):
+                raise PluginError(
+                    f"{kind.hook} of {label!r} returned {offers!r}, which is no list of descriptors",
+                    fix=f"return descriptors in a list; {_remedy(label)}",
+                )
+            found += offers
+        return tuple(found)
 
     def register(self, label: str, registrar: Registrar) -> None:
         """Call `slotline_register` of one plugin."""
         for _ in self._call("slotline_register", (label,), registrar=registrar):
             pass
 
+    def rank_candidates(self, kind: str, group: str, candidates: Sequence[str], device: DeviceInfo) -> Ranking | None:
+        """Ask for an order of the candidates that fit; return the first answer, or None.
+
+        Raises:
+            PluginError: if a plugin fails, or names something that is no candidate, or names one twice.
+        """
+        arguments = {"kind": kind, "group": group, "candidates": tuple(candidates), "device": device}
+        for label, names in self._call("slotline_rank_candidates", self.labels(), **arguments):
+            given = [names] if isinstance(names, str) else list(names)
+            unknown = [name for name in given if name not in candidates]
+            if unknown or len(set(given)) < len(given):
+                wrong = f"names {unknown[0]!r}" if unknown else "names a candidate twice"
+                raise PluginError(
+                    f"slotline_rank_candidates of {label!r} {wrong}; the candidates of {kind} group {group!r} are "
+                    f"{', '.join(candidates)}",
+                    fix=_remedy(label),
+                )
+            return Ranking(tuple(given), label)
+        return None
+
     def review_plan(self, plan: Any, request: Any) -> tuple[tuple[str, PlanNote], ...]:
-        """Every reviewer's notes, each with the plugin's label.
+        """Return every reviewer's notes, each with the plugin's label.
 
         Raises:
             PluginError: if a reviewer raises, or returns something else than notes.
@@ -103,34 +124,63 @@ class HookHost:
         for label, note in notes:
             if not isinstance(note, PlanNote):
                 raise PluginError(
-                    f"slotline_review_plan of {label!r} returned {note!r}, which is no PlanNote",
-                    fix=f"report it to the authors of {label!r}, or list {label!r} under [plugins] block",
+                    f"slotline_review_plan of {label!r} returned {note!r}, which is no PlanNote", fix=_remedy(label)
                 )
         return tuple(notes)
 
+    def engine_built(self, engine: Any) -> None:
+        """Show a new engine to every plugin that wants to see it."""
+        for _ in self._call("slotline_engine_built", self.labels(), engine=engine):
+            pass
+
     def report_header(self, config: Any) -> tuple[str, ...]:
-        """Every plugin's lines for the head of a report."""
+        """Return every plugin's lines for the head of a report."""
         results = self._call("slotline_report_header", self.labels(), config=config)
         return tuple(line for _, lines in results for line in ([lines] if isinstance(lines, str) else lines))
 
     def labels(self) -> tuple[str, ...]:
-        """The registered plugins, in the order of their names."""
-        return tuple(sorted(name for name, _ in self._manager.list_name_plugin()))
+        """Return the labels of the plugins with hook implementations of their own, in the order of their names."""
+        found = self._manager.list_name_plugin()
+        return tuple(sorted(name for name, plugin in found if not isinstance(plugin, _Offer)))
 
     def _call(self, hook: str, labels: Iterable[str], **arguments: Any) -> Iterable[tuple[str, Any]]:
         """Call one plugin after the other, so that each result and each error has a name."""
         plugins = dict(self._manager.list_name_plugin())
+        having = {id(implementation.plugin) for implementation in getattr(self._manager.hook, hook).get_hookimpls()}
         for label in labels:
+            if id(plugins.get(label)) not in having:
+                continue
             others = [plugin for name, plugin in plugins.items() if name != label and plugin is not None]
             try:
                 results = self._manager.subset_hook_caller(hook, others)(**arguments)
+            except SlotlineError:
+                raise
             except Exception as error:
                 raise PluginError(
-                    f"{hook} of {label!r} failed: {type(error).__name__}: {error}",
-                    fix=f"report it to the authors of {label!r}, or list {label!r} under [plugins] block",
+                    f"{hook} of {label!r} failed: {type(error).__name__}: {error}", fix=_remedy(label)
                 ) from error
             yield from ((label, result) for result in results)
 
 
+class _Offer:
+    """Hook implementation that the registry makes for an entry point of a slot's group."""
+
+    def __init__(self, hook: str, load: Callable[[], Descriptor[Any]]) -> None:
+        self._hook = hook
+
+        @hookimpl
+        def offer() -> Iterable[Descriptor[Any]]:
+            return (load(),)
+
+        setattr(self, hook, offer)
+
+    def __dir__(self) -> Iterable[str]:
+        return (self._hook,)  # pluggy looks at every attribute otherwise
+
+
+def _remedy(label: str) -> str:
+    return f"report it to the authors of {label!r}, or list {label!r} under [plugins] block"
+
+
 def _hook_names() -> str:
-    return ", ".join(name for name in vars(HookSpecs) if name.startswith(f"{PROJECT}_"))
+    return ", ".join(name for name in vars(hookspecs) if name.startswith(f"{PROJECT}_"))

@@ -11,6 +11,11 @@ from attrs import frozen
 from slotline.registry.descriptor import Descriptor, Kind
 
 HOOKS: Final = "hooks"
+"""Kind of the rows of packages with hook implementations."""
+
+HOOK_GROUPS: Final = ("slotline", "slotline.hooks")
+"""Entry-point groups of modules with hook implementations. The second is that of contract 1's first packages."""
+
 RecordKind = Kind | Literal["hooks"]
 PROJECT = "slotline"
 
@@ -75,8 +80,8 @@ def installed_records() -> list[PluginRecord]:
     rows: dict[tuple[str, str], PluginRecord] = {}
     points = entry_points()  # once for all groups: each call reads the metadata of everything that is installed
     known: dict[int, tuple[str, str, str]] = {}
-    for kind in (*Kind, HOOKS):
-        group = kind.entry_point_group if isinstance(kind, Kind) else f"{PROJECT}.{kind}"
+    groups: list[tuple[RecordKind, str]] = [(kind, kind.entry_point_group) for kind in Kind]
+    for kind, group in (*groups, *((HOOKS, group) for group in HOOK_GROUPS)):
         for point in points.select(group=group):
             facts = known.get(id(point.dist))
             if facts is None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
-from slotline.registry.descriptor import Descriptor
+from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import PluginLoadError
 from slotline.registry.loading import label_of, to_descriptor
 from slotline.registry.records import PluginRecord
@@ -22,6 +23,22 @@ class Collected:
     def add(self, descriptor: Descriptor[Any]) -> None:
         found = to_descriptor(descriptor, f"what hook plugin {self._row.label!r} registers")
         self.rows.append(attrs.evolve(self._row, kind=found.kind, name=found.name, descriptor=found))
+
+    def extend(self, kind: Kind, offers: Iterable[Any]) -> None:
+        """Take what the hook of a slot returned.
+
+        Raises:
+            PluginLoadError: if an offer is no descriptor, or is one of another slot.
+        """
+        what = f"what {kind.hook} of {self._row.label!r} offers"
+        for offer in offers:
+            found = to_descriptor(offer, what)
+            if found.kind is not kind:
+                raise PluginLoadError(
+                    f"{what}: {label_of(found)!r} is a descriptor of another slot",
+                    fix=f"return it from {found.kind.hook}",
+                )
+            self.add(found)
 
 
 def check_identity(row: PluginRecord, descriptor: Descriptor[Any], what: str) -> None:
