@@ -268,6 +268,8 @@ class PluginRegistry:
         return new
 
     def _import(self, row: PluginRecord) -> PluginRecord:
+        if row.descriptor is not None:  # offered by a hook
+            return self._accept(row, row.descriptor)
         assert isinstance(row.kind, Kind)
         try:
             (descriptor,) = self.hooks.offered(row.label, row.kind)
@@ -319,9 +321,6 @@ class PluginRegistry:
         for row in [row for row in self._rows if row.kind == HOOKS and row.state is PluginState.AVAILABLE]:
             offered = apply_lists(self._hook_plugin(row, tolerant), rules, blocked)
             self._rows = settle_duplicates([*self._rows, *offered], rules, tolerant=tolerant)
-            for new in offered:
-                if new.state is PluginState.AVAILABLE and any(other is new for other in self._rows):
-                    self._accept(new, new.descriptor)
 
     def _hook_plugin(self, row: PluginRecord, tolerant: bool) -> list[PluginRecord]:
         """Load a hook plugin; the rows of what it offers. A misspelt hook is an error, any other failure a row."""

@@ -137,12 +137,18 @@ def _called(target: Callable[[], Any], what: str) -> Any:
         raise PluginLoadError(f"{what}: calling {target!r} failed: {one_line(error)}", fix=_load_fix(error)) from error
 
 
-def _check(descriptor: Descriptor[Any], what: str) -> None:
+def capabilities_class(kind: Kind) -> type:
+    """Return the class of a slot's capabilities."""
     from slotline.registry import contracts
 
+    found: type = getattr(contracts, _CAPABILITIES[kind])
+    return found
+
+
+def _check(descriptor: Descriptor[Any], what: str) -> None:
     if not descriptor.factory:
         raise PluginLoadError(f"{what}: its descriptor names no factory", fix="set factory='package.module:attribute'")
-    wanted = getattr(contracts, _CAPABILITIES[descriptor.kind])
+    wanted = capabilities_class(descriptor.kind)
     if not isinstance(descriptor.capabilities, wanted):
         raise PluginLoadError(
             f"{what}: the capabilities of a {descriptor.kind.value} plugin must be {wanted.__name__}, "

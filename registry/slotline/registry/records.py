@@ -23,7 +23,7 @@ PROJECT = "slotline"
 class PluginState(StrEnum):
     """Where a plugin stands."""
 
-    AVAILABLE = "available"  # known from its metadata, not imported
+    AVAILABLE = "available"  # known from metadata or from a package's hooks, not asked for yet
     LOADED = "loaded"
     SELECTED = "selected"  # part of a plan
     FAILED = "failed"
@@ -45,7 +45,7 @@ class PluginRecord:
         path: where the distribution lies, or the file of an inline plugin.
         state: where it stands.
         error: why it failed, is incompatible, blocked or shadowed, in one line.
-        descriptor: once loaded.
+        descriptor: once loaded, or as a package's hook offers it.
         inline: whether the configuration names its file.
     """
 

@@ -179,6 +179,7 @@ class EngineBuilder:
         compiling.listen()
         load_named(planned, adapters)
         runner.router.calculating = scales if scales is not None and scales.pending else None
+        planned.registry.hooks.engine_built(engine)
         return engine
 
     def load_model(self) -> Model:

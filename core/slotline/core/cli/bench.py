@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from slotline.core.building.random_weights import model_folder
 from slotline.core.cli.bench_drafts import drafts_report, drafts_text
-from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json
+from slotline.core.cli.command import (
+    Command,
+    add_config_options,
+    add_json_option,
+    load,
+    overrides,
+    print_header,
+    print_json,
+)
 from slotline.core.cli.table import print_table
 from slotline.core.frontend.workloads import WORKLOADS, Workload, workload
 from slotline.registry.config import LoadedConfig
@@ -62,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report)
     else:
+        print_header(loaded)
         _print(report, rows)
     return 0
 

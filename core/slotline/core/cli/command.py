@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from slotline.registry.config import LoadedConfig, load_config
+
+if TYPE_CHECKING:
+    from slotline.registry.discovery import PluginRegistry
 
 
 @frozen(kw_only=True)
@@ -90,6 +93,15 @@ def warn(lines: Iterable[str]) -> None:
     """Print each distinct warning once, on standard error."""
     for line in dict.fromkeys(lines):
         print(f"warning: {line}", file=sys.stderr)
+
+
+def print_header(loaded: LoadedConfig, registry: PluginRegistry | None = None) -> None:
+    """Print the lines that plugins have for the head of a report (`slotline_report_header`)."""
+    from slotline.registry.discovery import PluginRegistry
+
+    registry = registry or PluginRegistry.discover(loaded, tolerant=True)
+    for line in registry.hooks.report_header(loaded.config):
+        print(line)
 
 
 def print_json(value: Any) -> None:

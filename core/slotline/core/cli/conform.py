@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slotline.core.cli.command import Command, add_json_option, print_json
+from slotline.core.cli.command import Command, add_json_option, print_header, print_json
 from slotline.core.cli.conform_run import require_packages, run_suite
 from slotline.core.cli.conform_show import progress, show
 from slotline.core.cli.table import print_table
+from slotline.registry.config import load_config
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ConfigError
 
@@ -104,6 +105,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(report.to_json())
     else:
+        print_header(load_config())
         show(report, tracebacks=arguments.traceback)
     good = report.clean if arguments.check else report.conformant
     return 0 if good else _NOT_CONFORMANT

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from slotline.core.cli import doctor_install, doctor_machine, doctor_plugins
-from slotline.core.cli.command import Command, add_json_option, print_json
+from slotline.core.cli.command import Command, add_json_option, print_header, print_json
 from slotline.core.cli.finding import Finding, Status
 from slotline.core.cli.table import print_table
+from slotline.registry.config import load_config
+from slotline.registry.errors import SlotlineError
 
 _CHECKS: Sequence[Callable[[], Iterable[Finding]]] = (
     doctor_install.check_versions,
@@ -32,6 +35,8 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"status": worst.label, "findings": [finding.to_json() for finding in findings]})
         return int(worst)
+    with suppress(SlotlineError):  # the checks say what is wrong
+        print_header(load_config())
     print_table(("status", "check", "found"), [(f.status.label, f.check, f.text) for f in findings])
     fixes = [f"  {f.check}: {f.fix}" for f in findings if f.fix and f.status is not Status.OK]
     print("\n".join(["", "what to do", *fixes]) if fixes else "\nnothing to do")

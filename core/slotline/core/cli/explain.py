@@ -7,11 +7,21 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json, warn
+from slotline.core.cli.command import (
+    Command,
+    add_config_options,
+    add_json_option,
+    load,
+    overrides,
+    print_header,
+    print_json,
+    warn,
+)
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.errors import ConfigError, NegotiationError
 
 if TYPE_CHECKING:
+    from slotline.core.planning.plan import Planned
     from slotline.registry.negotiation import Plan
 
 _CODE = re.compile(r"[A-Za-z]\d{3}")
@@ -34,10 +44,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.width < 40:
         raise ConfigError(f"--width {arguments.width} is too narrow", fix="give at least 40 columns")
     try:
-        plan = _plan(load(arguments))
-        other = _plan(load_config(arguments.diff, overrides=overrides(arguments))) if arguments.diff else None
+        planned = _planned(load(arguments))
+        other = _planned(load_config(arguments.diff, overrides=overrides(arguments))).plan if arguments.diff else None
     except NegotiationError as error:
         return _refused(error, arguments)
+    plan = planned.plan
     if other is not None:
         return _show_diff(plan, other, arguments)
     if arguments.why_not:
@@ -45,16 +56,17 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(plan.to_json())
     else:
+        print_header(planned.loaded, planned.registry)
         print(plan.explain(arguments.width), end="")
     return 0
 
 
-def _plan(loaded: LoadedConfig) -> Plan:
+def _planned(loaded: LoadedConfig) -> Planned:
     from slotline.core.planning.plan import make_plan
 
     planned = make_plan(loaded)
     warn((*planned.loaded.warnings, *planned.registry.warnings))
-    return planned.plan
+    return planned
 
 
 def _explain_code(name: str, arguments: argparse.Namespace) -> int:

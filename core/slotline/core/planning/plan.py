@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
         request = with_measurements(request, measured, attention)
     states = state_candidates(registry, info) if facts.state_layers else ()
-    plan = negotiate(request, attention, specs, states)
+    rank = partial(registry.hooks.rank_candidates, device=info)
+    plan = negotiate(request, attention, specs, states, rank)
     if plan.graphs.resolved != "none" and (
         refusal := shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
     ):
@@ -225,7 +227,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
             request = evolve(request, uncaptured=refusal)
         else:  # no downgrade: there is nothing to decode
             request = evolve(request, graphs=Asked("none", refusal))
-        plan = negotiate(request, attention, specs, states)
+        plan = negotiate(request, attention, specs, states, rank)
     offers = offers_of((*attention, *specs, *states))
     refuse_single_plans(loaded, plan, offers)
     plan = with_shards(plan, loaded, shards)

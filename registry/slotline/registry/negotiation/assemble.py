@@ -208,6 +208,8 @@ def _why_chosen(search: Search, solution: Solution, index: int, chosen: Offer, d
     closest = max(decided, key=CRITERIA.index)
     if closest == "measured":
         return _chosen_by_measurement(search, solution, index, chosen)
+    if closest == "preference" and (ranker := _ranker(search, index)) and asked.value in ((), (AUTO,)):
+        return f"{len(decided) + 1} candidates fit; {ranker} puts it first"
     note = chosen.candidate.capabilities.priority_reason
     because = f" ({note})" if closest == "priority" and note else ""
     figures = _cost_text(search, index, chosen)
@@ -244,7 +246,15 @@ def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> t
     criterion = _first_difference(other, solution)
     if criterion == "measured":
         return Reason(code="N191", text=_slower_text(search, solution, index, offer)), criterion
+    if criterion == "preference" and offer.rank == solution.offer(index).rank:
+        ours = solution.offer(index).candidate.name
+        return Reason(code="N191", text=f"ranking: {_ranker(search, index)} puts {ours} first"), criterion
     return Reason(code="N191", text=_loss_text(solution, other, index, offer, criterion)), criterion
+
+
+def _ranker(search: Search, index: int) -> str:
+    """Return the label of the plugin that ordered the candidates of a group, "" without one."""
+    return search.ranked_by.get(search.problem.request.groups[index].name, "")
 
 
 def _slower_text(search: Search, solution: Solution, index: int, offer: Offer) -> str:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from attrs import evolve, frozen
 
+from slotline.registry.hooks import Ranking
 from slotline.registry.negotiation.request import AUTO, EIGHT_BIT, Asked, Candidate, GroupRequest, PlanRequest
 
 Pair = tuple[str, str]
 """(dtype, cache dtype)."""
+
+Ranker = Callable[[str, str, tuple[str, ...]], Ranking | None]
+"""Called with kind, group and the names of the candidates that fit; returns an order of them or None."""
+
+
+def no_ranking(kind: str, group: str, candidates: tuple[str, ...]) -> Ranking | None:
+    """Leave the order of candidates as it is."""
+    return None
 
 
 @frozen(kw_only=True)
@@ -21,6 +30,7 @@ class Problem:
     attention: tuple[Candidate, ...]
     kv_specs: tuple[Candidate, ...]
     waived: frozenset[str] = frozenset()
+    rank: Ranker = no_ranking
 
     def insists(self, key: str) -> bool:
         return key not in self.waived

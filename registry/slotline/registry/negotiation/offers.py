@@ -25,6 +25,9 @@ from slotline.registry.negotiation.needs import (
 from slotline.registry.negotiation.reasons import Reason
 from slotline.registry.negotiation.request import AUTO, Asked, Candidate, GroupRequest, Need
 
+MOST_RANKED = 1000
+"""Bound on the candidates of all groups that plugins rank."""
+
 
 @frozen(kw_only=True)
 class Offer:
@@ -39,6 +42,7 @@ class Offer:
         graphs: (phase, state) under the mode aimed at.
         loss: phases that were wanted inside the graph and will not be.
         rank: place in the user's order of preference.
+        ranking: place in the order that a plugin gives by `slotline_rank_candidates`, 0 for all without one.
         measured: nanoseconds of a step with it; 0 for all where nothing was timed. noise: of that, as a share.
     """
 
@@ -50,6 +54,7 @@ class Offer:
     graphs: tuple[tuple[str, str], ...] = ()
     loss: int = 0
     rank: int = 0
+    ranking: int = 0
     measured: int = 0
     noise: float = 0.0
 
@@ -61,11 +66,16 @@ class Offer:
         return all(align.refusal(size) is None for align, _ in self.preferred)
 
     @property
+    def preference(self) -> int:
+        """The user's order of preference, and within it the order that a plugin gives."""
+        return self.rank * MOST_RANKED + self.ranking
+
+    @property
     def order(self) -> tuple[int, int, int, int, str, str]:
         """What decides between offers that suit the same blocks and layout; smaller is better."""
         candidate = self.candidate
         static = (self.loss, -candidate.capabilities.priority, candidate.name, candidate.distribution)
-        return (self.rank, self.measured, *static)
+        return (self.preference, self.measured, *static)
 
 
 def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> Offer:

@@ -101,21 +101,38 @@ _PartCost = tuple[int, int, int, int, tuple[str, ...], int, tuple[object, ...]]
 
 @define
 class Search:
-    """One problem, with every group compared with every candidate once."""
+    """One problem, with every group compared with every candidate once.
+
+    Attributes:
+        ranked_by: group name -> label of the plugin that ordered its candidates.
+    """
 
     problem: Problem
     _offers: dict[Pair, list[list[Offer]]] = field(factory=dict, init=False)
     _specs: dict[str, list[Candidate]] = field(factory=dict, init=False)
+    ranked_by: dict[str, str] = field(factory=dict, init=False)
 
     def offers(self, pair: Pair) -> list[list[Offer]]:
         """All offers by group, refused ones included, in the candidates' order."""
         if pair not in self._offers:
             problem = self.problem
             self._offers[pair] = [
-                _tied([offer_of(problem, group, candidate, pair) for candidate in problem.candidates_for(group)])
+                self._ranked(
+                    group,
+                    _tied([offer_of(problem, group, candidate, pair) for candidate in problem.candidates_for(group)]),
+                )
                 for group in problem.request.groups
             ]
         return self._offers[pair]
+
+    def _ranked(self, group: GroupRequest, offers: list[Offer]) -> list[Offer]:
+        """Return the offers of a group with their place in the order that a plugin gives, if one does."""
+        names = tuple(offer.candidate.name for offer in offers if not offer.reasons)
+        ranking = self.problem.rank("attention", group.name, names) if len(names) > 1 else None
+        if ranking is None:
+            return offers
+        self.ranked_by[group.name] = ranking.label
+        return [evolve(offer, ranking=ranking.place(offer.candidate.name)) for offer in offers]
 
     def specs(self, kind: str) -> list[Candidate]:
         """The cache specs that may hold a kind."""
@@ -366,7 +383,7 @@ def _first_fits(pools: Sequence[Sequence[Offer]], kernel: int, layout: str) -> t
 
 def _part_cost(offers: Sequence[Offer], kernel_rank: int, layout: str) -> _PartCost:
     return (
-        sum(offer.rank for offer in offers),
+        sum(offer.preference for offer in offers),
         sum(offer.measured for offer in offers),
         sum(offer.loss for offer in offers),
         -sum(offer.candidate.capabilities.priority for offer in offers),

@@ -10,7 +10,7 @@ from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.conflict import explain_infeasible
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.failure import Failure
-from slotline.registry.negotiation.needs import Problem
+from slotline.registry.negotiation.needs import Problem, Ranker, no_ranking
 from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
@@ -23,6 +23,7 @@ def negotiate(
     attention: Sequence[Candidate],
     kv_specs: Sequence[Candidate],
     states: Sequence[Candidate] = (),
+    rank: Ranker = no_ranking,
 ) -> Plan:
     """Find the best plan.
 
@@ -31,6 +32,7 @@ def negotiate(
         attention: the attention backends, usable or not; all of them appear in the record.
         kv_specs: the cache specs, likewise.
         states: the state backends, likewise; looked at only where the model has state layers.
+        rank: orders the candidates that fit a group, if it wants to.
 
     Returns:
         The plan. The same arguments give the same plan in every process.
@@ -42,13 +44,14 @@ def negotiate(
         request=request,
         attention=(*attention, *_missing(_backend_names(request), attention)),
         kv_specs=(*kv_specs, *_missing([asked.value for asked in request.kv_specs.values()], kv_specs)),
+        rank=rank,
     )
     search = Search(problem)
     solution = search.best()
     if solution is None:
         raise _error(explain_infeasible(problem))
     plan = assemble(search, solution, warnings_of(problem))
-    plan = with_states(plan, request, states)
+    plan = with_states(plan, request, states, rank)
     if request.strict:
         hold_strictly(plan, request.allow)
     return plan

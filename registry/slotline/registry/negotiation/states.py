@@ -13,7 +13,7 @@ from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.edits import toml
 from slotline.registry.negotiation.failure import Failure, GroupFailure
 from slotline.registry.negotiation.groups import CAPTURED, NONE, GroupPlan, StateGroupPlan
-from slotline.registry.negotiation.needs import Pair
+from slotline.registry.negotiation.needs import Pair, Ranker, no_ranking
 from slotline.registry.negotiation.offers import not_asked_for, usability
 from slotline.registry.negotiation.parts import part_reasons
 from slotline.registry.negotiation.plan import Plan
@@ -39,10 +39,11 @@ class _Verdict:
     candidate: Candidate
     reasons: tuple[Reason, ...]
     rank: int = 0
+    ranking: int = 0
 
     @property
-    def order(self) -> tuple[int, int, str]:
-        return (self.rank, -self.candidate.capabilities.priority, self.candidate.name)
+    def order(self) -> tuple[int, int, int, str]:
+        return (self.rank, self.ranking, -self.candidate.capabilities.priority, self.candidate.name)
 
 
 def group_states(layers: Sequence[StateLayer]) -> tuple[StateGroupRequest, ...]:
@@ -60,11 +61,11 @@ def group_states(layers: Sequence[StateLayer]) -> tuple[StateGroupRequest, ...]:
     return tuple(groups)
 
 
-def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
+def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate], rank: Ranker = no_ranking) -> Plan:
     """The same plan with the backends of the model's state layers, if it has any; see `choose_states`."""
     if not request.state_groups:
         return plan
-    groups = choose_states(request, candidates, plan.dtype)
+    groups = choose_states(request, candidates, plan.dtype, rank)
     names = {group.layers[0].state_kind: group.backend for group in groups}
     asked = request.state_backend
     setting = Setting(
@@ -158,13 +159,16 @@ def _uncaptured(request: PlanRequest, phase: str, candidate: Candidate) -> list[
     return [text for text in texts if text]
 
 
-def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: str) -> tuple[StateGroupPlan, ...]:
+def choose_states(
+    request: PlanRequest, candidates: Sequence[Candidate], dtype: str, rank: Ranker = no_ranking
+) -> tuple[StateGroupPlan, ...]:
     """The backend of each group of state layers.
 
     Args:
         request: what is asked.
         candidates: the state backends, usable or not; all of them appear in the record.
         dtype: of activations, as resolved.
+        rank: orders the candidates that fit a group, if it wants to.
 
     Raises:
         NegotiationError: naming layers and kinds that no backend serves, or the settings that state layers rule out.
@@ -173,7 +177,18 @@ def choose_states(request: PlanRequest, candidates: Sequence[Candidate], dtype: 
     unserved = [group for group in request.state_groups if all(verdict.reasons for verdict in verdicts[group.name])]
     if unserved:
         raise _unserved(request, candidates, dtype, unserved, verdicts)
-    return tuple(_plan(request, group, verdicts[group.name], dtype) for group in request.state_groups)
+    return tuple(
+        _plan(request, group, *_ranked(group, verdicts[group.name], rank), dtype) for group in request.state_groups
+    )
+
+
+def _ranked(group: StateGroupRequest, verdicts: list[_Verdict], rank: Ranker) -> tuple[list[_Verdict], str]:
+    """Return the verdicts with their place in the order that a plugin gives, and the label of the plugin or ""."""
+    names = tuple(verdict.candidate.name for verdict in verdicts if not verdict.reasons)
+    ranking = rank("state", group.name, names) if len(names) > 1 else None
+    if ranking is None:
+        return verdicts, ""
+    return [evolve(v, ranking=ranking.place(v.candidate.name)) for v in verdicts], ranking.label
 
 
 def _verdicts(
@@ -209,7 +224,9 @@ def _needs(request: PlanRequest, group: StateGroupRequest, pair: Pair) -> tuple[
     )
 
 
-def _plan(request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdict], dtype: str) -> StateGroupPlan:
+def _plan(
+    request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdict], ranker: str, dtype: str
+) -> StateGroupPlan:
     fits = sorted((verdict for verdict in verdicts if not verdict.reasons), key=lambda verdict: verdict.order)
     chosen, candidate = fits[0], fits[0].candidate
     layers = tuple(_typed(layer, dtype) for layer in group.layers)
@@ -226,9 +243,9 @@ def _plan(request: PlanRequest, group: StateGroupRequest, verdicts: list[_Verdic
         max_query_len=request.max_query_len.value,
         graphs=_graph_states(request, candidate),
         rollback_copy=request.query_len.value > 1 and candidate.capabilities.rollback_copy,
-        reason=_why_chosen(request.state_backend_for(group.state_kind), chosen, fits),
+        reason=_why_chosen(request.state_backend_for(group.state_kind), chosen, fits, ranker),
         rejected=tuple(
-            _rejection(verdict, verdict.reasons or (_why_lost(verdict, chosen),))
+            _rejection(verdict, verdict.reasons or (_why_lost(verdict, chosen, ranker),))
             for verdict in verdicts
             if verdict is not chosen
         ),
@@ -241,16 +258,22 @@ def _typed(layer: StateLayer, dtype: str) -> StateLayer:
     return evolve(layer, tensors=tuple(tensors))
 
 
-def _why_chosen(asked: Asked[tuple[str, ...]], chosen: _Verdict, fits: list[_Verdict]) -> str:
+def _why_chosen(asked: Asked[tuple[str, ...]], chosen: _Verdict, fits: list[_Verdict], ranker: str) -> str:
     if asked.value and AUTO not in asked.value:
         return f"named in {asked.origin}" if len(asked.value) == 1 else f"choice {chosen.rank + 1} of {asked.origin}"
-    return "the only candidate that fits" if len(fits) == 1 else f"{len(fits)} candidates fit; decided by priority"
+    if len(fits) == 1:
+        return "the only candidate that fits"
+    if ranker and fits[1].ranking != chosen.ranking:
+        return f"{len(fits)} candidates fit; {ranker} puts it first"
+    return f"{len(fits)} candidates fit; decided by priority"
 
 
-def _why_lost(loser: _Verdict, chosen: _Verdict) -> Reason:
+def _why_lost(loser: _Verdict, chosen: _Verdict, ranker: str) -> Reason:
     ours, theirs = chosen.candidate, loser.candidate
     if loser.rank != chosen.rank:
         text = f"preference: {ours.name} comes first in the configuration"
+    elif loser.ranking != chosen.ranking:
+        text = f"ranking: {ranker} puts {ours.name} first"
     elif theirs.capabilities.priority != ours.capabilities.priority:
         text = f"priority: {theirs.capabilities.priority}, {ours.name} has {ours.capabilities.priority}"
     else:
