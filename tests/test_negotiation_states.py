@@ -11,8 +11,12 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
-from slotline.core.execution.states import refuse_unfit_states, with_state_memory
+from slotline.core.planning.state_facts import refuse_unfit_states
+from slotline.core.planning.state_specs import HeldStates, with_state_memory
+from slotline.plugins.kv_specs.mamba import descriptor as mamba
+from slotline.plugins.kv_specs.state_slots import StateSlots
 from slotline.registry.capability import Flag, Max, Set
+from slotline.registry.contracts import StateSpecContext
 from slotline.registry.contracts.state import StateCapabilities, StateLayer, StateTensorSpec
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import CapacityError, ModelError, NegotiationError, SlotlineError
@@ -39,6 +43,7 @@ def ssm(index: int) -> StateLayer:
     return StateLayer(name=f"layers.{index}.ssm", index=index, state_kind="mamba2", tensors=(spec,), facts=facts)
 
 
+SPECS = (Candidate(descriptor=mamba, distribution="dist-mamba", version="1.0"),)
 LAYERS = (conv(0), ssm(1), conv(2), ssm(3), conv(4, channels=16))
 
 
@@ -51,7 +56,7 @@ def backend(name: str, **changes: Any) -> Candidate:
 
 def plan(*candidates: Candidate, **changes: Any) -> Plan:
     request = PlanRequest(device=CPU, groups=(), state_groups=group_states(LAYERS), **changes)
-    return negotiate(request, (), (), candidates)
+    return negotiate(request, (), SPECS, candidates)
 
 
 def chosen(found: Plan) -> dict[str, str]:
@@ -155,7 +160,10 @@ def test_what_a_backend_holds_to_go_back_is_counted_where_there_is_a_drafter() -
     """Two layers of 3 * 8 numbers, two of 2 * 4 * 8, one of 3 * 16, four bytes each, for ten rows."""
     able = backend("a", rollback=Flag(True), rollback_copy=True)
     for length, expected in ((1, 0), (5, 10 * 4 * (2 * 24 + 2 * 64 + 48))):
-        found = with_state_memory(plan(able, query_len=Asked(length, "drafter ngram", True)), 10, 0)
+        found = plan(able, query_len=Asked(length, "drafter ngram", True))
+        (cache,) = found.state_caches
+        context = StateSpecContext(contract=1, layers=cache.layers, prefix_unit=16, max_model_len=64)
+        found = with_state_memory(found, [HeldStates("mamba", StateSlots(context), cache.layers)], 10, 0)
         assert found.states is not None
         assert found.states.rollback_bytes == expected
         assert ("more to go back to accepted drafts" in found.explain()) == (length > 1)

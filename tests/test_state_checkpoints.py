@@ -13,11 +13,12 @@ from engine_driver import GREEDY, add, mixes_decode_and_prefill, random_prompts,
 from tiny_models import STATE_FAMILIES, family
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.checkpoints import INTERVAL, Checkpoints
+from slotline.core.cache.checkpoints import Checkpoints
 from slotline.core.execution.states import StateRouter
 from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.rows import Rows
-from slotline.registry.contracts import Draft, DraftBatch
+from slotline.plugins.kv_specs.state_slots import INTERVAL, StateSlots
+from slotline.registry.contracts import Draft, DraftBatch, StateSpecContext
 from slotline.registry.errors import IntegrityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -309,7 +310,8 @@ def test_padding_never_reaches_a_slot(tiny: Tiny, engines: Engines) -> None:
 def test_where_a_step_ends_for_a_checkpoint() -> None:
     rows = Rows(4, 2048)
     router = StateRouter([], {}, 6, "cpu")
-    found = Checkpoints(rows, router, 16)
+    rules = StateSlots(StateSpecContext(contract=1, layers=(), prefix_unit=16, max_model_len=2048))
+    found = Checkpoints(rows, router, 16, rules)
     hashes = [bytes([number]) for number in range(40)]
     assert found.aim(0, hashes[:20], 0, 325, divisible=True) == 320  # the last whole unit, before the interval's 256
     found.begin(0, hashes[:20], 0)

@@ -140,16 +140,19 @@ def _close(one: Any, other: Any) -> bool:
 
 @pytest.mark.behaviour(155)
 def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
-    from slotline.core.execution.states import ALIGNMENT, allocate, page_bytes
-    from slotline.registry.contracts import StateLayer, StateTensorSpec
+    from slotline.core.execution.states import allocate
+    from slotline.core.planning.state_specs import HeldStates
+    from slotline.plugins.kv_specs.state_slots import ALIGNMENT, StateSlots
+    from slotline.registry.contracts import StateLayer, StateSpecContext, StateTensorSpec
 
     tensors = (
         StateTensorSpec(name="conv", shape=(5, 3), dtype="bfloat16"),
         StateTensorSpec(name="ssm", shape=(2, 3, 4), dtype="float32"),
     )
     layer = StateLayer(name="mixer", index=0, state_kind="both", tensors=tensors, facts={})
-    state = allocate(layer, 3, "cpu")
-    assert page_bytes(layer) == 2 * ALIGNMENT
+    spec = StateSlots(StateSpecContext(contract=1, layers=(layer,), prefix_unit=16, max_model_len=64))
+    state = allocate([HeldStates("mamba", spec, (layer,))], 3, "cpu")[0]
+    assert spec.page_bytes(layer) == 2 * ALIGNMENT
     assert [tuple(tensor.shape) for tensor in state.values()] == [(3, 5, 3), (3, 2, 3, 4)]
     assert state["ssm"].stride() == (2 * ALIGNMENT // 4, 12, 4, 1)
     assert state["ssm"].data_ptr() - state["conv"].data_ptr() == ALIGNMENT

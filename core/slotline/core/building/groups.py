@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import define, evolve
+from attrs import define, evolve, field
 
 from slotline.core.building.fits import build_plugin
 from slotline.core.building.placement import batches_of
@@ -17,6 +17,7 @@ from slotline.core.cache.kv_scales import KVScaleTable
 from slotline.core.cache.manager import CacheGroup
 from slotline.core.cache.memory import DeviceOf, allocate_pages, bind_caches, no_cache, zeroed_bytes
 from slotline.core.cache.sizing import DeviceMemory, count_slots
+from slotline.core.cache.state_rules import rules_of
 from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
 from slotline.core.execution.context_shards import ContextShards, Shard
@@ -27,6 +28,7 @@ from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.parts import plans_once
 from slotline.core.planning.plan import Planned
+from slotline.core.planning.state_specs import HeldStates, StateSpecBuilder
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
@@ -50,9 +52,17 @@ class GroupBuilder:
 
     Attributes:
         planned: what to build.
+        held_states: the cache specs of the model's states.
     """
 
     planned: Planned
+    held_states: list[HeldStates] = field(init=False)
+
+    @held_states.default
+    def _held_states(self) -> list[HeldStates]:
+        planned = self.planned
+        builder = StateSpecBuilder(planned.loaded, planned.registry, planned.offers, planned.max_model_len)
+        return builder.build(planned.plan)
 
     def specs(self) -> list[KVSpec]:
         """The cache spec of each cache group."""
@@ -260,7 +270,7 @@ class GroupBuilder:
             CapacityError: if that many states do not fit.
         """
         planned, scheduler = self.planned, self.planned.loaded.config.scheduler
-        layers, memory = [layer for group in planned.plan.state_groups for layer in group.layers], planned.plan.states
+        memory = planned.plan.states
         if memory is None:
             return None
         num_slots = count_slots(
@@ -290,15 +300,14 @@ class GroupBuilder:
             )
             backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
             groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers))
-        states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
-        return StateRouter(groups, states, num_slots, planned.device)
+        return StateRouter(groups, allocate(self.held_states, num_slots, planned.device), num_slots, planned.device)
 
     def checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:
         """What is kept of states, where the model keeps any."""
         memory = self.planned.plan.states
         if states is None or memory is None:
             return None
-        return Checkpoints(rows, states, memory.unit)
+        return Checkpoints(rows, states, memory.unit, rules_of([held.spec for held in self.held_states]))
 
 
 def _everywhere(device: str) -> DeviceOf:

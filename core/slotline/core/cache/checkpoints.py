@@ -1,14 +1,8 @@
 """Checkpoints: copies of states where prefixes end, so that a request can go on from a state as from cached blocks.
 
 A state is destructive: it can be kept only at the moment when a request has computed exactly a prefix. So the scheduler
-ends a request's tokens in a step where a copy is worth most, and before the next step the states that stand at such a
-place are copied into slots that no row owns. These places are
-
-* the last whole unit of the tokens that a request comes with: the next one may bring the same tokens and more;
-* where its tokens leave those of earlier requests: a prefix that two of them shared, others will share too;
-* each multiple of the interval, in long prompts and while text is generated.
-
-The second rule is that of Marconi (Pan et al., arXiv 2411.19379, section 4.1), which calls it the branching point.
+ends a request's tokens in a step where the cache specs of states want a checkpoint (`StateSpec.stops`), and before the
+next step the states that stand at such a place (`StateSpec.keeps`) are copied into slots that no row owns.
 
 A slot belongs to its row or to the checkpoints, never to both: a state enters and leaves them as a copy. What the
 state in each slot covers is counted apart from what the rows say, so that the integrity checker can compare the two.
@@ -24,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define
 
-from slotline.core.scheduling.rows import NO_LIMIT, Rows
+from slotline.core.cache.state_rules import StateRules
+from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import BlockHash
+from slotline.registry.contracts.kv_spec import UNDIVIDED
 from slotline.registry.errors import IntegrityError
 
 Int = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-
-INTERVAL = 256
-"""Tokens, in whole units: a request leaves a checkpoint at each multiple."""
 
 MOST_SEEN = 1 << 16
 """Prefixes that are remembered to tell where requests part; of units of 16 tokens, those of a million."""
@@ -71,19 +64,19 @@ class Checkpoints:
         rows: whose slots come first.
         states: in as many slots; those behind the rows' are for checkpoints.
         unit: tokens; a checkpoint stands at a multiple.
+        rules: of the cache specs that hold the states.
 
     Attributes:
-        interval: tokens, a multiple of the unit.
         lengths: [num_slots] int64, tokens that the state in each slot covers, counted step by step.
         prefixes: [num_slots] int64, tokens of the prefix that each checkpoint is found by.
         counts: see `CheckpointCounts`.
     """
 
-    def __init__(self, rows: Rows, states: States, unit: int) -> None:
+    def __init__(self, rows: Rows, states: States, unit: int, rules: StateRules) -> None:
         num_slots = states.num_slots
         self.rows = rows
         self.unit = unit
-        self.interval = interval_of(unit)
+        self.rules = rules
         self.lengths = np.zeros(num_slots, np.int64)
         self.counts = CheckpointCounts()
         self.prefixes = np.zeros(num_slots, np.int64)
@@ -91,9 +84,9 @@ class Checkpoints:
         self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._seen: OrderedDict[BlockHash, None] = OrderedDict()
-        # By row, in tokens: where a step is to end, NO_LIMIT where it may not be cut; and what was copied last.
-        self._last = np.full(rows.max_requests, NO_LIMIT, np.int64)
-        self._branch = np.full(rows.max_requests, NO_LIMIT, np.int64)
+        # By row, in tokens: where a step is to end, UNDIVIDED where it may not be cut; and what was copied last.
+        self._last = np.full(rows.max_requests, UNDIVIDED, np.int64)
+        self._branch = np.full(rows.max_requests, UNDIVIDED, np.int64)
         self._kept = np.zeros(rows.max_requests, np.int64)
 
     @property
@@ -103,7 +96,7 @@ class Checkpoints:
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
         """The longest prefix, in units, whose state is kept; `hashes` are those of whole units from the first on."""
-        return next((count for count in range(len(hashes), 0, -1) if hashes[count - 1] in self._slot_of), 0)
+        return self.rules.prefix_hit(hashes, self._slot_of.__contains__)
 
     def aim(self, row: int, hashes: Sequence[BlockHash], hit: int, count: int, *, divisible: bool) -> int:
         """Choose where a request leaves checkpoints, and cut its first `count` tokens accordingly.
@@ -114,9 +107,9 @@ class Checkpoints:
             divisible: whether its tokens may be divided over steps wherever it helps.
         """
         self._kept[row] = hit
-        self._last[row] = len(hashes) * self.unit if divisible else NO_LIMIT
+        self._last[row] = len(hashes) * self.unit if divisible else UNDIVIDED
         shared = next((n for n, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
-        self._branch[row] = shared * self.unit if divisible else NO_LIMIT
+        self._branch[row] = shared * self.unit if divisible else UNDIVIDED
         return int(self.cut(np.array([row]), np.array([hit]), np.array([count]))[0])
 
     def begin(self, row: int, hashes: Sequence[BlockHash], hit: int) -> None:
@@ -137,19 +130,14 @@ class Checkpoints:
         """`counts` [n] tokens of `rows`, of which `computed` are computed, cut where a checkpoint is to be taken."""
         if not self.num_slots or not (counts > 1).any():
             return counts
-        ends, last, branch = computed + counts, self._last[rows], self._branch[rows]
-        stop = np.where(last == NO_LIMIT, 0, ends // self.interval * self.interval)
-        stop = np.where(last <= ends, np.maximum(stop, last), stop)
-        stop = np.where((branch > computed) & (branch <= ends), branch, stop)
-        cut: Int = np.where(stop > computed, stop - computed, counts)
-        return cut
+        return self.rules.stops(computed, computed + counts, self._last[rows], self._branch[rows]) - computed
 
     def due(self, rows: Int) -> Int:
         """Those of `rows` whose states stand where one is to be kept."""
         if not self.num_slots:
             return rows[:0]
         computed = self.rows.num_computed_tokens[rows]
-        wanted = (computed % self.interval == 0) | (computed == self._last[rows]) | (computed == self._branch[rows])
+        wanted = self.rules.keeps(computed, self._last[rows], self._branch[rows])
         wanted &= self.rows.num_pending[rows] < 2  # behind drafts in flight nobody knows yet how far a state has come
         due: Int = rows[wanted & (computed > 0) & (computed != self._kept[rows])]
         return due
@@ -183,7 +171,7 @@ class Checkpoints:
             done: whether the states have been brought there behind the step's sampling, as where steps overlap.
         """
         self.rows.num_accepted[rows] = np.where(verified, accepted, 1)
-        if (back := accepted < counts).any():
+        if (back := self.rules.rolls_back(counts, accepted)).any():
             if not done:
                 self._states.commit(np.where(back, rows, -1), accepted)
             self.lengths[rows] -= counts - accepted
@@ -210,8 +198,3 @@ class Checkpoints:
             computed = self.rows.num_computed_tokens[row]
             if request is not None and computed > 0 and self.lengths[row] != computed:
                 raise IntegrityError(f"row {row} computed {computed} tokens and its state covers {self.lengths[row]}")
-
-
-def interval_of(unit: int) -> int:
-    """Tokens between the checkpoints of a long prompt or text: whole units."""
-    return -(-INTERVAL // unit) * unit

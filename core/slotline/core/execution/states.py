@@ -9,29 +9,21 @@ behind those of the rows hold checkpoints (`slotline.core.cache.checkpoints`).
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from math import lcm
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, evolve
+from attrs import define
 
-from slotline.core.cache.checkpoints import interval_of
 from slotline.core.cache.memory import zeroed_bytes
 from slotline.core.execution.attention import unowned
-from slotline.registry.contracts import StateBackend, StateBatch, StateLayer, StateTensorSpec
-from slotline.registry.contracts.state import STATE_KINDS
-from slotline.registry.errors import ModelError
-from slotline.registry.negotiation import Plan
-from slotline.registry.negotiation.state_memory import StateMemory
+from slotline.core.planning.state_specs import HeldStates
+from slotline.registry.contracts import StateBackend, StateBatch, StateLayer
 
 Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
 State = Mapping[str, torch.Tensor]
 Int = npt.NDArray[np.int64]
-
-ALIGNMENT = 128
-"""Bytes; where a tensor begins in a slot's page, and what the page is padded to. Kernels load whole vectors."""
 
 
 @define(kw_only=True, eq=False)
@@ -122,106 +114,12 @@ class StateRouter:
         return self._routes[layer.index][1]
 
 
-def with_state_memory(plan: Plan, num_rows: int, checkpoints: int | str) -> Plan:
-    """The same plan with what its states take, if the model keeps any.
-
-    Args:
-        num_rows: rows of the scheduler.
-        checkpoints: as `state.checkpoints` says.
-    """
-    layers = [layer for group in plan.state_groups for layer in group.layers]
-    if not layers:
-        return plan
-    unit = lcm(*(group.block_size for group in plan.cache_groups)) if plan.cache_groups else plan.block_size
-    memory = StateMemory(
-        slot_bytes=sum(map(page_bytes, layers)),
-        used_bytes=sum(_num_bytes(tensor) for layer in layers for tensor in layer.tensors),
-        num_layers=len(layers),
-        num_rows=num_rows,
-        alignment=ALIGNMENT,
-        checkpoints=checkpoints if plan.prefix_caching else 0,
-        unit=unit,
-        interval=interval_of(unit),
-        rollback_bytes=num_rows
-        * sum(
-            _num_bytes(tensor)
-            for group in plan.state_groups
-            if group.rollback_copy
-            for layer in group.layers
-            for tensor in layer.tensors
-        ),
-    )
-    return evolve(plan, states=memory)
-
-
-def refuse_unfit_states(layers: Sequence[StateLayer]) -> None:
-    """Refuse state tensors that are not what the facts of their layer's kind make them, before anything is allocated.
-
-    Raises:
-        ModelError: naming the layer, the tensor, and both shapes.
-    """
-    for layer in layers:
-        for tensor in layer.tensors:
-            if tensor.num_elements < 1 or min(tensor.shape, default=1) < 1:
-                raise _unfit(layer, f"its state {tensor.name!r} of shape {list(tensor.shape)} holds nothing")
-            if tensor.dtype != "auto" and not isinstance(getattr(torch, tensor.dtype, None), torch.dtype):
-                raise _unfit(layer, f"its state {tensor.name!r} has dtype {tensor.dtype!r}, which is no torch dtype")
-        kind = STATE_KINDS.get(layer.state_kind)
-        if kind is None:
-            continue  # a plugin's own; whether a backend serves it is negotiated
-        if missing := sorted(name for sizes in kind.tensors.values() for name in sizes if _fact(layer, name) is None):
-            raise _unfit(layer, f"a {layer.state_kind} layer needs the facts {', '.join(missing)}")
-        wanted = {name: tuple(_fact(layer, size) for size in sizes) for name, sizes in kind.tensors.items()}
-        found = {tensor.name: tensor.shape for tensor in layer.tensors}
-        if wanted != found:
-            raise _unfit(
-                layer, f"its facts make its states {_shapes(wanted)}, and its page is laid out for {_shapes(found)}"
-            )
-
-
-def _fact(layer: StateLayer, size: str) -> int | None:
-    """A size of a state: a fact, or one less than it."""
-    name, _, less = size.partition(" - ")
-    value = layer.facts.get(name)
-    return None if value is None else int(value) - int(less or 0)
-
-
-def _shapes(shapes: Mapping[str, Sequence[int | None]]) -> str:
-    return ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items()) or "none"
-
-
-def _unfit(layer: StateLayer, text: str) -> ModelError:
-    return ModelError(
-        f"state layer {layer.name!r} (kind {layer.state_kind!r}): {text}",
-        fix="correct the checkpoint's config.json; if it is right, tell the author of the model family",
-    )
-
-
-def page_bytes(layer: StateLayer) -> int:
-    """Bytes that one slot takes in a layer, padding included."""
-    return sum(_aligned(_num_bytes(tensor)) for tensor in layer.tensors)
-
-
-def allocate(layer: StateLayer, num_slots: int, device: str) -> State:
-    """The layer's tensors [num_slots, *shape], all in one page for each slot, so that the stride is the page's."""
-    page = page_bytes(layer)
-    raw = zeroed_bytes(num_slots * page, device).view(num_slots, page)
-    found, first = {}, 0
-    for tensor in layer.tensors:
-        part = raw[:, first : first + _num_bytes(tensor)]
-        found[tensor.name] = part.view(_dtype(tensor)).unflatten(1, tensor.shape)
-        first += _aligned(_num_bytes(tensor))
-    return found
-
-
-def _num_bytes(tensor: StateTensorSpec) -> int:
-    return tensor.num_elements * _dtype(tensor).itemsize
-
-
-def _dtype(tensor: StateTensorSpec) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, tensor.dtype)
-    return dtype
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def allocate(held: Sequence[HeldStates], num_slots: int, device: str) -> dict[int, State]:
+    """Return the zeroed tensors [num_slots, *shape] of each state layer, by layer index and name."""
+    states: dict[int, State] = {}
+    for part in held:
+        for layer in part.layers:
+            page = part.spec.page_bytes(layer)
+            raw = zeroed_bytes(num_slots * page, device).view(num_slots, page)
+            states[layer.index] = part.spec.bind(raw, layer, num_slots)
+    return states

@@ -9,7 +9,6 @@ from typing import Any
 
 from attrs import evolve, frozen
 
-from slotline.core.execution.states import refuse_unfit_states, with_state_memory
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder, plan_pool
 from slotline.core.planning.connector import choose_connector, refuse_connector
 from slotline.core.planning.context import ContextDevices, context_devices, for_shards, refuse_context, with_shards
@@ -33,6 +32,8 @@ from slotline.core.planning.parts import (
     refuse_variance,
 )
 from slotline.core.planning.stages import Stages, describe_devices, divide, pipeline_devices
+from slotline.core.planning.state_facts import refuse_unfit_states
+from slotline.core.planning.state_specs import StateSpecBuilder, with_state_memory
 from slotline.core.scheduling.whole_prompts import (
     length_of_whole_prompts,
     refuse_cache_dtype,
@@ -233,7 +234,8 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     plan = with_shards(plan, loaded, shards)
     builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
     plan = plan_pool(plan, request, builder)
-    plan = with_state_memory(plan, config.scheduler.max_requests, config.state.checkpoints)
+    held = StateSpecBuilder(loaded, registry, offers, max_model_len).build(plan)
+    plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
     tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
     draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
     adaptive = choose_adaptive(loaded, drafter, tree)
@@ -321,6 +323,8 @@ def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
         registry.mark_selected(Kind.STATE, state_group.backend)
     for cache_group in plan.cache_groups:
         registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
+    for state_cache in plan.state_caches:
+        registry.mark_selected(Kind.KV_SPEC, state_cache.kv_spec)
     for part in plan.parts:
         registry.mark_selected(Kind(part.kind), part.name)
 

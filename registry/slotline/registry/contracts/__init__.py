@@ -33,7 +33,14 @@ from slotline.registry.contracts.kv_connector import (
     KVConnectorCapabilities,
     KVConnectorContext,
 )
-from slotline.registry.contracts.kv_spec import BlockHash, KVSpec, KVSpecCapabilities, KVSpecContext
+from slotline.registry.contracts.kv_spec import (
+    BlockHash,
+    KVSpec,
+    KVSpecCapabilities,
+    KVSpecContext,
+    StateSpec,
+    StateSpecContext,
+)
 from slotline.registry.contracts.logits_processor import (
     Companion,
     LogitsBatch,
@@ -137,6 +144,8 @@ __all__ = [
     "StateCapabilities",
     "StateContext",
     "StateLayer",
+    "StateSpec",
+    "StateSpecContext",
     "StateTensorSpec",
     "StructuredOutput",
     "StructuredOutputCapabilities",

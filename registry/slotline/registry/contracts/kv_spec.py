@@ -1,24 +1,39 @@
-"""The KV-cache contract, version 1: what a kind of cache needs from the block pool.
+"""The KV-cache contract, version 1: what a kind of cache needs from the block pool, or from the slots of states.
 
 A spec is built once for a cache group (layers that share one block table). The core owns the pool, the tables and the
 reference counts; the spec answers questions about them. All counts are per request unless stated otherwise.
+
+**Specs of states.** Layers with a state of fixed size (Mamba, linear attention, short convolutions) have slots instead
+of blocks. Their spec declares ``state``. Its factory gets a `StateSpecContext` and returns a `StateSpec`, once for all
+layers of the model that it holds. The core owns the slots and copies whole slots. The spec lays out their memory, and
+it decides where checkpoints are taken, from which checkpoint a request goes on, and whose state goes back after drafts
+were rejected. A checkpoint is a copy of a request's state behind a prefix of its tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import frozen
 
 from slotline.registry.capability import Align, Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.contracts.state import StateLayer
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+    Int = npt.NDArray[np.int64]
+    Mask = npt.NDArray[np.bool_]
 
 BlockHash = bytes
 """The chained hash of a full block: of its tokens, all before it, and what else tells two prefixes apart."""
+
+UNDIVIDED = (1 << 63) - 1
+"""Number of tokens that stands for no place: a request's tokens may not be divided over steps."""
 
 
 @frozen(kw_only=True)
@@ -35,6 +50,9 @@ class KVSpecCapabilities:
         page_stride: whether `bind` takes kernel blocks that lie apart, so that groups with other pages can share the
             pool's memory. Without it each block takes memory in every group, and the plan says how much that wastes.
         priority: `auto` prefers the higher figure.
+        state: whether it holds states in slots instead of keys and values in blocks; see the module. Of the other
+            capabilities `kv_kinds` and `exact_kinds` then name kinds of state layers, `prefix_caching` says whether
+            it takes checkpoints, and those about blocks count for nothing.
     """
 
     kv_kinds: Set[str]
@@ -44,6 +62,7 @@ class KVSpecCapabilities:
     prefix_caching: Flag = Flag(True)
     page_stride: Flag = Flag(False)
     priority: int = 0
+    state: Flag = Flag(False)
 
 
 @frozen(kw_only=True)
@@ -103,5 +122,99 @@ class KVSpec(Protocol):
         `raw` is uint8, either [num_blocks * page_bytes(layer)], or, where `page_stride` is declared, a row for each
         kernel block, [num_blocks * ratio, page_bytes(layer) / ratio] with rows apart (`ratio` kernel blocks make one
         manager block).
+        """
+        ...
+
+
+@frozen(kw_only=True)
+class StateSpecContext:
+    """Input of the factory of a spec of states.
+
+    Attributes:
+        contract: the bound contract version.
+        layers: the state layers that it holds; their tensors have resolved dtypes.
+        prefix_unit: tokens; prefixes that requests share are multiples of it.
+        max_model_len: longest sequence.
+        options: the plugin's own table or None.
+    """
+
+    contract: int
+    layers: tuple[StateLayer, ...]
+    prefix_unit: int
+    max_model_len: int
+    options: Any = None
+
+
+class StateSpec(Protocol):
+    """Built cache spec of layers that keep a state of fixed size.
+
+    The arrays of `stops`, `keeps` and `rolls_back` have one entry for each request, int64 unless stated otherwise, and
+    must not be written to. `last` is the number of tokens in whole units that a request came with, `branch` the number
+    of tokens that it shares with earlier requests, in whole units. Both are `UNDIVIDED` for a request whose tokens may
+    not be divided over steps.
+    """
+
+    @property
+    def interval(self) -> int:
+        """Tokens between the checkpoints of a long prompt or text, a multiple of `prefix_unit`."""
+        ...
+
+    @property
+    def alignment(self) -> int:
+        """Bytes; each tensor of a slot begins at a multiple."""
+        ...
+
+    def page_bytes(self, layer: StateLayer) -> int:
+        """Return the bytes that one slot takes in one layer, padding included."""
+        ...
+
+    def bind(self, raw: torch.Tensor, layer: StateLayer, num_slots: int) -> Mapping[str, torch.Tensor]:
+        """View a layer's memory as its tensors.
+
+        Args:
+            raw: [num_slots, page_bytes(layer)] uint8.
+            layer: one of the context's.
+            num_slots: slots of rows and of checkpoints.
+
+        Returns:
+            By name [num_slots, *shape] in the tensor's dtype, without overlap.
+        """
+        ...
+
+    def stops(self, computed: Int, ends: Int, last: Int, branch: Int) -> Int:
+        """Return where a step ends each request's tokens so that a checkpoint can be taken there.
+
+        Args:
+            computed: tokens that are computed.
+            ends: tokens that would be computed after the step, more than `computed`.
+            last, branch: see the class.
+
+        Returns:
+            A number of tokens above `computed` and up to `ends`; `ends` to leave a request's tokens undivided.
+        """
+        ...
+
+    def keeps(self, computed: Int, last: Int, branch: Int) -> Mask:
+        """Return whose states are to be kept, between two steps, at `computed` tokens: [n] bool."""
+        ...
+
+    def prefix_hit(self, hashes: Sequence[BlockHash], is_kept: Callable[[BlockHash], bool]) -> int:
+        """Return the longest prefix that a request can go on from, in units.
+
+        Args:
+            hashes: of prefixes of 1, 2, 3, ... units.
+            is_kept: whether the state behind a prefix is kept.
+
+        Returns:
+            A number n up to ``len(hashes)`` with ``is_kept(hashes[n - 1])``, or 0.
+        """
+        ...
+
+    def rolls_back(self, counts: Int, accepted: Int) -> Mask:
+        """Return whose states must go back after a step: [n] bool.
+
+        Args:
+            counts: tokens that the step computed.
+            accepted: those of them that count, the first ones.
         """
         ...

@@ -4,7 +4,7 @@ from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not
 from slotline.registry.negotiation.failure import Conflict, Failure
 from slotline.registry.negotiation.graphs import capture_sizes
-from slotline.registry.negotiation.groups import CacheGroupPlan, GraphPlan, GroupPlan, StateGroupPlan
+from slotline.registry.negotiation.groups import CacheGroupPlan, GraphPlan, GroupPlan, StateCachePlan, StateGroupPlan
 from slotline.registry.negotiation.measured import Measured, MeasuredRun, with_measurements
 from slotline.registry.negotiation.pages import GroupPage, PoolPlan
 from slotline.registry.negotiation.parts import part_reasons
@@ -57,6 +57,7 @@ __all__ = [
     "Rejection",
     "Setting",
     "Severity",
+    "StateCachePlan",
     "StateGroupPlan",
     "StateGroupRequest",
     "attention_candidates",

@@ -12,7 +12,7 @@ from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation.codes import CODES
 from slotline.registry.negotiation.columns import LABEL, hang, place, row, rows, table
 from slotline.registry.negotiation.failure import Conflict, Failure, GroupFailure
-from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GroupPlan, StateGroupPlan
+from slotline.registry.negotiation.groups import NONE, CacheGroupPlan, GroupPlan, StateCachePlan, StateGroupPlan
 from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note, Rejection
 
@@ -43,7 +43,9 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
         lines += ["", *_state_group(state_group, width)]
     lines += ["", *(line for group in plan.cache_groups for line in _cache_group(group, width))]
     lines += rows("pool", plan.pool.lines() if plan.pool else (), width)
-    lines += rows("states", plan.states.lines(plan.pool) if plan.states else (), width)
+    for cache in plan.state_caches:
+        lines += _state_cache(cache, width)
+    lines += rows("", plan.states.lines(plan.pool) if plan.states else (), width)
     lines += _graphs(plan, width)
     lines += rows("parts", _parts(plan), width)
     lines += ["", "settings", *_settings(plan)]
@@ -192,6 +194,15 @@ def _cache_group(group: CacheGroupPlan, width: int) -> list[str]:
         f"of kind {', '.join(group.kinds)}{waste}: {group.reason}"
     )
     return [*row("cache", text, width), *_rejected(group.rejected, width, "rejected")]
+
+
+def _state_cache(cache: StateCachePlan, width: int) -> list[str]:
+    waste = f", inexact for {', '.join(cache.inexact)}" if cache.inexact else ""
+    text = (
+        f"kv_spec {_named(cache.kv_spec, cache)} holds the states of {_count(len(cache.layers), 'layer')} "
+        f"of kind {', '.join(cache.kinds)}{waste}: {cache.reason}"
+    )
+    return [*row("states", text, width), *_rejected(cache.rejected, width, "rejected")]
 
 
 def _graphs(plan: Plan, width: int) -> list[str]:

@@ -186,6 +186,42 @@ class GroupPlan:
 
 
 @frozen(kw_only=True)
+class StateCachePlan:
+    """State layers whose memory and checkpoints one cache spec decides on.
+
+    Attributes:
+        kv_spec: the plugin; `distribution`, `version`, `contract` say which.
+        kinds: the layer kinds it holds; `inexact` those that it does not name as exact.
+        layers: in model order; their tensors have resolved dtypes.
+        reason: why this spec; rejected: the others.
+    """
+
+    kv_spec: str
+    distribution: str = ""
+    version: str = ""
+    contract: int = 1
+    kinds: tuple[str, ...]
+    inexact: tuple[str, ...] = ()
+    layers: tuple[StateLayer, ...]
+    reason: str = ""
+    rejected: tuple[Rejection, ...] = ()
+
+    def decision(self) -> dict[str, Any]:
+        """Return the decision without its reasons."""
+        return {
+            **source_of(self),
+            "kv_spec": self.kv_spec,
+            "contract": self.contract,
+            "kinds": list(self.kinds),
+            "inexact": list(self.inexact),
+            "layers": [layer.name for layer in self.layers],
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
+
+
+@frozen(kw_only=True)
 class StateGroupPlan:
     """State layers of one kind and the backend that serves them. Each request has one slot of state in every layer.
 

@@ -344,6 +344,9 @@ def kv_reasons(problem: Problem, kind: str, candidate: Candidate) -> tuple[Reaso
     if unusable:
         return tuple(reasons)
     offer, size, sharing = candidate.capabilities, request.block_size, request.prefix_caching
+    if offer.state.support:
+        reasons.append(reason_of("kv_kinds", f"needs {kind}, and it holds states, not blocks", f"model: {kind} layers"))
+        return tuple(reasons)
     if problem.insists(model_key("kv_kind", kind)) and (text := offer.kv_kinds.refusal(kind)):
         reasons.append(reason_of("kv_kinds", text, f"model: {kind} layers"))
     if (

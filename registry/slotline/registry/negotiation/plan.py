@@ -11,7 +11,7 @@ from attrs import asdict, evolve, field, frozen
 
 from slotline.registry.contracts.model_family import Stage
 from slotline.registry.descriptor import DeviceInfo
-from slotline.registry.negotiation.groups import CacheGroupPlan, GraphPlan, GroupPlan, StateGroupPlan
+from slotline.registry.negotiation.groups import CacheGroupPlan, GraphPlan, GroupPlan, StateCachePlan, StateGroupPlan
 from slotline.registry.negotiation.pages import PoolPlan
 from slotline.registry.negotiation.reasons import Note, source_of
 from slotline.registry.negotiation.request import Part, Setting
@@ -31,6 +31,7 @@ class Plan:
         states: how the memory of state layers is cut; None without them, or where nobody asked.
         graphs: the graph mode.
         state_groups: the decisions for layers that keep a state instead of keys and values.
+        state_caches: the cache specs that hold the states.
         downgrades: what came out otherwise than asked or than usual; an error each under `strict`.
         warnings: what the user should look at besides.
         notes: what differs from the plainest case without any cost.
@@ -50,6 +51,7 @@ class Plan:
     groups: tuple[GroupPlan, ...]
     graphs: GraphPlan
     state_groups: tuple[StateGroupPlan, ...] = ()
+    state_caches: tuple[StateCachePlan, ...] = ()
     pool: PoolPlan | None = None
     states: StateMemory | None = None
     downgrades: tuple[Note, ...] = ()
@@ -98,6 +100,7 @@ class Plan:
             "cache_groups": [group.decision() for group in self.cache_groups],
             "groups": [group.decision() for group in self.groups],
             **({"state_groups": [group.decision() for group in self.state_groups]} if self.state_groups else {}),
+            **({"state_caches": [cache.decision() for cache in self.state_caches]} if self.state_caches else {}),
             "graphs": self.graphs.decision(),
             **({} if self.pool is None else {"pool": self.pool.to_json()}),
             **({} if self.states is None else {"states": self.states.to_json()}),
@@ -122,6 +125,7 @@ class Plan:
             "cache_groups": [group.to_json() for group in self.cache_groups],
             "groups": [group.to_json() for group in self.groups],
             "state_groups": [group.to_json() for group in self.state_groups],
+            "state_caches": [cache.to_json() for cache in self.state_caches],
             "settings": [setting.to_json() for setting in self.settings],
             "stages": self._stages(),
             "downgrades": [note.to_json() for note in self.downgrades],

@@ -15,6 +15,7 @@ from slotline.registry.negotiation.plan import Plan
 from slotline.registry.negotiation.reasons import Note
 from slotline.registry.negotiation.request import AUTO, Candidate, PlanRequest
 from slotline.registry.negotiation.search import Search
+from slotline.registry.negotiation.state_caches import holds_states
 from slotline.registry.negotiation.states import with_states
 
 
@@ -30,7 +31,7 @@ def negotiate(
     Args:
         request: what is asked; it stays as it is.
         attention: the attention backends, usable or not; all of them appear in the record.
-        kv_specs: the cache specs, likewise.
+        kv_specs: the cache specs, those of blocks and those of states, likewise.
         states: the state backends, likewise; looked at only where the model has state layers.
         rank: orders the candidates that fit a group, if it wants to.
 
@@ -40,10 +41,11 @@ def negotiate(
     Raises:
         NegotiationError: if nothing satisfies the request, or if the request is strict and the plan differs from it.
     """
+    all_specs = (*kv_specs, *_missing([asked.value for asked in request.kv_specs.values()], kv_specs))
     problem = Problem(
         request=request,
         attention=(*attention, *_missing(_backend_names(request), attention)),
-        kv_specs=(*kv_specs, *_missing([asked.value for asked in request.kv_specs.values()], kv_specs)),
+        kv_specs=_specs_of_blocks(request, all_specs),
         rank=rank,
     )
     search = Search(problem)
@@ -51,10 +53,17 @@ def negotiate(
     if solution is None:
         raise _error(explain_infeasible(problem))
     plan = assemble(search, solution, warnings_of(problem))
-    plan = with_states(plan, request, states, rank)
+    plan = with_states(plan, request, states, all_specs, rank)
     if request.strict:
         hold_strictly(plan, request.allow)
     return plan
+
+
+def _specs_of_blocks(request: PlanRequest, specs: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Return the specs that may hold keys and values, and those of states that were named for such layers."""
+    kinds = {group.kv_kind for group in request.groups}
+    named = {asked.value for kind, asked in request.kv_specs.items() if kind in kinds}
+    return tuple(spec for spec in specs if spec.name in named or not holds_states(spec))
 
 
 def _backend_names(request: PlanRequest) -> list[str]:
@@ -94,7 +103,7 @@ def _failed_imports(problem: Problem) -> list[Note]:
 def _idle_entries(request: PlanRequest, kinds: Sequence[str]) -> list[Note]:
     tables = {"cache.kv_spec": list(request.kv_specs)}
     present = {
-        "cache.kv_spec": set(kinds),
+        "cache.kv_spec": {*kinds, *(group.state_kind for group in request.state_groups)},
         "attention.backend": {group.kv_kind for group in request.groups},
         "state.backend": {group.state_kind for group in request.state_groups},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from attrs import evolve, frozen
 
@@ -27,6 +28,7 @@ from slotline.registry.negotiation.request import (
     Setting,
     StateGroupRequest,
 )
+from slotline.registry.negotiation.state_caches import choose_state_caches
 
 STATE_DTYPE = "float32"
 """Of recurrent states: what is rounded in them stays wrong for the rest of a request."""
@@ -61,8 +63,18 @@ def group_states(layers: Sequence[StateLayer]) -> tuple[StateGroupRequest, ...]:
     return tuple(groups)
 
 
-def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate], rank: Ranker = no_ranking) -> Plan:
-    """The same plan with the backends of the model's state layers, if it has any; see `choose_states`."""
+def with_states(
+    plan: Plan,
+    request: PlanRequest,
+    candidates: Sequence[Candidate],
+    specs: Sequence[Candidate],
+    rank: Ranker = no_ranking,
+) -> Plan:
+    """Return the plan with the backends and cache specs of the model's state layers, if it has any.
+
+    Raises:
+        NegotiationError: see `choose_states` and `choose_state_caches`.
+    """
     if not request.state_groups:
         return plan
     groups = choose_states(request, candidates, plan.dtype, rank)
@@ -75,16 +87,29 @@ def with_states(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate
         origin=asked.origin,
         explicit=asked.explicit,
     )
-    plan = evolve(plan, state_groups=groups, settings=(*plan.settings, setting))
+    caches = choose_state_caches(request, specs, groups)
+    plan = evolve(plan, state_groups=groups, state_caches=caches, settings=(*plan.settings, setting))
     plan = _captured_as_far_as_states_allow(plan, request, candidates)
-    return _shared_as_far_as_states_allow(plan, request, candidates)
+    return _shared_as_far_as_states_allow(plan, (*candidates, *specs))
 
 
-def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
-    """The same plan, without prefix caching where a chosen state backend makes no checkpoints."""
-    offers = {candidate.name: candidate.capabilities for candidate in candidates}
-    losing = [group for group in plan.state_groups if offers[group.backend].checkpoints.refusal(True) is not None]
-    if not losing or not plan.prefix_caching:
+def _shared_as_far_as_states_allow(plan: Plan, candidates: Sequence[Candidate]) -> Plan:
+    """Return the plan, without prefix caching where a chosen state backend or spec takes no checkpoints."""
+    if not plan.prefix_caching:
+        return plan
+    because = (
+        *(
+            f"{group.name} layers: {group.backend} makes no checkpoints of their states"
+            for group in plan.state_groups
+            if _offer(candidates, group.backend, "checkpoints").refusal(True) is not None
+        ),
+        *(
+            f"{', '.join(cache.kinds)} layers: kv_spec {cache.kv_spec} takes no checkpoints"
+            for cache in plan.state_caches
+            if _offer(candidates, cache.kv_spec, "prefix_caching").refusal(True) is not None
+        ),
+    )
+    if not because:
         return plan
     note = Note(
         code="N331",
@@ -92,7 +117,7 @@ def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates:
         text="prefix caching is off",
         asked="true",
         resolved="false",
-        because=tuple(f"{group.name} layers: {group.backend} makes no checkpoints of their states" for group in losing),
+        because=because,
         to_avoid=("cache.prefix_caching = false",),
     )
     off = {"cache.prefix_caching", "attention.cascade"}  # no blocks are shared, so no step has a common prefix
@@ -102,6 +127,12 @@ def _shared_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates:
         settings=tuple(evolve(s, resolved="false") if s.key in off else s for s in plan.settings),
         downgrades=(*plan.downgrades, note),
     )
+
+
+def _offer(candidates: Sequence[Candidate], name: str, capability: str) -> Any:
+    """Return one capability of the candidate of that name that has it."""
+    found = (getattr(item.capabilities, capability, None) for item in candidates if item.name == name)
+    return next(offer for offer in found if offer is not None)
 
 
 def _captured_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
