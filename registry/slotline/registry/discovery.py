@@ -106,8 +106,9 @@ class PluginRegistry:
         for row in registry._inline():
             registry._accept(row, row.descriptor)
         registry._load_hooks(rules, blocked, tolerant)
-        if loaded is not None and not tolerant:
-            registry.warnings += loaded.check_plugin_tables(registry.installed()).warnings
+        if loaded is not None:
+            checked = loaded if tolerant else loaded.check_plugin_tables(registry.installed())
+            registry.warnings += checked.warnings
         return registry
 
     def records(self) -> tuple[PluginRecord, ...]:

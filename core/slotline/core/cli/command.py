@@ -92,6 +92,12 @@ def warn(lines: Iterable[str]) -> None:
         print(f"warning: {line}", file=sys.stderr)
 
 
+def print_inline(loaded: LoadedConfig) -> None:
+    """Print a line for each inline plugin, so that no file runs unnamed."""
+    for line in loaded.inline_files:
+        print(f"inline code: {line}")
+
+
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))

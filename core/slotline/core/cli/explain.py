@@ -7,7 +7,16 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from slotline.core.cli.command import Command, add_config_options, add_json_option, load, overrides, print_json, warn
+from slotline.core.cli.command import (
+    Command,
+    add_config_options,
+    add_json_option,
+    load,
+    overrides,
+    print_inline,
+    print_json,
+    warn,
+)
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.errors import ConfigError, NegotiationError
 
@@ -33,11 +42,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return _explain_code(code, arguments)
     if arguments.width < 40:
         raise ConfigError(f"--width {arguments.width} is too narrow", fix="give at least 40 columns")
+    loaded = load(arguments)
     try:
-        plan = _plan(load(arguments))
+        plan = _plan(loaded)
         other = _plan(load_config(arguments.diff, overrides=overrides(arguments))) if arguments.diff else None
     except NegotiationError as error:
-        return _refused(error, arguments)
+        return _refused(error, loaded, arguments)
     if other is not None:
         return _show_diff(plan, other, arguments)
     if arguments.why_not:
@@ -70,14 +80,15 @@ def _explain_code(name: str, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refused(error: NegotiationError, arguments: argparse.Namespace) -> int:
+def _refused(error: NegotiationError, loaded: LoadedConfig, arguments: argparse.Namespace) -> int:
     """There is no plan: the record of why, or of why one plugin could not serve."""
     if arguments.why_not and error.failure is not None:
         _show_why_not(error, arguments)
     elif arguments.json:
-        print_json(error.to_json())
+        print_json({**error.to_json(), "inline_plugins": list(loaded.inline_files)})
     else:
         print(error.explain(arguments.width).rstrip("\n"))
+        print_inline(loaded)
     return _NO_PLAN
 
 
