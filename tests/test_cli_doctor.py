@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from cli_cases import pretend_installed
 from packaging.requirements import Requirement
 
-from slotline.core.cli import main
+from slotline.core.cli import doctor, main
 from slotline.core.cli.doctor_install import differences, namespace_finding, version_finding
 from slotline.core.cli.doctor_machine import nvidia_driver, threads_finding
-from slotline.core.cli.doctor_plugins import check_duplicates, import_findings
+from slotline.core.cli.doctor_plugins import check_configuration, check_duplicates, import_findings
 from slotline.core.cli.finding import Status
 from slotline.registry.records import PluginRecord, installed_records
 
@@ -25,8 +27,99 @@ def test_doctor_reports_every_part_and_its_exit_code_is_the_worst_row(capsys: py
     assert {"python", "torch", "transformers", "numpy", "numba", "namespace", "cpu", "threads"} <= rows.keys()
     assert rows["attention:torch"]["status"] == "ok"
     assert code == {"ok": 0, "warn": 1, "fail": 2}[report["status"]]
-    assert report["status"] == max((row["status"] for row in rows.values()), key=["ok", "warn", "fail"].index)
+    worst = max((row["status"] for row in rows.values()), key=["optional", "ok", "warn", "fail"].index)
+    assert report["status"] == worst
+    assert {row["group"] for row in rows.values()} >= {"installation", "machine", "attention plugins"}
+    assert rows["attention:torch"]["runs_here"] is True
+    if not torch.cuda.is_available():
+        assert rows["attention:triton"]["status"] == "optional"
+        assert rows["attention:triton"]["runs_here"] is False
+        assert rows["attention:triton"]["why_not"] == "needs cuda, this machine has cpu"
+    if find_spec("flash_attn") is None:
+        assert rows["attention:flash_attn"]["status"] == "optional"
+        assert "the package flash_attn is not installed" in rows["attention:flash_attn"]["text"]
     assert all(row["fix"] for row in rows.values() if row["status"] != "ok")
+
+
+PLUGIN = """
+from slotline.registry import Descriptor, Kind
+from slotline.registry.contracts import LoraCapabilities
+from slotline.registry.capability import Max, Set
+def probe(device):
+    {probe}
+descriptor = Descriptor(
+    kind=Kind.LORA, name=__name__, factory="{factory}", probe=probe,
+    capabilities=LoraCapabilities(
+        devices=Set(("{device}",)), dtypes=Set(("float32",)), target_modules=Set(None), max_rank=Max(8)
+    ),
+)
+"""
+
+
+def test_a_sound_plugin_that_cannot_run_here_is_optional_and_a_broken_one_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sound, refuses = "return descriptor.capabilities", "return 'the probe says no'"
+    plugins = {
+        "a_runs": (sound, "builtins:dict", "cpu"),
+        "b_other_device": (sound, "builtins:dict", "tpu"),
+        "c_other_device_and_package": (sound, "package_for_tpu:X", "tpu"),
+        "d_optional_package": (sound, "optional_package:X", "cpu"),
+        "e_broken": (sound, "no_such_package:X", "cpu"),
+        "f_probe_refuses": (refuses, "builtins:dict", "cpu"),
+        "g_probe_refuses_for_a_package": (refuses, "no_such_package:X", "cpu"),
+        "h_probe_raises": ("raise ValueError('broken probe')", "builtins:dict", "cpu"),
+        "i_own_module_is_gone": (sound, "slotline.no_such_module:X", "tpu"),
+    }
+    for name, (probe, factory, device) in plugins.items():
+        (tmp_path / f"{name}.py").write_text(PLUGIN.format(probe=probe, factory=factory, device=device))
+    pretend_installed(monkeypatch, tmp_path, "odd", {"slotline.lora": {name: f"{name}:descriptor" for name in plugins}})
+    with next(tmp_path.glob("*.dist-info/METADATA")).open("a") as metadata:
+        metadata.write("Provides-Extra: more\nRequires-Dist: optional-package>=1; extra == 'more'\n")
+    rows = [row for row in installed_records() if row.distribution == "odd"]
+    findings = list(import_findings(rows))
+    found = {finding.check.partition(":")[2][0]: finding for finding in findings}
+    labels = {key: finding.status.label for key, finding in found.items()}
+    assert labels == {
+        "a": "ok",
+        "b": "optional",
+        "c": "optional",
+        "d": "optional",
+        "e": "fail",
+        "f": "optional",
+        "g": "optional",
+        "h": "warn",
+        "i": "fail",
+    }
+    assert [finding.runs_here for finding in findings] == [True, *[False] * 8]
+    assert found["b"].why_not.startswith("needs tpu, this machine has cpu")
+    assert found["d"].text == "odd 0.1.0: the package optional_package is not installed"
+    assert found["g"].why_not == "the probe says no"
+    assert "broken probe" in found["h"].text
+    monkeypatch.setattr(doctor, "_CHECKS", (("plugins", lambda: iter(findings[:4])),))
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "lora plugins"
+    assert lines[1].split() == ["status", "name", "runs", "here", "found"]
+    assert lines[2].split() == ["ok", "a_runs", "yes", "odd", "0.1.0,", "contract", "1"]
+    assert lines[-1] == "nothing to do"
+    monkeypatch.setattr(doctor, "_CHECKS", (("plugins", lambda: iter(findings)),))
+    assert main(["doctor"]) == 2
+
+
+def test_a_variable_of_another_program_is_a_warning_and_a_wrong_one_a_failure_with_its_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLOTLINE_ROOT", "/opt")
+    (finding,) = check_configuration()
+    assert finding.status is Status.WARN
+    assert "SLOTLINE_ROOT" in finding.text
+    assert "SLOTLINE_ROOT" not in " ".join(finding.text for finding in check_duplicates())
+    monkeypatch.setenv("SLOTLINE_MODELL", "x")
+    (finding,) = doctor._findings("installation", check_configuration)
+    assert finding.status is Status.FAIL
+    assert "did you mean 'model'?" in finding.text
+    assert finding.fix
 
 
 def test_a_plugin_that_kills_its_process_is_a_row_and_the_others_are_still_tried(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 from cli_cases import pretend_installed
 
 from slotline.core.cli import main
-from slotline.core.cli.table import plain_table
+from slotline.core.cli.table import plain_table, print_table
 from slotline.registry.config import load_config
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
@@ -24,6 +26,65 @@ def test_plugins_are_listed_without_importing_them_and_loaded_if_asked(capsys: p
     assert main(["plugins", "--json", "--load"]) == 0
     rows = {f"{row['kind']}:{row['name']}": row for row in json.loads(capsys.readouterr().out)}
     assert (rows["attention:torch"]["state"], rows["attention:torch"]["contract"]) == ("loaded", "1")
+    assert (rows["attention:torch"]["runs_here"], rows["attention:torch"]["devices"][0]) == (True, "cpu")
+    if not torch.cuda.is_available():
+        assert rows["lora:triton"]["runs_here"] is False
+        assert rows["lora:triton"]["why_not"] == "needs cuda, this machine has cpu"
+
+
+def test_the_path_column_stands_only_where_a_path_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plugins"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split() == ["kind", "name", "from", "contract", "state", "runs", "here"]
+    assert all(row.split()[-1] == "-" for row in rows)
+    pretend_installed(monkeypatch, tmp_path, "other", {"slotline.attention": {"other": "other:descriptor"}})
+    assert main(["plugins"]) == 0
+    head, *rows = capsys.readouterr().out.splitlines()
+    assert head.split()[-1] == "path"
+    assert [row for row in rows if str(tmp_path) in row] == [row for row in rows if "other 0.1.0" in row]
+
+
+def test_an_inline_plugin_that_kills_its_process_when_it_is_tried_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os, signal\n"
+        "from slotline.registry import Descriptor, Kind\n"
+        "from slotline.registry.contracts import LogitsProcessorCapabilities\n"
+        "def probe(device):\n"
+        "    os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "descriptor = Descriptor(kind=Kind.LOGITS_PROCESSOR, name='deadly', factory=dict, probe=probe,\n"
+        "                        capabilities=LogitsProcessorCapabilities())\n"
+    )
+    (tmp_path / "run.toml").write_text('plugins = ["./deadly.py:descriptor"]\n')
+    blocked = "plugins.block=['triton', 'flashinfer', 'flash_attn']"
+    assert main(["plugins", "--load", "--config", str(tmp_path / "run.toml"), "--set", blocked]) == 0
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()}
+    assert "no: its process died of SIGSEGV" in rows["deadly"]
+    assert str(tmp_path / "deadly.py") in rows["deadly"]
+    assert rows["min_tokens"].split()[-1] == "yes"
+    assert "named in a block list" in rows["flashinfer"]
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 200])
+def test_on_a_narrow_terminal_no_cell_is_lost(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    headers = ("kind", "name", "from", "contract", "state", "runs here", "error", "path")
+    row = ("attention", "my_attn", "pkg 1.0", "1", "failed", "no: needs cuda", "an error of some words", "/a/b/c")
+    print_table(headers, [row, row])
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # bold heads
+    lines = shown.splitlines()
+    assert all(len(line) <= width for line in lines)
+    assert "my_attn" in shown
+    if width in (30, 60):
+        assert "runs here: no: needs cuda" in shown
+    if width == 200:
+        assert len(lines) == 3
 
 
 def test_a_broken_plugin_is_a_row_with_its_error(

@@ -1,29 +1,29 @@
-"""The public API. Importing this does not import torch; using `LLM` does."""
+"""Public API. Each name is imported when it is first asked for, so that a command starts at once."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from slotline.core.frontend.lora_request import LoRARequest
-from slotline.core.frontend.outputs import (
-    ClassificationOutput,
-    ClassificationRequestOutput,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    PoolingOutput,
-    PoolingRequestOutput,
-    RequestMetrics,
-    RequestOutput,
-)
-from slotline.core.frontend.sampling_params import SamplingParams
-from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
-
+TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
 if TYPE_CHECKING:
+    from typing import Any
+
     from slotline.core.engine import Engine
     from slotline.core.frontend.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from slotline.core.frontend.llm import LLM
+    from slotline.core.frontend.lora_request import LoRARequest
+    from slotline.core.frontend.outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingOutput,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+    )
+    from slotline.core.frontend.sampling_params import SamplingParams
+    from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
 
 __all__ = [
     "LLM",
@@ -47,7 +47,24 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
+_OUTPUTS = (
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
+    "Logprob",
+    "PoolingOutput",
+    "PoolingRequestOutput",
+    "RequestMetrics",
+    "RequestOutput",
+)
 _LAZY = {
+    **dict.fromkeys(_OUTPUTS, "slotline.core.frontend.outputs"),
+    "LoRARequest": "slotline.core.frontend.lora_request",
+    "SamplingParams": "slotline.core.frontend.sampling_params",
+    "PoolingParams": "slotline.registry.contracts",
+    "StructuredOutputsParams": "slotline.registry.contracts",
     "LLM": "slotline.core.frontend.llm",
     "BeamSearchOutput": "slotline.core.frontend.beam_search",
     "BeamSearchParams": "slotline.core.frontend.beam_search",
@@ -57,9 +74,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import what needs torch, or is seldom needed, when it is asked for."""
+    """Import a public name when it is asked for."""
     if name in _LAZY:
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        found = globals()[name] = getattr(import_module(_LAZY[name]), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

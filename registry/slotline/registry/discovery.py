@@ -108,8 +108,9 @@ class PluginRegistry:
             registry._accept(row, row.descriptor)
         registry._offer_lazily()
         registry._load_hooks(rules, blocked, tolerant)
-        if loaded is not None and not tolerant:
-            registry.warnings += loaded.check_plugin_tables(registry.installed()).warnings
+        if loaded is not None:
+            checked = loaded if tolerant else loaded.check_plugin_tables(registry.installed())
+            registry.warnings += checked.warnings
         return registry
 
     def records(self) -> tuple[PluginRecord, ...]:

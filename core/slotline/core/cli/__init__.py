@@ -5,18 +5,16 @@ Exit codes: 0 all right, 1 the command's own "no" (no plan, warnings), 2 an erro
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
-import traceback
-from collections.abc import Sequence
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 
-from slotline.core.cli.command import Command
-from slotline.registry.errors import SlotlineError
+from slotline.core.cli.process import INTERRUPTED, closed_by_reader, run_process
 
-__all__ = ["main"]
+TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Sequence
+
+__all__ = ["build_parser", "main"]
 
 _COMMANDS = (
     "generate",
@@ -42,7 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: the arguments after the program's name; None for those of the process.
+        argv: the arguments after the program's name. None takes those of the process, which is then the command's:
+            its standard streams and interrupts are looked after too, and nothing but the exit code is raised.
 
     Returns:
         The exit code.
@@ -50,35 +49,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help`, `--version` and arguments that cannot be parsed.
     """
+    return run_process(lambda start: _run(None, start)) if argv is None else _run(argv, lambda: None)
+
+
+def _run(argv: Sequence[str] | None, start: Callable[[], None]) -> int:
+    """Run one command; `start` is called when everything is imported that finds it."""
+    from slotline.registry.errors import SlotlineError
+
     parser = build_parser()
+    start()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
     try:
         return int(arguments.run(arguments))
-    except SlotlineError as error:
+    except BrokenPipeError:
+        return closed_by_reader()
+    except (SlotlineError, OSError) as error:  # OSError: a file that cannot be written, a disk that is full
         if arguments.traceback:
-            traceback.print_exc()
-        else:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:  # a file that cannot be written, a disk that is full
-        if isinstance(error, BrokenPipeError):  # whoever read our output stopped; nothing may be flushed at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
-        if arguments.traceback:
+            import traceback
+
             traceback.print_exc()
         else:
             print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
+    import argparse
+    from importlib import import_module
+
     parser = argparse.ArgumentParser(
         prog="slotline",
         description="Run language models through slots, and see which plugin fills which and why.",
@@ -88,12 +93,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"slotline {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name in _COMMANDS:
-        command: Command = import_module(f"{__name__}.{name}").COMMAND
+        command = import_module(f"{__name__}.{name}").COMMAND
         command.add_to(commands)
     return parser
 
 
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("slotline")
     except PackageNotFoundError:

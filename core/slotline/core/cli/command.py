@@ -104,6 +104,12 @@ def print_header(loaded: LoadedConfig, registry: PluginRegistry | None = None) -
         print(line)
 
 
+def print_inline(loaded: LoadedConfig) -> None:
+    """Print a line for each inline plugin, so that no file runs unnamed."""
+    for line in loaded.inline_files:
+        print(f"inline code: {line}")
+
+
 def print_json(value: Any) -> None:
     """Print a value as indented JSON."""
     print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -10,6 +10,7 @@ from slotline.core.cli.command import (
     add_json_option,
     add_traceback_option,
     load,
+    print_inline,
     print_json,
     warn,
 )
@@ -56,6 +57,7 @@ def _check(arguments: argparse.Namespace) -> int:
     warn(warnings)
     name = arguments.config or "the default configuration"
     print(f"{name}: no errors" + (f", {_count(len(warnings), 'warning')}" if warnings else ""))
+    print_inline(loaded)
     return 1 if warnings else 0
 
 

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
+import attrs
+
 from slotline.core.cli import doctor_install, doctor_machine, doctor_plugins
 from slotline.core.cli.command import Command, add_json_option, print_header, print_json
 from slotline.core.cli.finding import Finding, Status
@@ -13,15 +15,16 @@ from slotline.core.cli.table import print_table
 from slotline.registry.config import load_config
 from slotline.registry.errors import SlotlineError
 
-_CHECKS: Sequence[Callable[[], Iterable[Finding]]] = (
-    doctor_install.check_versions,
-    doctor_install.check_namespace,
-    doctor_install.check_installation,
-    doctor_machine.check_processor,
-    doctor_machine.check_gpu,
-    doctor_plugins.check_duplicates,
-    doctor_plugins.check_imports,
-    doctor_machine.check_small_model,
+_CHECKS: Sequence[tuple[str, Callable[[], Iterable[Finding]]]] = (
+    ("installation", doctor_install.check_versions),
+    ("installation", doctor_install.check_namespace),
+    ("installation", doctor_install.check_installation),
+    ("installation", doctor_plugins.check_configuration),
+    ("installation", doctor_plugins.check_duplicates),
+    ("machine", doctor_machine.check_processor),
+    ("machine", doctor_machine.check_gpu),
+    ("machine", doctor_machine.check_small_model),
+    ("plugins", doctor_plugins.check_imports),
 )
 
 
@@ -30,26 +33,49 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    findings = [finding for check in _CHECKS for finding in _findings(check)]
+    findings = [finding for group, check in _CHECKS for finding in _findings(group, check)]
     worst = max((finding.status for finding in findings), default=Status.OK)
     if arguments.json:
-        print_json({"status": worst.label, "findings": [finding.to_json() for finding in findings]})
-        return int(worst)
+        overall = Status.OK if worst is Status.OPTIONAL else worst
+        print_json({"status": overall.label, "findings": [finding.to_json() for finding in findings]})
+        return worst.exit_code
     with suppress(SlotlineError):  # the checks say what is wrong
         print_header(load_config())
-    print_table(("status", "check", "found"), [(f.status.label, f.check, f.text) for f in findings])
-    fixes = [f"  {f.check}: {f.fix}" for f in findings if f.fix and f.status is not Status.OK]
-    print("\n".join(["", "what to do", *fixes]) if fixes else "\nnothing to do")
-    return int(worst)
+    for group in dict.fromkeys(finding.group for finding in findings):
+        _show(group, [finding for finding in findings if finding.group == group])
+    fixes = [f"  {f.check}: {f.fix}" for f in findings if f.fix and f.status > Status.OPTIONAL]
+    print("\n".join(["what to do", *fixes]) if fixes else "nothing to do")
+    return worst.exit_code
 
 
-def _findings(check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def _show(group: str, findings: Sequence[Finding]) -> None:
+    """Print the table of one group; plugins have a column that says whether they run here."""
+    print(group)
+    if all(finding.runs_here is None for finding in findings):
+        print_table(("status", "check", "found"), [(f.status.label, f.check, f.text) for f in findings], indent=2)
+    else:
+        cells = [(f.status.label, f.check.partition(":")[2] or f.check, _runs(f), f.text) for f in findings]
+        print_table(("status", "name", "runs here", "found"), cells, indent=2)
+    print()
+
+
+def _runs(finding: Finding) -> str:
+    if finding.runs_here is None:
+        return ""
+    return "yes" if finding.runs_here else f"no: {finding.why_not}"
+
+
+def _findings(group: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
     """What a check finds; one that breaks is itself a finding, so that the others still run."""
+    name = check.__name__.removeprefix("check_")
     try:
-        return list(check())
+        return [finding if finding.group else attrs.evolve(finding, group=group) for finding in check()]
+    except SlotlineError as error:
+        text = " ".join(line.strip() for line in error.message.splitlines())
+        return [Finding(Status.FAIL, name, text, error.fix or "correct what it names", group=group)]
     except Exception as error:
         text = f"the check broke: {type(error).__name__}: {error}"
-        return [Finding(Status.FAIL, check.__name__.removeprefix("check_"), text, "report this")]
+        return [Finding(Status.FAIL, name, text, "report this", group=group)]
 
 
 COMMAND = Command(

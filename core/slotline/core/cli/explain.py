@@ -14,6 +14,7 @@ from slotline.core.cli.command import (
     load,
     overrides,
     print_header,
+    print_inline,
     print_json,
     warn,
 )
@@ -43,11 +44,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return _explain_code(code, arguments)
     if arguments.width < 40:
         raise ConfigError(f"--width {arguments.width} is too narrow", fix="give at least 40 columns")
+    loaded = load(arguments)
     try:
-        planned = _planned(load(arguments))
+        planned = _planned(loaded)
         other = _planned(load_config(arguments.diff, overrides=overrides(arguments))).plan if arguments.diff else None
     except NegotiationError as error:
-        return _refused(error, arguments)
+        return _refused(error, loaded, arguments)
     plan = planned.plan
     if other is not None:
         return _show_diff(plan, other, arguments)
@@ -82,14 +84,15 @@ def _explain_code(name: str, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _refused(error: NegotiationError, arguments: argparse.Namespace) -> int:
+def _refused(error: NegotiationError, loaded: LoadedConfig, arguments: argparse.Namespace) -> int:
     """There is no plan: the record of why, or of why one plugin could not serve."""
     if arguments.why_not and error.failure is not None:
         _show_why_not(error, arguments)
     elif arguments.json:
-        print_json(error.to_json())
+        print_json({**error.to_json(), "inline_plugins": list(loaded.inline_files)})
     else:
         print(error.explain(arguments.width).rstrip("\n"))
+        print_inline(loaded)
     return _NO_PLAN
 
 

@@ -9,27 +9,48 @@ from attrs import frozen
 
 
 class Status(IntEnum):
-    """How bad it is; the value is the exit code."""
+    """Severity of a finding."""
 
     OK = 0
-    WARN = 1
-    FAIL = 2
+    OPTIONAL = 1  # sound, and of no use here: an optional package or a device is missing
+    WARN = 2
+    FAIL = 3
 
     @property
     def label(self) -> str:
         """As printed."""
         return self.name.lower()
 
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command whose worst finding this is."""
+        return max(0, self - 1)
+
 
 @frozen
 class Finding:
-    """One row: how bad, of what, what was found, and what to do about it."""
+    """One row: how bad, of what, what was found, and what to do about it.
+
+    Attributes:
+        status: how bad it is.
+        check: what was looked at; ``kind:name`` for a plugin.
+        text: what was found.
+        fix: what to do about it.
+        runs_here: whether a plugin can be used on this machine; None for what is no plugin.
+        why_not: why it cannot.
+        group: the heading that it stands under.
+    """
 
     status: Status
     check: str
     text: str
     fix: str = ""
+    runs_here: bool | None = None
+    why_not: str = ""
+    group: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """As JSON types."""
-        return {"status": self.status.label, "check": self.check, "text": self.text, "fix": self.fix}
+        common = {"status": self.status.label, "check": self.check, "text": self.text, "fix": self.fix}
+        plugin = {} if self.runs_here is None else {"runs_here": self.runs_here, "why_not": self.why_not}
+        return {"group": self.group, **common, **plugin}

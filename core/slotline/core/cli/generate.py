@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slotline.core.cli.command import Command, add_config_options, add_json_option, overrides, print_json
 from slotline.core.cli.table import plain_table
 from slotline.registry.config import load_config
+from slotline.registry.errors import ConfigError
 
 if TYPE_CHECKING:
     from slotline.core.frontend.llm import LLM
@@ -54,10 +55,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    text = _prompt_text(arguments.prompt)
     from slotline.core.frontend.llm import LLM
 
     params = _params(arguments)
-    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
     if arguments.stats:
         values["observability.profile"] = True
@@ -74,6 +75,22 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.stats:
         print(plain_table(("part", "value"), list(_stats(llm, output)), right=(1,)), file=sys.stderr)
     return 2 if output.outputs[0].finish_reason == "error" else 0
+
+
+def _prompt_text(given: str) -> str:
+    """Return the prompt, from standard input for `-`.
+
+    Raises:
+        ConfigError: if standard input is closed, or the prompt is no text.
+    """
+    if given == "-" and sys.stdin is None:
+        raise ConfigError("the prompt is '-', and standard input is closed", fix="give the prompt as an argument")
+    try:
+        text = sys.stdin.read() if given == "-" else given
+        text.encode()  # what Python cannot decode of an argument comes as surrogates
+    except UnicodeError as error:
+        raise ConfigError(f"the prompt is no text: {error}", fix="give it as UTF-8") from error
+    return text
 
 
 def _params(arguments: argparse.Namespace) -> SamplingParams:

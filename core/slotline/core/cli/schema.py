@@ -19,6 +19,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 0
     registry = PluginRegistry.discover(load_config(), tolerant=True)
     print_json(json_schema(registry.option_classes()))
+    warn(registry.warnings)
     warn(f"{row.label} is left out: {row.error}" for row in registry.records() if row.error)
     return 0
 

@@ -52,12 +52,20 @@ class _RichBar:
         self.display.update(self._task, completed=self._finished, speed=speed, refresh=True)
 
 
+def on_terminal() -> bool:
+    """Return whether standard error is a terminal; one that is closed is none."""
+    try:
+        return sys.stderr.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
 T = TypeVar("T")
 
 
 def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
     """The items, with a bar on standard error while they are worked on, if shown and it is a terminal."""
-    if not show or not sys.stderr.isatty():
+    if not show or not on_terminal():
         return items
     from rich.console import Console
     from rich.progress import track
@@ -68,7 +76,7 @@ def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
 @contextmanager
 def progress_bar(total: int, *, enabled: bool, forced: bool = False) -> Iterator[Bar]:
     """A bar over `total` requests: shown if enabled and standard error is a terminal, or if forced."""
-    if not enabled or not (forced or sys.stderr.isatty()):
+    if not enabled or not (forced or on_terminal()):
         yield _NoBar()
         return
     bar = _RichBar(total)

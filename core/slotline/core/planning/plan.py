@@ -243,6 +243,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
+    plan = evolve(plan, inline_plugins=loaded.inline_files)
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
     refuse_connector(loaded, connector, plan)

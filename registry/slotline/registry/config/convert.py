@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from slotline.registry.config.faults import similar
 from slotline.registry.config.fields import describe, is_array, is_mapping, literal_values, union_members
-from slotline.registry.config.toml_text import parse_toml_value, toml_value
+from slotline.registry.config.toml_text import brief_value, parse_toml_value
 
 Hook = Callable[[Any, Any], Any]
 
@@ -28,7 +28,7 @@ def convert(value: Any, kind: Any) -> Any:
         return _converter().structure(value, kind)
     except Exception as error:
         detail = _detail(error)
-        raise ValueError(f"{toml_value(value)} is not {describe(kind)}{detail}{_hint(value, kind)}") from error
+        raise ValueError(f"{brief_value(value)} is not {describe(kind)}{detail}{_hint(value, kind)}") from error
 
 
 def _detail(error: Exception) -> str:
@@ -45,7 +45,7 @@ def _hint(value: Any, kind: Any) -> str:
         return ""
     bare = parse_toml_value(value)
     if bare is not None and not isinstance(bare, str) and _fits(bare, kind):
-        return f": write {toml_value(bare)} without quotes"
+        return f": write {brief_value(bare)} without quotes"
     return similar(value, (item for item in literal_values(kind) if isinstance(item, str)))
 
 
@@ -92,13 +92,13 @@ def _strict(value: Any, kind: Any) -> Any:
         return value
     if kind is float and type(value) is int:
         return float(value)
-    raise ValueError(f"{toml_value(value)} is not {describe(kind)}")
+    raise ValueError(f"{brief_value(value)} is not {describe(kind)}")
 
 
 def _literal(value: Any, kind: Any) -> Any:
     if any(type(value) is type(allowed) and value == allowed for allowed in get_args(kind)):
         return value
-    raise ValueError(f"{toml_value(value)} is not {describe(kind)}")
+    raise ValueError(f"{brief_value(value)} is not {describe(kind)}")
 
 
 def _mapping_hook(converter: Any, kind: Any) -> Hook:
@@ -106,7 +106,7 @@ def _mapping_hook(converter: Any, kind: Any) -> Hook:
 
     def structure(value: Any, _kind: Any) -> dict[str, Any]:
         if not isinstance(value, Mapping):
-            raise ValueError(f"{toml_value(value)} is not {describe(kind)}")
+            raise ValueError(f"{brief_value(value)} is not {describe(kind)}")
         return {str(key): converter.structure(inner, item) for key, inner in value.items()}
 
     return structure
@@ -120,7 +120,7 @@ def _array_hook(converter: Any, kind: Any) -> Hook:
 
     def structure(value: Any, _kind: Any) -> Any:
         if not isinstance(value, (list, tuple)) or (fixed and len(value) != len(items)):
-            raise ValueError(f"{toml_value(value)} is not {describe(kind)}")
+            raise ValueError(f"{brief_value(value)} is not {describe(kind)}")
         wanted = items if fixed else items[:1] * len(value)
         return build(converter.structure(inner, item) for inner, item in zip(value, wanted, strict=True))
 
@@ -140,6 +140,6 @@ def _union_hook(converter: Any, kind: Any) -> Hook:
                 return converter.structure(value, member)
             except Exception:  # the next alternative may fit
                 continue
-        raise ValueError(f"{toml_value(value)} is not {describe(kind)}")
+        raise ValueError(f"{brief_value(value)} is not {describe(kind)}")
 
     return structure

@@ -11,27 +11,36 @@ from attrs import frozen
 from slotline.registry.config.tree import KeyPath, Origin, OriginKind
 from slotline.registry.errors import ConfigError
 
+MOST_SHOWN = 100
+_SURELY = 0.8
+
 
 @frozen
 class Fault:
-    """One thing that is wrong: where, at which dotted key, and what."""
+    """One thing that is wrong: where, at which dotted key, what, and how it is mended where that takes a sentence."""
 
     origin: Origin
     key: str
     message: str
+    fix: str = ""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.origin.where, self.key, self.message) if part)
 
 
 def raise_faults(faults: Sequence[Fault]) -> None:
-    """Raise one ConfigError that lists all `faults` in the order of the layers and lines; nothing if there are none."""
+    """Raise one ConfigError that lists `faults` in the order of the layers and lines; nothing if there are none.
+
+    The text lists the first `MOST_SHOWN`, the error's attribute `faults` all of them.
+    """
     if not faults:
         return
     ordered = sorted(faults, key=_position)
     count = "1 error" if len(ordered) == 1 else f"{len(ordered)} errors"
-    lines = "".join(f"\n  {fault}" for fault in ordered)
-    raise ConfigError(f"{count} in the configuration:{lines}", faults=ordered)
+    lines = "".join(f"\n  {fault}" for fault in ordered[:MOST_SHOWN])
+    more = f"\n  and {len(ordered) - MOST_SHOWN:,} more" if len(ordered) > MOST_SHOWN else ""
+    fixes = dict.fromkeys(fault.fix for fault in ordered[:MOST_SHOWN] if fault.fix)
+    raise ConfigError(f"{count} in the configuration:{lines}{more}", fix="; ".join(fixes) or None, faults=ordered)
 
 
 def _position(fault: Fault) -> tuple[int, str, int]:
@@ -54,6 +63,13 @@ def suggestion(path: KeyPath, known: Iterable[KeyPath]) -> str:
         meant = {*same_name, *_close(path[-1], _by_name(other for other in known if other[:-1] == path[:-1]), 0.6)}
     names = sorted(".".join(other) for other in meant or _close(path[-1], _by_name(known), 0.75))
     return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+def is_near(path: KeyPath, known: Iterable[KeyPath]) -> bool:
+    """Return whether a key that does not exist is surely a known one misspelt, or one of another table."""
+    known = tuple(known)
+    near = _close(".".join(path), {".".join(other): (other,) for other in known}, _SURELY)
+    return bool(near or (len(path) == 1 and _close(path[0], _by_name(known), _SURELY)))
 
 
 def _by_name(paths: Iterable[KeyPath]) -> dict[str, tuple[KeyPath, ...]]:

@@ -12,12 +12,14 @@ from attrs import field, frozen
 
 from slotline.registry.config.faults import Fault, raise_faults
 from slotline.registry.config.fields import is_table, key_paths, rest_field, table_fields
+from slotline.registry.config.files import FileReader, folder_of, real_path
+from slotline.registry.config.inline_trust import refused_inline
 from slotline.registry.config.plugin_tables import absent_plugins, options_path
 from slotline.registry.config.schema import Config, PluginsConfig
-from slotline.registry.config.sources import arguments_layer, environment_layer, file_layer, overrides_layer
+from slotline.registry.config.sources import arguments_layer, environment_layer, overrides_layer
 from slotline.registry.config.structure import dotted, structure
 from slotline.registry.config.toml_text import toml_value
-from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Origin, Table, find, leaves, merge
+from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Origin, Table, find, leaves, merge, plain
 from slotline.registry.descriptor import Kind
 
 T = TypeVar("T")
@@ -51,6 +53,13 @@ class LoadedConfig:
     def inline_plugins(self) -> tuple[str, ...]:
         """``path:attribute`` of each inline plugin, its path resolved against the file that names it."""
         return tuple(_resolved(text, self.origins["plugins.inline"]) for text in self.config.plugins.inline)
+
+    @property
+    def inline_files(self) -> tuple[str, ...]:
+        """A sentence for each inline plugin: its file, what is taken from it, and where it is named."""
+        found = (text.rpartition(":") for text in self.inline_plugins)
+        where = self.origins["plugins.inline"].where
+        return tuple(f"{real_path(Path(file))} runs for {name}, named in {where}" for file, _, name in found)
 
     def path(self, key: str) -> Path | None:
         """The path in a key such as ``model``, resolved against the file that names it; None if it is empty."""
@@ -130,18 +139,24 @@ def load_config(
     """
     faults: list[Fault] = []
     files: list[str] = []
+    warnings: list[str] = []
+    strangers: list[Fault] = []
     tree = Table({}, DEFAULT)
     if path is not None:
-        tree = merge(tree, file_layer(Path(path), faults, files))
-    tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults))
+        tree = merge(tree, FileReader(faults, warnings, files).read(Path(path)))
+    tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults, strangers))
     tree = merge(tree, overrides_layer(overrides, faults))
-    tree = merge(tree, arguments_layer(values or {}))
+    tree = merge(tree, arguments_layer(values or {}, faults))
     config, found = structure(Config, tree, key_paths(Config))
+    found += refused_inline(tree, None if path is None else folder_of(Path(path)))
+    if plain(find(tree, ("strict",)) or Leaf(False, DEFAULT)) is True:
+        found += strangers
     raise_faults(faults + found)
     if config is None:  # structure() names a fault whenever it makes no object
         raise RuntimeError("the configuration was not built, and no fault says why")
     origins = dict(_origins(config, Config, tree))
-    return LoadedConfig(config=config, origins=origins, files=tuple(files), tree=tree)
+    warnings += [f"{fault}; {fault.fix}" for fault in strangers]
+    return LoadedConfig(config=config, origins=origins, files=tuple(files), warnings=tuple(warnings), tree=tree)
 
 
 def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iterator[tuple[str, Origin]]:

@@ -301,7 +301,16 @@ class PluginsConfig:
         factory=dict, metadata=_doc("which distribution a 'NAME' or 'KIND:NAME' comes from, where two offer it")
     )
     inline: tuple[str, ...] = field(
-        default=(), metadata=_doc("plugins in single files, such as './mine.py:Mine'", path=True)
+        default=(),
+        metadata=_doc("plugins in single files, such as './mine.py:Mine': code that every command runs", path=True),
+    )
+    allow_inline_from: tuple[str, ...] = field(
+        default=(),
+        metadata=_doc(
+            "folders, or files, outside the first file's folder whose configurations may name inline plugins where "
+            "they are extended; counts in the first file, the environment, `--set` and arguments only",
+            path=True,
+        ),
     )
 
 

@@ -10,10 +10,12 @@ import attrs
 from slotline.registry.config.convert import convert
 from slotline.registry.config.faults import Fault, suggestion
 from slotline.registry.config.fields import is_table, rest_field, table_fields
-from slotline.registry.config.toml_text import toml_key, toml_value
+from slotline.registry.config.toml_text import brief_value, toml_key
 from slotline.registry.config.tree import KeyPath, Leaf, Node, Table, plain
 
 T = TypeVar("T")
+
+_MOST_SUGGESTIONS = 100
 
 
 def structure(cls: type[T], tree: Node, known: Iterable[KeyPath], path: KeyPath = ()) -> tuple[T | None, list[Fault]]:
@@ -26,7 +28,7 @@ def structure(cls: type[T], tree: Node, known: Iterable[KeyPath], path: KeyPath 
         path: where `tree` hangs in the configuration.
     """
     if isinstance(tree, Leaf):
-        message = f"{toml_value(tree.value)} is not a table: write [{dotted(path)}] and keys below it"
+        message = f"{brief_value(tree.value)} is not a table: write [{dotted(path)}] and keys below it"
         return None, [Fault(tree.origin, dotted(path), message)]
     known = tuple(known)
     shape: type = cls
@@ -61,14 +63,12 @@ def _unknown_keys(cls: type, tree: Table, known: tuple[KeyPath, ...], path: KeyP
     if rest_field(cls) is not None:
         unknown = {key: node for key, node in unknown.items() if isinstance(node, Leaf)}
     place = f"in [{dotted(path)}]" if path else "at the top level"
-    return [
-        Fault(
-            node.origin,
-            dotted((*path, key)),
-            f"there is no key {key!r} {place}{suggestion((*path, key), known) or _all_keys(fields)}",
-        )
-        for key, node in unknown.items()
-    ]
+    faults = []
+    for number, (key, node) in enumerate(unknown.items()):
+        # A file with more unknown keys is the wrong file, and a search for each would take minutes.
+        meant = (suggestion((*path, key), known) or _all_keys(fields)) if number < _MOST_SUGGESTIONS else ""
+        faults.append(Fault(node.origin, dotted((*path, key)), f"there is no key {key!r} {place}{meant}"))
+    return faults
 
 
 def _all_keys(fields: Iterable[str]) -> str:

@@ -8,6 +8,10 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from slotline.registry.config.nesting import too_deep_at
+
+_LONGEST_INTEGER = 10_000
+_LONGEST_SHOWN = 400
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
@@ -28,13 +32,23 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{toml_key(str(k))} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
+        return hex(value)  # Python refuses to write so many digits
     return str(value)
 
 
+def brief_value(value: Any) -> str:
+    """Return a value as TOML text for a message, cut off where it is long."""
+    text = toml_value(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)"
+
+
 def parse_toml_value(text: str) -> Any:
-    """The TOML value that `text` is; None if it is not one."""
+    """The TOML value that `text` is; None if it is not one, or one that nests too deep."""
+    if too_deep_at(text) is not None:
+        return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number of too many digits
         return None
     return parsed["value"] if len(parsed) == 1 else None

@@ -22,6 +22,7 @@ class Origin:
         text: the line or argument as it was written; empty for a default.
         line: line number in the file, else 0.
         folder: what a relative path in the value counts from; None for the current folder.
+        file: the file, without symbolic links; None for other layers.
     """
 
     kind: OriginKind
@@ -29,6 +30,7 @@ class Origin:
     text: str = ""
     line: int = 0
     folder: Path | None = None
+    file: Path | None = None
 
 
 DEFAULT = Origin(kind="default", where="default")

@@ -37,6 +37,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
     if plan.measured:
         lines += row("measured", plan.measured, width)
     lines += rows("stages", _stages(plan), width)
+    lines += rows("inline code", plan.inline_plugins, width)
     for group in plan.groups:
         lines += ["", *_group(group, width)]
     for state_group in plan.state_groups:

@@ -40,6 +40,7 @@ class Plan:
         facts: what is known of the model.
         measured: where measured costs come from, "" where nothing was measured.
         stages: of the pipeline; empty for one device.
+        inline_plugins: a sentence for each inline plugin that names its file; no part of the digest.
         digest: SHA-256 over the decisions (not over the reasons), in hex; equal in every process that decided the same.
     """
 
@@ -62,6 +63,7 @@ class Plan:
     facts: Mapping[str, Any] = field(factory=dict)
     measured: str = ""
     stages: tuple[Stage, ...] = ()
+    inline_plugins: tuple[str, ...] = ()
     digest: str = field(init=False)
 
     @digest.default
@@ -128,6 +130,7 @@ class Plan:
             "state_caches": [cache.to_json() for cache in self.state_caches],
             "settings": [setting.to_json() for setting in self.settings],
             "stages": self._stages(),
+            "inline_plugins": list(self.inline_plugins),
             "downgrades": [note.to_json() for note in self.downgrades],
             "warnings": [note.to_json() for note in self.warnings],
             "notes": [note.to_json() for note in self.notes],

@@ -1,0 +1,169 @@
+"""The process of a command: its standard streams, interrupts at any time, and what is left to write at the end.
+
+It imports next to nothing, so that an interrupt is understood from the first moment on.
+"""
+
+from __future__ import annotations
+
+import _signal  # type: ignore[import-not-found]  # the part of `signal` that is there without an import
+import os
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from sys import UnraisableHookArgs
+    from types import FrameType
+    from typing import Any, NoReturn
+
+INTERRUPTED = 130
+"""128 and the number of SIGINT, as shells report it."""
+ERROR = 2
+
+_DELIVER_AGAIN_S = 0.05
+
+
+def run_process(command: Callable[[Callable[[], None]], int]) -> int:
+    """Run a command as the whole of this process.
+
+    Args:
+        command: does the work and returns the exit code. It is given a function to call once its modules are imported.
+            Before that an interrupt ends the process at once, since there is nothing to clean up.
+
+    Returns:
+        The exit code.
+    """
+    interrupts = _Interrupts()
+    interrupts.end_at_once()
+    if not _open_streams():
+        _say("error: standard output is closed\n  fix: send it to /dev/null if the output is not wanted")
+        return ERROR
+    try:
+        code = _code(command, interrupts.start)
+    except BrokenPipeError:
+        code = closed_by_reader()
+    except OSError as error:  # standard error cannot be written, or nothing where argparse writes its help
+        _say(f"error: {error}")
+        code = ERROR
+    except BaseException:
+        if not interrupts.seen:
+            raise
+        code = INTERRUPTED  # whatever came of an interrupt in the middle of a library
+    interrupts.end_at_once()
+    code = INTERRUPTED if interrupts.seen else code
+    return max(code, _flush(sys.stdout), _flush(sys.stderr))
+
+
+def closed_by_reader() -> int:
+    """Drop what is still to be printed, since the program that read it has enough; return the exit code."""
+    return max(_flush(sys.stdout), _flush(sys.stderr))
+
+
+def _code(command: Callable[[Callable[[], None]], int], start: Callable[[], None]) -> int:
+    try:
+        return command(start)
+    except SystemExit as stop:  # of argparse
+        return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+
+
+class _Interrupts:
+    """SIGINT: first the end, then a KeyboardInterrupt, and the end again when the command is over.
+
+    A process that ignores SIGINT goes on ignoring it.
+
+    Attributes:
+        seen: whether an interrupt came while the command ran. A library may turn it into another error, or lose it.
+    """
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._ours = _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+
+    def end_at_once(self) -> None:
+        """From now on end the process."""
+        self._take(_end)
+
+    def start(self) -> None:
+        """From now on raise KeyboardInterrupt in the command."""
+        self._take(self._raise)
+        if self._ours:
+            sys.unraisablehook = self._unraisable
+
+    def _take(self, handler: Callable[[int, FrameType | None], Any]) -> None:
+        if self._ours:
+            _signal.signal(_signal.SIGINT, handler)
+
+    def _raise(self, _number: int, _frame: FrameType | None) -> NoReturn:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def _unraisable(self, event: UnraisableHookArgs) -> None:
+        """Deliver an interrupt again that came in a finalizer, where no exception can leave."""
+        if not issubclass(event.exc_type, KeyboardInterrupt):
+            sys.__unraisablehook__(event)
+            return
+        from _thread import interrupt_main
+        from threading import Timer
+
+        again = Timer(_DELIVER_AGAIN_S, interrupt_main)
+        again.daemon = True
+        again.start()
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    _say("interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _open_streams() -> bool:
+    """Put /dev/null where a standard stream is closed, so that no file gets its number; return whether output is open.
+
+    `print` to a standard error that is None goes to standard output.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        return False
+    if getattr(sys.stdout, "errors", "") == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    return True
+
+
+def _flush(stream: Any) -> int:
+    """Write what is left; return the exit code of that. What fails now would fail again at the very end."""
+    try:
+        stream.flush()
+    except BrokenPipeError:
+        _discard(stream)
+    except (OSError, ValueError) as error:
+        _discard(stream)
+        _say(f"error: {error}")
+        return ERROR
+    return 0
+
+
+def _discard(stream: Any) -> None:
+    """Point a stream that has a file at /dev/null."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError, AttributeError):
+        return
+    opened = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(opened, number)
+    os.close(opened)
+
+
+def _say(text: str) -> None:
+    """Write a line to standard error, if that is possible."""
+    try:
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+    except OSError:
+        return
