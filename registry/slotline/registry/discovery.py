@@ -6,13 +6,15 @@ candidate becomes a row with its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
 
 import attrs
 
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.built import misfits
 from slotline.registry.config.faults import Fault, raise_faults, similar
 from slotline.registry.config.load import LoadedConfig, load_config
 from slotline.registry.config.plugin_tables import PLUGIN_TABLES, kinds_of, options_path, plugin_tables
@@ -33,7 +35,9 @@ from slotline.registry.loading import (
     bind_contract,
     building,
     import_dotted,
+    label_of,
     one_line,
+    remedy_for,
     resolve_factory,
     resolve_options,
     to_descriptor,
@@ -54,11 +58,13 @@ class PluginRegistry:
 
     Attributes:
         hooks: the host of the hook plugins.
+        built: what factories made, by which errors are traced to plugins.
         warnings: rules of the configuration that nothing answers to.
     """
 
     def __init__(self, rows: Sequence[PluginRecord], *, strict: bool = False, warnings: Sequence[str] = ()) -> None:
         self.hooks = HookHost()
+        self.built = BuiltPlugins()
         self.warnings = tuple(warnings)
         self._rows = list(rows)
         self._strict = strict
@@ -239,11 +245,35 @@ class PluginRegistry:
         """What a plugin's factory makes.
 
         Raises:
-            PluginError: if the factory cannot be imported or raises; names the plugin, who brings it, and the remedy.
+            PluginError: if the factory cannot be imported or raises, or what it makes has not the contract's methods;
+                names the plugin, who brings it, and the remedy.
         """
         factory = self.factory(descriptor)
         with self.building(descriptor):
-            return factory(*context)
+            built = factory(*context)
+        return self.accept(descriptor, built)
+
+    def accept(self, descriptor: Descriptor[Any], built: Any) -> Any:
+        """Return what a factory made, once it was looked at; errors in its code are traced to the plugin from now on.
+
+        Raises:
+            ContractError: if a method is missing or cannot be called as the core calls it; names plugin and source.
+        """
+        self.fit(descriptor, "what its factory made", misfits(descriptor, built))
+        self.built.add(descriptor, self._source(descriptor), built)
+        return built
+
+    def fit(self, descriptor: Descriptor[Any], what: str, misfits: Iterable[str]) -> None:
+        """Raise ContractError that names the plugin and who brings it, if there are any misfits of `what` it made."""
+        if texts := list(misfits):
+            raise ContractError(
+                f"{self.full_name(descriptor)}: {what} does not fit the contract: {'; '.join(texts)}",
+                fix=f"correct the plugin (`slotline conform` shows its faults), or {remedy_for(descriptor.kind)}",
+            )
+
+    def full_name(self, descriptor: Descriptor[Any]) -> str:
+        """Return a plugin and who brings it, as in ``attention:cpu of slotline 1.0``."""
+        return f"{label_of(descriptor)} of {self._source(descriptor)}"
 
     def mark_selected(self, kind: Kind, name: str) -> None:
         """Note that a plan uses the plugin."""

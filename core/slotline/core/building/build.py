@@ -46,6 +46,8 @@ from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.attribution import BuiltPlugins, names_plugins
+from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     KVSpec,
@@ -97,6 +99,12 @@ class EngineBuilder:
     def __attrs_post_init__(self) -> None:
         self.groups = GroupBuilder(self.planned)
 
+    @property
+    def plugins(self) -> BuiltPlugins:
+        """What factories made so far."""
+        return self.planned.registry.built
+
+    @names_plugins
     def build(self, model: Model | None = None) -> Engine:
         """All parts, and the engine around them.
 
@@ -156,6 +164,7 @@ class EngineBuilder:
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=tokenizer,
             memory=memory,
+            plugins=self.plugins,
             notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
             cascade=cascade,
             adapters=adapters,
@@ -181,6 +190,7 @@ class EngineBuilder:
         runner.router.calculating = scales if scales is not None and scales.pending else None
         return engine
 
+    @names_plugins
     def load_model(self) -> Model:
         """The weights, on the device."""
         planned, config = self.planned, self.planned.loaded.config
@@ -198,7 +208,9 @@ class EngineBuilder:
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with self.startup.scope("weights"), fits(f"the model of {planned.facts.num_parameters} parameters", fix):
-            return planned.family.load(context)
+            model = planned.family.load(context)
+        planned.registry.fit(planned.family_descriptor, "what load() made", misfits_of(MODEL, context, model))
+        return model
 
     def _runner(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.parts import plans_once
 from slotline.core.planning.plan import Planned
+from slotline.core.planning.spec_answers import wrong_cache
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts import (
@@ -212,8 +214,24 @@ class GroupBuilder:
             caches = self._sharded(attention, num_blocks)
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
-            caches = self._complete(bind_caches(self.planned.plan, specs, pages, num_blocks))
+            caches = self._complete(self._bound(specs, pages, num_blocks))
         return AttentionRouter(attention, caches)
+
+    def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
+        """Return the caches that the specs make of their memory.
+
+        Raises:
+            ContractError: if one has another form than the contract says.
+        """
+        plan, caches = self.planned.plan, bind_caches(self.planned.plan, specs, pages, num_blocks)
+        for group in plan.cache_groups:
+            ratio, size = group.block_size // group.kernel_block_size, group.kernel_block_size
+            misfits = (
+                wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype) for at in group.layers
+            )
+            descriptor = self.planned.offers[Kind.KV_SPEC, group.kv_spec]
+            self.planned.registry.fit(descriptor, "what bind() made", chain.from_iterable(misfits))
+        return caches
 
     def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
         """With those of layers that own none."""

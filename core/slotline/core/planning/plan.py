@@ -152,8 +152,14 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     Raises:
         SlotlineError: of the kind that fits; nothing has been allocated then.
     """
-    config = loaded.config
     registry = PluginRegistry.discover(loaded)
+    with registry.built.naming():
+        return _negotiated(loaded, registry, use_measurements=use_measurements)
+
+
+def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool) -> Planned:
+    """Return the plan with these plugins."""
+    config = loaded.config
     _load_named(loaded, registry)
     devices = pipeline_devices(loaded)
     shards = context_devices(loaded, devices)
@@ -294,6 +300,8 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
         return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
     if of_encoder(facts.layers):
         return "the keys of cross-attention come with the step in which a request begins, and a graph takes none"
+    if not hasattr(family, "capture_refusal"):
+        return "the model's forward cannot be captured: its model family does not say that it can"
     refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 
