@@ -1,4 +1,4 @@
-"""A plugin of each kind with one method that fails, in each way that a method can; the rest of it is a shipped one's."""
+"""A plugin of each kind with one method that fails, in each way that a method can. The rest is a shipped plugin's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ class Failing:
             return getattr(self._built, name)
         if self._how == "absent":
             raise AttributeError(name)
-        return {"few": self._few, "raises": self._raises, "exits": self._exits, "none": self._none, "later": self._later}[self._how]
+        return {
+            "few": self._few,
+            "raises": self._raises,
+            "exits": self._exits,
+            "none": self._none,
+            "later": self._later,
+        }[self._how]
 
     def _few(self) -> None:
         """Take no argument."""

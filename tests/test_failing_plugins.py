@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import broken_plugins
+import failing_plugins
 import pytest
 from conftest import DEFAULTS
 from test_broken_plugins import REMEDIES, SETTINGS
@@ -13,12 +15,14 @@ from test_broken_plugins import REMEDIES, SETTINGS
 from slotline.core import LLM, SamplingParams
 from slotline.core.cli import main
 from slotline.registry.attribution import BuiltPlugins
-from slotline.registry.built import BUILT, methods_of
+from slotline.registry.built import BUILT, methods_of, misfits
+from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ContractError, PluginError
 
 Tiny = Callable[..., Path]
 PLUGINS = Path(__file__).parent / "failing_plugins.py"
+REGEX = StructuredOutputsParams(regex="[ab]{4}")
 PARAMS = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
 
 
@@ -41,7 +45,7 @@ ASKED = [
     for name, _ in methods_of(contract.protocol)
     if name not in contract.optional
 ]
-FIRST = {kind: name for kind, name in reversed(ASKED)}
+FIRST = dict(reversed(ASKED))
 
 
 @pytest.mark.parametrize("how", ["absent", "few"])
@@ -60,10 +64,6 @@ def test_a_method_that_is_missing_or_takes_other_arguments_is_refused_when_the_p
 
 @pytest.mark.parametrize(("kind", "method"), ASKED)
 def test_every_method_of_every_contract_is_looked_at(kind: Kind, method: str) -> None:
-    from slotline.registry.built import misfits
-
-    import failing_plugins
-
     descriptor = getattr(failing_plugins, f"{kind.value}__{method}__absent")
     shown = failing_plugins.Failing(None, method, "absent")
     for name, _ in methods_of(BUILT[kind].protocol):
@@ -101,3 +101,102 @@ def test_what_a_plugin_raises_names_it_and_its_source_and_the_cause_and_a_remedy
     assert raised.value.message == f"{source} failed: {cause}"
     assert raised.value.__cause__ is not None
     raised.match(f"fix: .*{REMEDIES[kind]}")
+
+
+@pytest.fixture
+def armed() -> Iterator[list[bool]]:
+    """Has methods fail from the time that something is put into it."""
+    broken_plugins.armed.clear()
+    yield broken_plugins.armed
+    broken_plugins.armed.clear()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        (Kind.ATTENTION, "plan"),
+        (Kind.ATTENTION, "forward"),
+        (Kind.STATE, "forward"),
+        (Kind.STATE, "copy"),
+        (Kind.KV_SPEC, "blocks_needed"),
+        (Kind.KV_SPEC, "prefix_hit"),
+    ],
+)
+def test_what_a_plugin_raises_in_a_step_names_it_and_the_command_line_gives_no_traceback(
+    kind: Kind, method: str, armed: list[bool], tiny: Tiny
+) -> None:
+    settings, source = settings_of(kind, method, "later")
+    llm = LLM(model_of(tiny, kind), **settings)
+    armed.append(True)
+    with pytest.raises(PluginError) as raised:
+        llm.generate([[5, 6, 7] * 10] * 2, PARAMS)
+    assert raised.value.message == f"{source} failed: KeyError: 'no such table'"
+    assert not llm.engine.has_work
+    armed.clear()
+    assert llm.generate([5, 6, 7] * 10, PARAMS)[0].outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "params"),
+    [
+        (Kind.LOGITS_PROCESSOR, "admit", SamplingParams(max_tokens=4)),
+        (Kind.LOGITS_PROCESSOR, "apply", SamplingParams(max_tokens=4, extra_args={"no_repeat_ngram_size": 2})),
+        (Kind.STRUCTURED_OUTPUT, "compile", SamplingParams(structured_outputs=REGEX)),
+        (Kind.STRUCTURED_OUTPUT, "start", SamplingParams(structured_outputs=REGEX)),
+        (Kind.STRUCTURED_OUTPUT, "fill", SamplingParams(structured_outputs=REGEX)),
+    ],
+)
+def test_what_a_plugin_raises_for_one_request_ends_that_request_with_the_plugins_name(
+    kind: Kind, method: str, params: SamplingParams, armed: list[bool], tiny: Tiny
+) -> None:
+    settings, source = settings_of(kind, method, "later")
+    llm = LLM(model_of(tiny, kind), **settings)
+    armed.append(True)
+    (output,) = llm.generate([5, 6, 7], params)
+    assert output.outputs[0].finish_reason == "error"
+    assert str(output.outputs[0].stop_reason).startswith(f"KeyError: 'no such table', raised by {source}\n  fix: ")
+
+
+@pytest.mark.parametrize("method", ["admit", "propose", "release"])
+def test_a_drafters_failures_name_the_drafter_and_who_brings_it(
+    method: str, armed: list[bool], tiny: Tiny, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings, source = settings_of(Kind.DRAFTER, method, "later")
+    llm = LLM(tiny("llama"), **settings)
+    armed.append(True)
+    llm.generate([5, 6, 7] * 5, PARAMS)
+    assert llm.engine.drafting is not None
+    assert llm.engine.drafting.counts.last_failure.startswith(f"{source}: {method}")
+    assert f"{source}: {method}" in caplog.text
+
+
+def test_the_command_line_names_the_plugin_that_raised_and_exits_with_2(
+    tiny: Tiny, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inline = f"{PLUGINS}:attention__forward__raises"
+    settings = ["--set", 'attention.backend="failing"', "--set", f'plugins.inline=["{inline}"]']
+    assert main(["generate", "--model", str(tiny("llama")), *settings, "a"]) == 2
+    assert "error: attention:failing of the inline plugin" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ("blocks_needed", "its spec does not fit the contract: blocks_needed(0) is None, not a number of 0 or more"),
+        ("max_blocks_held", "max_blocks_held() is None, not a number of 0 or more"),
+        ("prefix_hit", "prefix_hit([], lookup) is None, not an empty list"),
+        ("bind", "what bind() made does not fit the contract: the keys of layer"),
+    ],
+)
+def test_a_cache_specs_answers_are_looked_at_when_it_is_built(method: str, found: str, tiny: Tiny) -> None:
+    settings, source = settings_of(Kind.KV_SPEC, method, "none")
+    with pytest.raises(ContractError) as raised:
+        LLM(tiny("llama"), **settings)
+    assert raised.value.message.startswith(f"{source}: ")
+    assert found in raised.value.message
+
+
+def test_errors_of_no_plugin_and_of_too_little_memory_stay_as_they_are() -> None:
+    plugins = BuiltPlugins()
+    for error in (ValueError("ours"), MemoryError(), KeyboardInterrupt()):
+        assert plugins.named(error) is error

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, ParamSpec, TypeVar
 
 from attrs import define, field, frozen
@@ -74,10 +74,6 @@ class BuiltPlugins:
 
         Our own errors stay as they are, so do those that mean too little memory, and those of no plugin.
         """
-        if isinstance(error, (SlotlineError, MemoryError, KeyboardInterrupt)):
-            return error
-        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
-            return error
         plugin = self._raiser(error)
         if plugin is None:
             return error
@@ -87,6 +83,11 @@ class BuiltPlugins:
         )
         named.__cause__ = error
         return named
+
+    def described(self, error: BaseException) -> str:
+        """Return an error as a request shows it: its type, its message, and the plugin whose code raised it."""
+        plugin, text = self._raiser(error), f"{type(error).__name__}: {error}"
+        return text if plugin is None else f"{text}, raised by {plugin.name}\n  fix: {plugin.remedy}"
 
     @contextmanager
     def naming(self) -> Iterator[None]:
@@ -100,7 +101,11 @@ class BuiltPlugins:
             raise named from error
 
     def _raiser(self, error: BaseException) -> BuiltPlugin | None:
-        """Return the plugin that is furthest in on the way to where the error was raised."""
+        """Return the plugin that is furthest in on the way to where the error was raised, if it may be blamed."""
+        if isinstance(error, (SlotlineError, MemoryError, KeyboardInterrupt)):
+            return None
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            return None
         frames = [(str(f.f_globals.get("__name__", "")), f) for f, _ in traceback.walk_tb(error.__traceback__)][::-1]
         if isinstance(error, SystemExit):  # a signal's handler exits in whatever code is running
             frames = [(module, frame) for module, frame in frames if module != "_sitebuiltins"][:1]
@@ -129,7 +134,8 @@ class BuiltPlugins:
 
     def _called_by(self, frame: FrameType) -> list[BuiltPlugin]:
         """Return the plugins that a frame of ours holds a method of: a call that failed before any code of theirs."""
-        owners = [getattr(value, "__self__", value) for value in frame.f_locals.values()]
+        values = frame.f_locals.values()
+        owners = [value.__self__ if isinstance(value, MethodType) else value for value in values]
         return [plugin for plugin in self._built if any(owner is plugin.built for owner in owners)]
 
 

@@ -235,11 +235,11 @@ class PluginRegistry:
         Raises:
             PluginLoadError: if it cannot be imported or called; names who brings it.
         """
-        return resolve_factory(descriptor, self._source(descriptor))
+        return resolve_factory(descriptor, self.source(descriptor))
 
     def building(self, descriptor: Descriptor[Any]) -> AbstractContextManager[None]:
         """Around a call of a plugin's factory: what it raises, save our own errors, becomes a `PluginError`."""
-        return building(descriptor, self._source(descriptor))
+        return building(descriptor, self.source(descriptor))
 
     def build(self, descriptor: Descriptor[Any], *context: Any) -> Any:
         """What a plugin's factory makes.
@@ -260,7 +260,7 @@ class PluginRegistry:
             ContractError: if a method is missing or cannot be called as the core calls it; names plugin and source.
         """
         self.fit(descriptor, "what its factory made", misfits(descriptor, built))
-        self.built.add(descriptor, self._source(descriptor), built)
+        self.built.add(descriptor, self.source(descriptor), built)
         return built
 
     def fit(self, descriptor: Descriptor[Any], what: str, misfits: Iterable[str]) -> None:
@@ -273,7 +273,7 @@ class PluginRegistry:
 
     def full_name(self, descriptor: Descriptor[Any]) -> str:
         """Return a plugin and who brings it, as in ``attention:cpu of slotline 1.0``."""
-        return f"{label_of(descriptor)} of {self._source(descriptor)}"
+        return f"{label_of(descriptor)} of {self.source(descriptor)}"
 
     def mark_selected(self, kind: Kind, name: str) -> None:
         """Note that a plan uses the plugin."""
@@ -282,7 +282,8 @@ class PluginRegistry:
             self._refuse(kind, name, row)
         self._replace(row, state=PluginState.SELECTED)
 
-    def _source(self, descriptor: Descriptor[Any]) -> str:
+    def source(self, descriptor: Descriptor[Any]) -> str:
+        """Return who brings a plugin: its distribution and version, or the file of an inline one."""
         return self.record(descriptor.kind, descriptor.name).source
 
     def _find(self, kind: Kind, name: str) -> PluginRecord | None:

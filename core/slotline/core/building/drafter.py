@@ -70,6 +70,7 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
         ),
         descriptor.capabilities,
         rows,
+        name=planned.registry.full_name(descriptor),
         num_tokens=context.num_tokens,
         vocab_size=facts.vocab_size,
         device=planned.device,

@@ -46,6 +46,7 @@ class Drafting:
     """The drafter and what the core knows about its proposals.
 
     Attributes:
+        name: of the plugin and who brings it.
         control: chooses how many drafts are verified; None for all that are proposed.
         paused: whether nothing is drafted for now.
         served: [max_requests] bool, rows whose requests the drafter took.
@@ -66,6 +67,7 @@ class Drafting:
         capabilities: DrafterCapabilities,
         rows: Rows,
         *,
+        name: str = "drafter",
         num_tokens: int,
         vocab_size: int,
         device: str,
@@ -75,6 +77,7 @@ class Drafting:
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.drafter = drafter
+        self.name = name
         self.control = control
         self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
         self.uniform = uniform
@@ -402,6 +405,6 @@ class Drafting:
     def failed(self, count: int, what: str) -> None:
         """Count `count` lost proposals, and log the first."""
         if self.counts.failures == 0:
-            logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
+            logger.warning("%s: %s; requests go on without drafts (told once, counted always)", self.name, what)
         self.counts.failures += count
-        self.counts.last_failure = what
+        self.counts.last_failure = f"{self.name}: {what}"

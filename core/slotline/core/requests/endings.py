@@ -62,8 +62,7 @@ class Endings:
         """End requests with finish reason `error`, unless they ended with the other one of their pair."""
         for request, error in failed:
             if not request.finished:
-                named = self.plugins.named(error)
-                self.finish([request], ["error"], [f"{type(named).__name__}: {named}"])
+                self.finish([request], ["error"], [self.plugins.described(error)])
 
     def _release(self, request: Request) -> None:
         """Have plugins forget a request, and keep the tokens that its row holds."""

@@ -20,6 +20,7 @@ from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.triton_support import has_triton
+from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import (
     Companion,
     LogitsBatch,
@@ -38,9 +39,13 @@ FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
 
 @define(kw_only=True, eq=False)
 class ProcessorSlot:
-    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are."""
+    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are.
+
+    `source` is who brings the plugin.
+    """
 
     name: str
+    source: str = ""
     processor: LogitsProcessor
     capabilities: LogitsProcessorCapabilities
     active: npt.NDArray[np.bool_] = field()
@@ -118,7 +123,14 @@ class LogitsRows:
 class ProcessorPipeline:
     """Applies the processors to logits and keeps their state in step with the rows."""
 
-    def __init__(self, slots: Sequence[ProcessorSlot], rows: Rows, known_parameters: frozenset[str]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[ProcessorSlot],
+        rows: Rows,
+        known_parameters: frozenset[str],
+        plugins: BuiltPlugins | None = None,
+    ) -> None:
+        self._plugins = BuiltPlugins() if plugins is None else plugins
         ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
         self.slots = tuple(slot for slot in ordered if not slot.capabilities.floors)
         self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
@@ -183,7 +195,8 @@ class ProcessorPipeline:
             floor = slot.processor.floor(params)
             if math.isnan(floor) or floor > 0:
                 raise ContractError(
-                    f"logits processor {slot.name!r} has the floor {floor}", fix="return a number of 0 or below"
+                    f"logits processor {slot.name!r} has the floor {floor}",
+                    fix=f"return a number of 0 or below{_brought(slot)}",
                 )
             self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
         for slot in self.slots:
@@ -288,7 +301,7 @@ class ProcessorPipeline:
             try:
                 result[i : i + 1] = self._run(slots, raw, step, np.array([i]))
             except Exception as error:  # a plugin's code may raise anything
-                errors[i] = f"{type(error).__name__}: {error}"
+                errors[i] = self._plugins.described(error)
         return result, errors
 
     def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
@@ -321,8 +334,12 @@ class ProcessorPipeline:
 def _checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
     return typed_failures(
         f"logits processor {slot.name!r} failed to check a request",
-        fix="change the parameters that it takes, or do without it",
+        fix=f"change the parameters that it takes, or do without it{_brought(slot)}",
     )
+
+
+def _brought(slot: ProcessorSlot) -> str:
+    return f"; {slot.name!r} is brought by {slot.source}" if slot.source else ""
 
 
 def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
@@ -334,11 +351,13 @@ def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> t
     want = (logits.shape, logits.dtype, logits.device)
     found = slot.processor.apply(logits, batch)
     if not isinstance(found, torch.Tensor):
-        raise ContractError(f"logits processor {slot.name!r} returned {type(found).__name__}", fix="return the logits")
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {type(found).__name__}", fix=f"return the logits{_brought(slot)}"
+        )
     if (found.shape, found.dtype, found.device) != want:
         raise ContractError(
             f"logits processor {slot.name!r} returned {found.dtype} {list(found.shape)} on {found.device}",
-            fix=f"return {want[1]} {list(want[0])} on {want[2]}",
+            fix=f"return {want[1]} {list(want[0])} on {want[2]}{_brought(slot)}",
         )
     return found
 
