@@ -109,7 +109,9 @@ class BuiltPlugins:
         frames = [(str(f.f_globals.get("__name__", "")), f) for f, _ in traceback.walk_tb(error.__traceback__)][::-1]
         if isinstance(error, SystemExit):  # a signal's handler exits in whatever code is running
             frames = [(module, frame) for module, frame in frames if module != "_sitebuiltins"][:1]
-        maybe: list[BuiltPlugin] = []
+        maybe = [
+            plugin for plugin in self._built if plugin.built is getattr(error, "obj", self)
+        ]  # which lacks something
         for module, frame in frames:
             if _is_ours(module):
                 called = self._called_by(frame)

@@ -115,11 +115,12 @@ def misfits(descriptor: Descriptor[Any], built: Any) -> Iterator[str]:
     yield from misfits_of(BUILT[descriptor.kind], descriptor.capabilities, built)
 
 
-def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, named: bool = False) -> Iterator[str]:
+def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, strict: bool = False) -> Iterator[str]:
     """Yield the same for any contract.
 
     Args:
-        named: whether arguments with a default must be accepted by name too, and may be left out.
+        strict: whether methods of `further` protocols must be there, and arguments with a default are accepted by name
+            too and may be left out. Else it is enough that the object serves a plan which asks for none of that.
     """
     if built is None:
         yield "it is None instead of a built object"
@@ -128,13 +129,14 @@ def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, named:
     for protocol in protocols:
         for name, wanted in methods_of(protocol):
             found = getattr(built, name, None)
-            asked = contract.optional.get(name, _always)(capabilities)
+            asked = strict or protocol is contract.protocol
+            asked = asked and contract.optional.get(name, _always)(capabilities)
             if found is None and not asked:
                 continue
             if not callable(found):
                 yield f"{_called(built)} has no method {name!r}, which the contract asks for"
             else:
-                yield from _uncallable(found, name, wanted, named=named)
+                yield from _uncallable(found, name, wanted, strict=strict)
     for name, asks in contract.attributes.items():
         if asks(capabilities) and not hasattr(built, name):
             yield f"{_called(built)} has no attribute {name!r}, which its capabilities ask for"
@@ -168,12 +170,12 @@ def _plain(signature: inspect.Signature) -> inspect.Signature:
     return inspect.Signature(parameters)
 
 
-def _uncallable(found: Callable[..., Any], name: str, wanted: Callable[..., Any], *, named: bool) -> Iterator[str]:
+def _uncallable(found: Callable[..., Any], name: str, wanted: Callable[..., Any], *, strict: bool) -> Iterator[str]:
     """Yield at most one sentence: why a method cannot be called as the protocol's can."""
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     places = [item for item in parameters if item.kind is not item.KEYWORD_ONLY]
     calls: list[tuple[list[Any], dict[str, Any]]] = [([object() for _ in places], {})]
-    if named:
+    if strict:
         needed = [object() for item in parameters if item.default is item.empty]
         by_name = {item.name: object() for item in parameters if item.default is not item.empty}
         calls = [(needed, {}), (needed, by_name), *calls]

@@ -260,7 +260,7 @@ def methods_fit(contract: KindContract, run: Run) -> None:
 
 
 def _expect_methods(contract: KindContract, subject: Subject, built: Any) -> None:
-    for text in misfits_of(BUILT[contract.kind], subject.capabilities, built, named=True):
+    for text in misfits_of(BUILT[contract.kind], subject.capabilities, built, strict=True):
         raise Failed(text)
 
 

@@ -34,6 +34,8 @@ from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
+from slotline.core.execution.nan_cause import nan_cause
+from slotline.core.execution.output_checks import OutputChecks
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.repeats import repeats_for
 from slotline.core.execution.runner import Runner
@@ -136,7 +138,9 @@ class EngineBuilder:
             memory = self._size(first, specs, encoding)
         with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
-            self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks, pages))
+            checks = OutputChecks(strict=False) if config.observability.check_integrity else None
+            router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
+            self.groups.set_router(runner, gatherer, router)
         runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
@@ -254,7 +258,8 @@ class EngineBuilder:
         )
         runner = Runner(
             model,
-            self.groups.router(attention, specs, num_blocks=1),  # the null block alone, for profiling
+            # the null block alone, for profiling
+            self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
             rows,
             pipeline,
             stagings[-1],
@@ -271,6 +276,7 @@ class EngineBuilder:
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
+        runner.nan_cause = lambda: nan_cause(runner.router, runner.states)
         return gatherer, runner
 
     def _overlap(self, rows: Rows, runner: Runner) -> Overlap | None:

@@ -22,6 +22,7 @@ from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
 from slotline.core.execution.context_shards import ContextShards, Shard
 from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.output_checks import OutputChecks
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.states import StateGroup, StateRouter, allocate
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
@@ -164,6 +165,7 @@ class GroupBuilder:
             last_queries=group.last_queries,
             any_captured=not sharded and _captured_always(descriptor.capabilities),
             plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
+            plugin=self.planned.registry.full_name(descriptor),
         )
 
     def _context_shards(
@@ -204,18 +206,20 @@ class GroupBuilder:
         specs: list[KVSpec],
         num_blocks: int,
         pages: Mapping[int, torch.Tensor] | None = None,
+        checks: OutputChecks | None = None,
     ) -> AttentionRouter:
         """Bind each layer to its own cache; layers that share one are bound to the same memory.
 
         Args:
             pages: the caches' memory; new where not given.
+            checks: of what backends give in eager steps.
         """
         if self.planned.shards.divided:
             caches = self._sharded(attention, num_blocks)
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
             caches = self._complete(self._bound(specs, pages, num_blocks))
-        return AttentionRouter(attention, caches)
+        return AttentionRouter(attention, caches, checks)
 
     def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
         """Return the caches that the specs make of their memory.
@@ -259,6 +263,8 @@ class GroupBuilder:
     def set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
         """Hand the caches to the model's layers, and to the drafter's own."""
         runner.router = router
+        if runner.states is not None:
+            runner.states.checks = router.checks
         if runner.drafting is not None and self.planned.draft_layers:
             runner.drafting.attention = DraftAttention(
                 router,
@@ -307,7 +313,8 @@ class GroupBuilder:
                 options=self.planned.options(descriptor),
             )
             backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
-            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers))
+            plugin = planned.registry.full_name(descriptor)
+            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers, plugin=plugin))
         states = {layer.index: allocate(layer, num_slots, planned.device) for layer in layers}
         return StateRouter(groups, states, num_slots, planned.device)
 

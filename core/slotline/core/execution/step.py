@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -90,14 +90,22 @@ class Answers:
     rows: Int
     vectors: Download | None
 
-    def wait(self, *, count_nans: bool) -> StepOutput:
-        """The step's output, once they have arrived."""
+    def wait(self, *, count_nans: bool, nan_cause: Callable[[], str]) -> StepOutput:
+        """The step's output, once they have arrived.
+
+        Args:
+            nan_cause: says who may have made the NaN in an answer, which is none.
+        """
         if self.vectors is None:
             return StepOutput()
-        output = StepOutput(pooled=dict(zip(self.rows.tolist(), self.vectors.wait(), strict=True)))
-        if count_nans:
-            counts = {row: int(np.isnan(vector).sum()) for row, vector in output.pooled.items()}
-            output.num_nans = {row: count for row, count in counts.items() if count}
+        vectors = self.vectors.wait()
+        output = StepOutput(pooled=dict(zip(self.rows.tolist(), vectors, strict=True)))
+        counts = np.isnan(vectors).sum(axis=1)
+        if counts.any():
+            found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
+            output.num_nans = found if count_nans else {}
+            output.failed = dict.fromkeys(found, nan_cause())
+            output.pooled = {row: vector for row, vector in output.pooled.items() if row not in found}
         return output
 
 

@@ -17,6 +17,7 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.sampling.nan_logits import NAN_LOGITS
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.triton_support import has_triton
@@ -34,7 +35,10 @@ Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
 
 FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
-"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned."""
+"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned.
+
+`NAN_LOGITS` is the fourth: the model itself gave NaN.
+"""
 
 
 @define(kw_only=True, eq=False)
@@ -255,14 +259,18 @@ class ProcessorPipeline:
         token_ids: Int,
         errors: Sequence[str | None],
         grammars: npt.NDArray[np.bool_] | None = None,
+        nan_cause: str = "",
     ) -> dict[int, str]:
         """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
 
-        `grammars` [max_requests] are the rows whose tokens structured output restricts.
+        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is what to say of
+        rows whose logits are NaN before any processor.
         """
         found: dict[int, str] = {}
         for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
-            if token < 0:
+            if token == NAN_LOGITS:
+                found[row] = error or nan_cause
+            elif token < 0:
                 names = [slot.name for slot in self.slots if slot.active[row]]
                 names += ["structured_outputs"] if grammars is not None and grammars[row] else []
                 found[row] = error or _unusable(token, names)
