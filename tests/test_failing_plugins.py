@@ -14,8 +14,10 @@ from test_broken_plugins import REMEDIES, SETTINGS
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.cli import main
+from slotline.core.planning.plan import make_plan
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import BUILT, methods_of, misfits
+from slotline.registry.config import load_config
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ContractError, PluginError
@@ -200,3 +202,20 @@ def test_errors_of_no_plugin_and_of_too_little_memory_stay_as_they_are() -> None
     plugins = BuiltPlugins()
     for error in (ValueError("ours"), MemoryError(), KeyboardInterrupt()):
         assert plugins.named(error) is error
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[logits_processors.thinking_budget]", 1),
+        ("[logits_processors.thinking_budget]\nstart_token_ids = [3]\nend_token_ids = [4]", 1),
+        ("[logits_processors]\n\nthinking_budget = {start_token_ids = [3], end_token_ids = [4]}", 3),
+    ],
+    ids=["empty", "table", "inline"],
+)
+def test_a_processor_that_a_file_names_has_that_file_as_its_origin(text: str, line: int, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(text)
+    parts = {part.name: part for part in make_plan(load_config(file, environ={})).plan.parts}
+    assert parts["thinking_budget"].origin == f"{file}:{line} logits_processors.thinking_budget"
+    assert parts["penalties"].origin == parts["transformers_decoder"].origin == "default"

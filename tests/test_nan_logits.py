@@ -141,6 +141,21 @@ def test_a_request_whose_logits_become_nan_ends_with_an_error_that_names_the_bac
     assert not llm.engine.has_work
 
 
+def test_what_a_request_with_nan_stored_is_not_shared_with_later_ones(armed: list[bool], tiny: Tiny) -> None:
+    llm, _ = engine(tiny, "long")
+    prompt, params = [list(range(5, 45))], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    (wanted,) = llm.generate([[*range(45, 49)]], params)
+    armed.append(True)
+    assert llm.generate(prompt, params)[0].outputs[0].finish_reason == "error"
+    armed.clear()
+    (found,) = llm.generate(prompt, params)
+    assert found.metrics.num_cached_tokens == 0
+    assert (found.outputs[0].finish_reason, wanted.outputs[0].finish_reason) == ("length", "length")
+    (again,) = llm.generate(prompt, params)
+    assert again.metrics.num_cached_tokens == 32
+    assert again.outputs[0].token_ids == found.outputs[0].token_ids
+
+
 @pytest.mark.parametrize(
     ("how", "found"),
     [

@@ -30,7 +30,7 @@ from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.sampling.companions import pairs_of
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
-from slotline.core.sampling.nan_logits import marked_nan
+from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import sample_checked
@@ -224,15 +224,18 @@ class Runner:
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
-        judged = places, rows
+        judged, spoiled = (places, rows), frozenset[int]()
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             grammars = None if self.grammars is None else self.grammars.active
             failed = self.pipeline.failures(rows, token_ids, errors, grammars, self.nan_cause())
+            spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]
-        output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed)
+        output = StepOutput(
+            rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed, spoiled=spoiled
+        )
         if sampling.tree is not None and sampling.draft_nodes is not None:
             output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
         output.prompt_logprobs = sampling.prompt_logprobs

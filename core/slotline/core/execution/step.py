@@ -104,7 +104,7 @@ class Answers:
         if counts.any():
             found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
             output.num_nans = found if count_nans else {}
-            output.failed = dict.fromkeys(found, nan_cause())
+            output.failed, output.spoiled = dict.fromkeys(found, nan_cause()), frozenset(found)
             output.pooled = {row: vector for row, vector in output.pooled.items() if row not in found}
         return output
 
@@ -125,6 +125,7 @@ class StepOutput:
         num_nans: by row, only rows with NaN logits.
         pooled: by row, the answers [size] float32 of pooling requests, which get no token.
         failed: by row, why it gets no further token: its request ends with an error.
+        spoiled: those of them whose logits were NaN, so that what they stored is of no use to others.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
@@ -138,6 +139,7 @@ class StepOutput:
     num_nans: dict[int, int] = field(factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
     failed: dict[int, str] = field(factory=dict)
+    spoiled: frozenset[int] = frozenset()
 
     def without(self, rows: Int) -> StepOutput:
         """The same results without those of some rows."""
@@ -156,6 +158,7 @@ class StepOutput:
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
             pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
             failed={row: cause for row, cause in self.failed.items() if row not in gone},
+            spoiled=self.spoiled - gone,
         )
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:

@@ -39,6 +39,8 @@ from slotline.core.scheduling.whole_prompts import (
     whole_prompts,
 )
 from slotline.registry.config import LoadedConfig
+from slotline.registry.config.plugin_tables import options_path
+from slotline.registry.config.tree import find
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
@@ -378,8 +380,12 @@ def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedC
         Kind.STRUCTURED_OUTPUT: "structured_output.backend",
         Kind.KV_CONNECTOR: "kv_connector.name",
     }
-    key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
+    key = keys.get(descriptor.kind, "")
     origin = loaded.origins.get(key)
+    if descriptor.kind is Kind.LOGITS_PROCESSOR:  # named by its table, perhaps by the first key of one
+        path = options_path(descriptor.kind, descriptor.name)
+        table = find(loaded.tree, path)
+        key, origin = ".".join(path), None if table is None else table.origin
     return Part(
         kind=descriptor.kind.value,
         name=descriptor.name,
