@@ -9,6 +9,7 @@ from typing import Any
 import broken_plugins
 import failing_plugins
 import pytest
+from attrs import evolve
 from conftest import DEFAULTS
 from test_broken_plugins import REMEDIES, SETTINGS
 
@@ -219,3 +220,39 @@ def test_a_processor_that_a_file_names_has_that_file_as_its_origin(text: str, li
     parts = {part.name: part for part in make_plan(load_config(file, environ={})).plan.parts}
     assert parts["thinking_budget"].origin == f"{file}:{line} logits_processors.thinking_budget"
     assert parts["penalties"].origin == parts["transformers_decoder"].origin == "default"
+
+
+WRITERS = Path(__file__).parent / "writing_plugins.py"
+
+
+@pytest.mark.parametrize("checks", [True, False])
+def test_a_drafter_that_writes_into_the_token_table_changes_no_text_and_is_named_where_checks_are_on(
+    *, checks: bool, tiny: Tiny
+) -> None:
+    prompts = [[5, 6, 7] * 5, [9, 8] * 4]
+    wanted = LLM(tiny("llama"), **DEFAULTS).generate(prompts, PARAMS)
+    settings = {"drafter.name": "writing", "drafter.tokens": 2, "plugins.inline": (f"{WRITERS}:drafter",)}
+    llm = LLM(tiny("llama"), **{**DEFAULTS, **settings, "observability.check_integrity": checks})
+    found = llm.generate(prompts, PARAMS)
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in wanted]
+    assert [o.prompt_token_ids for o in found] == prompts
+    assert llm.engine.drafting is not None
+    failure = llm.engine.drafting.counts.last_failure
+    assert ("wrote into token_table" in failure and "drafter:writing of the inline plugin" in failure) == checks
+
+
+@pytest.mark.parametrize("mode", [{}, {"scheduler.async": True}], ids=["plain", "asynchronous"])
+def test_a_processor_that_writes_into_the_token_table_fails_its_own_requests_and_is_named(
+    mode: dict[str, Any], tiny: Tiny
+) -> None:
+    prompts = [[5, 6, 7] * 5, [9, 8] * 4]
+    wanted = LLM(tiny("llama"), **DEFAULTS).generate(prompts, PARAMS)
+    settings = {"logits_processors.writing": {}, "plugins.inline": (f"{WRITERS}:processor",)}
+    llm = LLM(tiny("llama"), **{**DEFAULTS, **mode, **settings})
+    writes = evolve(PARAMS, extra_args={"writes": True})
+    good, bad = llm.generate(prompts, [PARAMS, writes])
+    assert good.outputs[0].token_ids == wanted[0].outputs[0].token_ids
+    assert bad.outputs[0].finish_reason == "error"
+    assert "read-only" in str(bad.outputs[0].stop_reason)
+    assert "raised by logits_processor:writing of the inline plugin" in str(bad.outputs[0].stop_reason)
+    assert [output.prompt_token_ids for output in (good, bad)] == prompts

@@ -77,6 +77,7 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
         control=_draft_control(planned, rows),
         trees=planned.trees,
         uniform=_captures_verification(planned),
+        check=loaded.config.observability.check_integrity,
         embed=context.embed,
     )
 

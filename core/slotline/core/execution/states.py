@@ -76,8 +76,11 @@ class StateRouter:
 
     def plan(self, batch: StateBatch) -> Advance:
         """Host work of every group for this step; returns the callable that the model's layers call."""
+        shown = None if self.checks is None else ShownBatch.of(batch)
         self._plans = [group.backend.plan(batch) for group in self.groups]
         self._batch = batch
+        if shown is not None:
+            shown.check(" or ".join(group.plugin for group in self.groups), "plan")
         return self.advance
 
     @property

@@ -178,7 +178,7 @@ class ProcessorPipeline:
         for slot in self.slots:
             if slot.capabilities.companions:
                 with _checking(slot):
-                    companion = slot.processor.companion(request.params.as_mapping(), request.prompt_token_ids)
+                    companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
                 found += [] if companion is None else [companion]
         if len(found) > 1:
             raise RequestError(
@@ -204,7 +204,7 @@ class ProcessorPipeline:
                 )
             self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
         for slot in self.slots:
-            slot.set_active(row, bool(slot.processor.admit(row, params, request.prompt_token_ids)))
+            slot.set_active(row, bool(slot.processor.admit(row, params, list(request.prompt_token_ids))))
 
     def release(self, row: int) -> None:
         """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
@@ -331,7 +331,7 @@ class ProcessorPipeline:
         return LogitsBatch(
             rows=rows,
             draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
-            token_table=self._rows.token_ids,
+            token_table=self._rows.shown_token_ids,
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
             draft_token_ids=drafts,
