@@ -31,6 +31,9 @@ def fills(*context: Any) -> Any:
     raise MemoryError
 
 
+armed: list[bool] = []
+"""Holds something once the engine is built, for methods of `failing_plugins.py` that fail later."""
+
 _FACTORIES = {"raises": raises, "exits": exits, "absent": "absent_package.module:Factory", "fills": fills}
 _SHIPPED = {
     "attention": torch_sdpa,

@@ -472,7 +472,8 @@ def test_nan_logits_are_counted_for_the_request_that_has_them(poisoned: LLM) -> 
     short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, logit_bias={9: 100.0}) for n in (1, 4))
     # the first request leaves at once, so rows and places in the batch differ from then on
     outputs = poisoned.generate([clean, other, [5, 300, 6], other], [short, short, long, long])
-    assert [o.metrics.num_nans for o in outputs] == [0, 0, 4 * tiny_models.VOCAB_SIZE, 0]
+    assert [o.metrics.num_nans for o in outputs] == [0, 0, tiny_models.VOCAB_SIZE, 0]
+    assert [o.outputs[0].finish_reason for o in outputs] == ["length", "length", "error", "length"]
 
 
 @pytest.mark.behaviour(140)

@@ -47,6 +47,7 @@ from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CacheBlock, PoolingParams
 from slotline.registry.errors import RequestError
 
@@ -88,6 +89,7 @@ class Engine:
 
     Attributes:
         notes: what whoever reads the plan should know beside it.
+        plugins: what factories made, by which errors are traced to plugins.
         device: the current one while the engine works.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
@@ -113,6 +115,7 @@ class Engine:
     tokenizer: Tokenizer | None
     memory: MemoryReport | None = None
     notes: tuple[str, ...] = ()
+    plugins: BuiltPlugins = field(factory=BuiltPlugins)
     device: str = "cpu"
     graphs: GraphRunner | None = None
     cascade: Cascade = field()
@@ -143,6 +146,7 @@ class Engine:
             grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
+            plugins=self.plugins,
         )
         self.intake = Intake(
             requests=self.requests,
@@ -179,6 +183,7 @@ class Engine:
         """Whether any request is unfinished."""
         return bool(self.requests)
 
+    @names_plugins
     @on_device
     def add(
         self,
@@ -226,6 +231,7 @@ class Engine:
         self.intake.add(request, stream=stream)
         return request
 
+    @names_plugins
     @on_device
     def abort(self, request_id: str) -> Request | None:
         """End a request now; what it sampled so far stays in it. None if no such request is unfinished."""
@@ -234,6 +240,7 @@ class Engine:
             self.endings.finish([request], ["abort"], [None])
         return request
 
+    @names_plugins
     @on_device
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
@@ -255,6 +262,7 @@ class Engine:
         if self.adapters is not None:
             self.adapters.reloaded()
 
+    @names_plugins
     @on_device
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""

@@ -6,7 +6,7 @@ candidate becomes a row with its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn, overload
 
 import attrs
 
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.built import misfits
 from slotline.registry.config.faults import Fault, raise_faults, similar
 from slotline.registry.config.load import LoadedConfig, load_config
 from slotline.registry.config.plugin_tables import PLUGIN_TABLES, kinds_of, options_path, plugin_tables
@@ -34,7 +36,9 @@ from slotline.registry.loading import (
     bind_contract,
     building,
     import_dotted,
+    label_of,
     one_line,
+    remedy_for,
     resolve_factory,
     resolve_options,
     to_descriptor,
@@ -55,11 +59,13 @@ class PluginRegistry:
 
     Attributes:
         hooks: the host of the hook plugins.
+        built: what factories made, by which errors are traced to plugins.
         warnings: rules of the configuration that nothing answers to.
     """
 
     def __init__(self, rows: Sequence[PluginRecord], *, strict: bool = False, warnings: Sequence[str] = ()) -> None:
         self.hooks = HookHost()
+        self.built = BuiltPlugins()
         self.warnings = tuple(warnings)
         self._rows = list(rows)
         self._strict = strict
@@ -232,21 +238,45 @@ class PluginRegistry:
         Raises:
             PluginLoadError: if it cannot be imported or called; names who brings it.
         """
-        return resolve_factory(descriptor, self._source(descriptor))
+        return resolve_factory(descriptor, self.source(descriptor))
 
     def building(self, descriptor: Descriptor[Any]) -> AbstractContextManager[None]:
         """Around a call of a plugin's factory: what it raises, save our own errors, becomes a `PluginError`."""
-        return building(descriptor, self._source(descriptor))
+        return building(descriptor, self.source(descriptor))
 
     def build(self, descriptor: Descriptor[Any], *context: Any) -> Any:
         """What a plugin's factory makes.
 
         Raises:
-            PluginError: if the factory cannot be imported or raises; names the plugin, who brings it, and the remedy.
+            PluginError: if the factory cannot be imported or raises, or what it makes has not the contract's methods;
+                names the plugin, who brings it, and the remedy.
         """
         factory = self.factory(descriptor)
         with self.building(descriptor):
-            return factory(*context)
+            built = factory(*context)
+        return self.accept(descriptor, built)
+
+    def accept(self, descriptor: Descriptor[Any], built: Any) -> Any:
+        """Return what a factory made, once it was looked at; errors in its code are traced to the plugin from now on.
+
+        Raises:
+            ContractError: if a method is missing or cannot be called as the core calls it; names plugin and source.
+        """
+        self.fit(descriptor, "what its factory made", misfits(descriptor, built))
+        self.built.add(descriptor, self.source(descriptor), built)
+        return built
+
+    def fit(self, descriptor: Descriptor[Any], what: str, misfits: Iterable[str]) -> None:
+        """Raise ContractError that names the plugin and who brings it, if there are any misfits of `what` it made."""
+        if texts := list(misfits):
+            raise ContractError(
+                f"{self.full_name(descriptor)}: {what} does not fit the contract: {'; '.join(texts)}",
+                fix=f"correct the plugin (`slotline conform` shows its faults), or {remedy_for(descriptor.kind)}",
+            )
+
+    def full_name(self, descriptor: Descriptor[Any]) -> str:
+        """Return a plugin and who brings it, as in ``attention:cpu of slotline 1.0``."""
+        return f"{label_of(descriptor)} of {self.source(descriptor)}"
 
     def mark_selected(self, kind: Kind, name: str) -> None:
         """Note that a plan uses the plugin."""
@@ -255,7 +285,8 @@ class PluginRegistry:
             self._refuse(kind, name, row)
         self._replace(row, state=PluginState.SELECTED)
 
-    def _source(self, descriptor: Descriptor[Any]) -> str:
+    def source(self, descriptor: Descriptor[Any]) -> str:
+        """Return who brings a plugin: its distribution and version, or the file of an inline one."""
         return self.record(descriptor.kind, descriptor.name).source
 
     def _find(self, kind: Kind, name: str) -> PluginRecord | None:

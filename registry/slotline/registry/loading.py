@@ -44,6 +44,11 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
 """What to do about a plugin that cannot be built."""
 
 
+def remedy_for(kind: Kind) -> str:
+    """Return what a user can do where a plugin of a kind fails."""
+    return _REMEDIES[kind]
+
+
 def label_of(descriptor: Descriptor[Any]) -> str:
     """``kind:name``."""
     return f"{descriptor.kind.value}:{descriptor.name}"
@@ -99,6 +104,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _load_fix(error: BaseException) -> str:
+    if isinstance(error, SlotlineError) and error.fix:
+        return error.fix
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
         return f"install what provides the module {package!r}, or ask for another plugin"

@@ -5,14 +5,13 @@ Each kind's ``contract.py`` describes the kind with a `KindContract` and calls `
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Mapping
 from typing import Any, get_origin, get_type_hints
 from unittest.mock import patch
 
-from attrs import define, evolve, field, fields, fields_dict, frozen, has
+from attrs import define, evolve, fields, fields_dict, frozen, has
 
+from slotline.registry.built import BUILT, misfits_of, refused_call
 from slotline.registry.capability import Flag
 from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
 from slotline.registry.errors import ConfigError, ContractError
@@ -50,17 +49,13 @@ class KindContract:
     Attributes:
         kind: it.
         capabilities: its class of capabilities.
-        protocol: what a built object can do.
         context: a build context with declared values; `Subject.build` fills contract and options in.
-        optional: method -> whether these capabilities ask for it; the others are always asked for.
         conditions: names that a `Limit` may be tied to besides capabilities.
     """
 
     kind: Kind
     capabilities: type
-    protocol: type
     context: Callable[[Run], Any]
-    optional: Mapping[str, Callable[[Any], bool]] = field(default=MappingProxyType({}))
     conditions: tuple[str, ...] = ()
 
 
@@ -251,7 +246,7 @@ def probe_only_narrows(contract: KindContract, run: Run) -> None:
 def factory_takes_a_context(contract: KindContract, run: Run) -> None:
     """The factory is called with one build context and nothing else, and may be called again for another engine."""
     factory = resolve_factory(run.subject.descriptor)
-    _expect_call(factory, "the factory", [object()], {})
+    _expect_call(factory, "the factory", [object()])
     context = contract.context(run)
     for _ in range(2):
         if run.subject.build(context) is None:
@@ -265,35 +260,13 @@ def methods_fit(contract: KindContract, run: Run) -> None:
 
 
 def _expect_methods(contract: KindContract, subject: Subject, built: Any) -> None:
-    for name, wanted in _methods(contract.protocol):
-        found = getattr(built, name, None)
-        asked = contract.optional.get(name, lambda _: True)(subject.capabilities)
-        if found is None and not asked:
-            continue
-        if not callable(found):
-            raise Failed(f"{type(built).__name__} has no method {name!r}, which the contract asks for")
-        parameters = list(inspect.signature(wanted).parameters.values())[1:]
-        needed = [object() for item in parameters if item.default is item.empty]
-        named = {item.name: object() for item in parameters if item.default is not item.empty}
-        _expect_call(found, name, needed, {})
-        _expect_call(found, name, needed, named)
-        _expect_call(found, name, [*needed, *named.values()], {})
+    for text in misfits_of(BUILT[contract.kind], subject.capabilities, built, strict=True):
+        raise Failed(text)
 
 
-def _methods(protocol: type) -> Iterable[tuple[str, Callable[..., Any]]]:
-    return ((name, item) for name, item in vars(protocol).items() if not name.startswith("_") and callable(item))
-
-
-def _expect_call(function: Callable[..., Any], name: str, positional: list[Any], named: dict[str, Any]) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some built-in callables do not tell
-        return
-    try:
-        signature.bind(*positional, **named)
-    except TypeError as error:
-        also = f" and {', '.join(f'{key}=' for key in named)}" if named else ""
-        raise Failed(f"{name}{signature} cannot be called with {len(positional)} arguments{also}: {error}") from error
+def _expect_call(function: Callable[..., Any], name: str, positional: list[Any]) -> None:
+    if refusal := refused_call(function, name, positional):
+        raise Failed(refusal)
 
 
 def unknown_context_fields(contract: KindContract, run: Run) -> None:

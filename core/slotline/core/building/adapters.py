@@ -76,12 +76,16 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
         options=planned.options(descriptor),
     )
     factory = planned.registry.factory(descriptor)
+
+    def build(context: LoraContext) -> Any:
+        return planned.registry.accept(descriptor, factory(context))
+
     divided = [stage.device for stage in planned.stages.divided]
     with (
         planned.registry.building(descriptor),
         fits(f"{label_of(descriptor)} with its slots", "lower lora.max_adapters or lora.max_rank"),
     ):
-        lora: Any = _staged(factory, context, divided, adaptable.adapter_stages) if divided else factory(context)
+        lora: Any = _staged(build, context, divided, adaptable.adapter_stages) if divided else build(context)
     if config.merge:
         dtype = getattr(torch, planned.plan.dtype)
         return MergedAdapter(
@@ -111,7 +115,7 @@ def build_adapters(planned: Planned, model: Model, rows: Rows) -> AdapterSource 
 
 
 def _staged(
-    factory: Callable[[LoraContext], Any], context: LoraContext, devices: Sequence[str], stage_of: Mapping[str, int]
+    build: Callable[[LoraContext], Any], context: LoraContext, devices: Sequence[str], stage_of: Mapping[str, int]
 ) -> StagedLora:
     """A plugin for each stage, with the modules that lie there."""
     parts = []
@@ -127,7 +131,7 @@ def _staged(
             )
         )
     return StagedLora(
-        [StagePlugin(factory(part), part.device) for part in parts], {path: stage_of[path] for path in context.modules}
+        [StagePlugin(build(part), part.device) for part in parts], {path: stage_of[path] for path in context.modules}
     )
 
 

@@ -34,6 +34,8 @@ from slotline.core.execution.attention import AttentionGroup
 from slotline.core.execution.encoding import Encoding, build_encoding
 from slotline.core.execution.inputs import InputGatherer
 from slotline.core.execution.microbatches import Microbatches
+from slotline.core.execution.nan_cause import nan_cause
+from slotline.core.execution.output_checks import OutputChecks
 from slotline.core.execution.profiling import StepProfiler
 from slotline.core.execution.repeats import repeats_for
 from slotline.core.execution.runner import Runner
@@ -46,6 +48,8 @@ from slotline.core.sampling.processors import ProcessorPipeline
 from slotline.core.sampling.sampler import warm_up
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.attribution import BuiltPlugins, names_plugins
+from slotline.registry.built import MODEL, misfits_of
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import (
     KVSpec,
@@ -97,6 +101,12 @@ class EngineBuilder:
     def __attrs_post_init__(self) -> None:
         self.groups = GroupBuilder(self.planned)
 
+    @property
+    def plugins(self) -> BuiltPlugins:
+        """What factories made so far."""
+        return self.planned.registry.built
+
+    @names_plugins
     def build(self, model: Model | None = None) -> Engine:
         """All parts, and the engine around them.
 
@@ -128,7 +138,9 @@ class EngineBuilder:
             memory = self._size(first, specs, encoding)
         with fits(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
             pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
-            self.groups.set_router(runner, gatherer, self.groups.router(attention, specs, memory.num_blocks, pages))
+            checks = OutputChecks(strict=False) if config.observability.check_integrity else None
+            router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
+            self.groups.set_router(runner, gatherer, router)
         runner.grammars = build_grammars(planned, rows, tokenizer)
         cache = CacheManager(
             BlockPool(memory.num_blocks),
@@ -156,6 +168,7 @@ class EngineBuilder:
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=tokenizer,
             memory=memory,
+            plugins=self.plugins,
             notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
             cascade=cascade,
             adapters=adapters,
@@ -182,6 +195,7 @@ class EngineBuilder:
         planned.registry.hooks.engine_built(engine)
         return engine
 
+    @names_plugins
     def load_model(self) -> Model:
         """The weights, on the device."""
         planned, config = self.planned, self.planned.loaded.config
@@ -199,7 +213,9 @@ class EngineBuilder:
         )
         fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
         with self.startup.scope("weights"), fits(f"the model of {planned.facts.num_parameters} parameters", fix):
-            return planned.family.load(context)
+            model = planned.family.load(context)
+        planned.registry.fit(planned.family_descriptor, "what load() made", misfits_of(MODEL, context, model))
+        return model
 
     def _runner(
         self,
@@ -243,7 +259,8 @@ class EngineBuilder:
         )
         runner = Runner(
             model,
-            self.groups.router(attention, specs, num_blocks=1),  # the null block alone, for profiling
+            # the null block alone, for profiling
+            self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
             rows,
             pipeline,
             stagings[-1],
@@ -260,6 +277,7 @@ class EngineBuilder:
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
+        runner.nan_cause = lambda: nan_cause(runner.router, runner.states)
         return gatherer, runner
 
     def _overlap(self, rows: Rows, runner: Runner) -> Overlap | None:

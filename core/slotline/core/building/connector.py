@@ -52,7 +52,8 @@ def build_transfers(
         options=planned.options(descriptor),
     )
     connector = build_plugin(planned.registry, descriptor, context, "give it less memory in its table")
-    return Transfers(connector, saves_evicted=descriptor.capabilities.saves == "evicted")
+    saves_evicted = descriptor.capabilities.saves == "evicted"
+    return Transfers(connector, saves_evicted, planned.registry.full_name(descriptor))
 
 
 def _blocks(pages: torch.Tensor, num_blocks: int) -> torch.Tensor:

@@ -70,12 +70,14 @@ def build_drafting(planned: Planned, rows: Rows, model: Model) -> Drafting | Non
         ),
         descriptor.capabilities,
         rows,
+        name=planned.registry.full_name(descriptor),
         num_tokens=context.num_tokens,
         vocab_size=facts.vocab_size,
         device=planned.device,
         control=_draft_control(planned, rows),
         trees=planned.trees,
         uniform=_captures_verification(planned),
+        check=loaded.config.observability.check_integrity,
         embed=context.embed,
     )
 

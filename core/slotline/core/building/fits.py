@@ -34,9 +34,11 @@ def build_plugin(registry: PluginRegistry, descriptor: Descriptor[Any], context:
         fix: the remedy where it takes more memory than there is.
 
     Raises:
-        PluginError: if the factory cannot be imported or raises; names the plugin, who brings it, and the remedy.
+        PluginError: if the factory cannot be imported or raises, or what it makes has not the contract's methods; names
+            the plugin, who brings it, and the remedy.
         CapacityError: if there is not enough memory.
     """
     factory = registry.factory(descriptor)
     with registry.building(descriptor), fits(label_of(descriptor), fix):
-        return factory(context)
+        built = factory(context)
+    return registry.accept(descriptor, built)

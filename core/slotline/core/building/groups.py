@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from slotline.core.drafting.attention import DraftAttention
 from slotline.core.execution.attention import AttentionGroup, AttentionRouter
 from slotline.core.execution.context_shards import ContextShards, Shard
 from slotline.core.execution.inputs import InputGatherer
+from slotline.core.execution.output_checks import OutputChecks
 from slotline.core.execution.runner import Runner
 from slotline.core.execution.states import StateGroup, StateRouter, allocate
 from slotline.core.planning.cache_specs import SpecBuilder, of_encoder
 from slotline.core.planning.device import device_scope
 from slotline.core.planning.parts import plans_once
 from slotline.core.planning.plan import Planned
+from slotline.core.planning.spec_answers import wrong_cache
 from slotline.core.planning.state_specs import HeldStates, StateSpecBuilder
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.capability import GraphSupport
@@ -172,6 +175,7 @@ class GroupBuilder:
             last_queries=group.last_queries,
             any_captured=not sharded and _captured_always(descriptor.capabilities),
             plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
+            plugin=self.planned.registry.full_name(descriptor),
         )
 
     def _context_shards(
@@ -212,18 +216,36 @@ class GroupBuilder:
         specs: list[KVSpec],
         num_blocks: int,
         pages: Mapping[int, torch.Tensor] | None = None,
+        checks: OutputChecks | None = None,
     ) -> AttentionRouter:
         """Bind each layer to its own cache; layers that share one are bound to the same memory.
 
         Args:
             pages: the caches' memory; new where not given.
+            checks: of what backends give in eager steps.
         """
         if self.planned.shards.divided:
             caches = self._sharded(attention, num_blocks)
         else:
             pages = self.pages(specs, num_blocks) if pages is None else pages
-            caches = self._complete(bind_caches(self.planned.plan, specs, pages, num_blocks))
-        return AttentionRouter(attention, caches)
+            caches = self._complete(self._bound(specs, pages, num_blocks))
+        return AttentionRouter(attention, caches, checks)
+
+    def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
+        """Return the caches that the specs make of their memory.
+
+        Raises:
+            ContractError: if one has another form than the contract says.
+        """
+        plan, caches = self.planned.plan, bind_caches(self.planned.plan, specs, pages, num_blocks)
+        for group in plan.cache_groups:
+            ratio, size = group.block_size // group.kernel_block_size, group.kernel_block_size
+            misfits = (
+                wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype) for at in group.layers
+            )
+            descriptor = self.planned.offers[Kind.KV_SPEC, group.kv_spec]
+            self.planned.registry.fit(descriptor, "what bind() made", chain.from_iterable(misfits))
+        return caches
 
     def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
         """With those of layers that own none."""
@@ -251,6 +273,8 @@ class GroupBuilder:
     def set_router(self, runner: Runner, gatherer: InputGatherer, router: AttentionRouter) -> None:
         """Hand the caches to the model's layers, and to the drafter's own."""
         runner.router = router
+        if runner.states is not None:
+            runner.states.checks = router.checks
         if runner.drafting is not None and self.planned.draft_layers:
             runner.drafting.attention = DraftAttention(
                 router,
@@ -299,7 +323,8 @@ class GroupBuilder:
                 options=self.planned.options(descriptor),
             )
             backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
-            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers))
+            plugin = planned.registry.full_name(descriptor)
+            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers, plugin=plugin))
         return StateRouter(groups, allocate(self.held_states, num_slots, planned.device), num_slots, planned.device)
 
     def checkpoints(self, rows: Rows, states: StateRouter | None) -> Checkpoints | None:

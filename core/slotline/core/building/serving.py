@@ -68,10 +68,14 @@ def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
         active = np.zeros(rows.max_requests, bool)
         slots.append(
             ProcessorSlot(
-                name=descriptor.name, processor=processor, capabilities=descriptor.capabilities, active=active
+                name=descriptor.name,
+                source=planned.registry.source(descriptor),
+                processor=processor,
+                capabilities=descriptor.capabilities,
+                active=active,
             )
         )
-    return ProcessorPipeline(slots, rows, _PROCESSED)
+    return ProcessorPipeline(slots, rows, _PROCESSED, planned.registry.built)
 
 
 def build_plain_draws(planned: Planned, last_tokens: LastTokens | None, staging: Staging) -> PlainDraws | None:

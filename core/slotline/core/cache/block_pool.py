@@ -112,6 +112,11 @@ class BlockPool:
                 self._free.move_to_end(block, last=False)
         return dropped
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Forget what blocks in use cached."""
+        for block in blocks:
+            self._forget(block)
+
     def reset(self) -> None:
         """Forget all cached prefixes; blocks in use stay in use."""
         self._hash_of.clear()

@@ -153,7 +153,11 @@ class Checkpoints:
         else:
             _, slot = self._slot_of.popitem(last=False)
             self.counts.evicted += 1
-        self._states.copy(row, slot)
+        try:
+            self._states.copy(row, slot)
+        except BaseException:
+            self._free.append(slot)
+            raise
         self.lengths[slot], self.prefixes[slot] = self.lengths[row], self._kept[row]
         self._slot_of[block_hash] = slot
         self.counts.kept += 1

@@ -305,6 +305,15 @@ class CacheManager:
                 for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
                     self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
+    def forget(self, row: int) -> None:
+        """Let nobody find the blocks of a row whose keys, values or states are wrong, nor any checkpoint."""
+        if self.groups:
+            self._findable[row] = self._full[row]
+        for group in self.groups:
+            self.pool.forget(group.blocks[row])
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
+
     def release(self, row: int) -> None:
         """Give back all blocks of the row; cached ones stay findable until taken."""
         if self.groups:

@@ -24,10 +24,12 @@ class Transfers:
     Attributes:
         connector: of the plan.
         saves_evicted: whether blocks are saved when the pool gives them up, and not when they are full.
+        name: of the plugin and who brings it, for the log.
     """
 
     connector: KVConnector
     saves_evicted: bool
+    name: str = "the KV connector"
     _saves: list[CacheBlock] = field(factory=list, init=False)
     _loads: list[CacheBlock] = field(factory=list, init=False)
     _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: to be loaded, and not known to be good
@@ -38,10 +40,10 @@ class Transfers:
         if not hashes:
             return ()
         try:
-            found = self.connector.held(group, hashes)
+            found = self.connector.held(group, list(hashes))
             return {one for one, here in zip(hashes, found, strict=True) if here}
         except Exception:  # a plugin's code may raise anything
-            logger.exception("the KV connector cannot say what it holds")
+            logger.exception("%s cannot say what it holds", self.name)
             return ()
 
     def want(self, block: CacheBlock) -> None:
@@ -66,9 +68,9 @@ class Transfers:
         loads, self._loads = [one for one in self._loads if self._unsure.get(one.block) is one], []
         if saves or loads:
             try:
-                self.connector.start(saves, loads)
+                self.connector.start(list(saves), list(loads))  # what it does to its lists is its own
             except Exception:  # a plugin's code may raise anything
-                logger.exception("the KV connector cannot save %d blocks and load %d", len(saves), len(loads))
+                logger.exception("%s cannot save %d blocks and load %d", self.name, len(saves), len(loads))
                 self._failed |= {one.block for one in loads}
         return tuple(loads)
 
@@ -82,7 +84,7 @@ class Transfers:
         try:
             self.connector.wait()
         except Exception:  # a plugin's code may raise anything
-            logger.exception("waiting for the KV connector failed")
+            logger.exception("waiting for %s failed", self.name)
             self._failed |= {one.block for one in loads}
 
     def settle(self, loads: Sequence[CacheBlock]) -> list[CacheBlock]:
@@ -92,7 +94,7 @@ class Transfers:
         try:
             self._failed |= set(self.connector.failed())
         except Exception:  # a plugin's code may raise anything
-            logger.exception("the KV connector cannot say what has failed")
+            logger.exception("%s cannot say what has failed", self.name)
             self._failed |= set(self._unsure)
         lost = [one for block, one in self._unsure.items() if block in self._failed]
         self._failed.clear()

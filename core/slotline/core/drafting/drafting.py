@@ -20,6 +20,7 @@ from slotline.core.drafting.attention import DraftAttention, StagedAttention
 from slotline.core.drafting.counts import DraftCounts
 from slotline.core.drafting.graphs import DraftGraphs
 from slotline.core.drafting.hidden_states import ComputedStates, HiddenStates, LayerTaps
+from slotline.core.drafting.history import ShownHistory
 from slotline.core.drafting.shown import computed_tokens, draft_batch, following_tokens
 from slotline.core.drafting.timing import StepTimes
 from slotline.core.drafting.tree import DraftTree
@@ -46,10 +47,12 @@ class Drafting:
     """The drafter and what the core knows about its proposals.
 
     Attributes:
+        name: of the plugin and who brings it.
         control: chooses how many drafts are verified; None for all that are proposed.
         paused: whether nothing is drafted for now.
         served: [max_requests] bool, rows whose requests the drafter took.
         uniform: whether all requests get equally many drafts, so that a captured graph fits.
+        history: the tokens that the drafter is shown.
         probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
             `Rows.draft_entry` says which request is which.
         observing: whether the drafter sees what the step that runs computes.
@@ -66,15 +69,18 @@ class Drafting:
         capabilities: DrafterCapabilities,
         rows: Rows,
         *,
+        name: str = "drafter",
         num_tokens: int,
         vocab_size: int,
         device: str,
         control: DraftControl | None = None,
         trees: bool = False,
         uniform: bool = False,
+        check: bool = False,
         embed: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.drafter = drafter
+        self.name = name
         self.control = control
         self._proposes_trees, self._verifies_trees = bool(capabilities.tree.support), trees
         self.uniform = uniform
@@ -91,6 +97,8 @@ class Drafting:
             self.taps = LayerTaps(reader.layer_ids, device)
         self.counts = DraftCounts(accepted_at=[0] * num_tokens)
         self._rows = rows
+        self.history, self._check = ShownHistory(rows), check
+        self.needs_history = capabilities.needs_history
         self._vocab_size = vocab_size
         self._device = device
         self._embed = embed
@@ -102,10 +110,11 @@ class Drafting:
     def admit(self, request: Request) -> None:
         """A request took its row. If the drafter cannot take it, it runs without drafts."""
         self.served[request.row] = False
+        self.history.begin(request.row)
         if self.control is not None:
             self.control.admit(request.row)
         try:
-            self.drafter.admit(request.row, request.prompt_token_ids)
+            self.drafter.admit(request.row, list(request.prompt_token_ids))
         except Exception as error:  # a plugin may raise anything
             self.failed(1, f"admit({request.request_id!r}) raised {type(error).__name__}: {error}")
         else:
@@ -206,13 +215,18 @@ class Drafting:
             return
         start = perf_counter()
         try:
-            batch, staged = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device), None
+            self.history.follow(rows, known)
+            shown = self.history.tensor
+            batch = draft_batch(self._rows, rows, known, hidden_states, self.num_tokens, self._device, shown)
+            staged = None
             if self.catches_up:
                 previous = self._rows.token_ids[rows, known - 2].astype(np.int64)
                 batch.previous_token_ids = self._upload(previous)
             if self.attention is not None:
                 staged = self.attention.stage(rows, known - 1, self._upload)
             draft = self.ask(batch, staged)
+            if self._check and self.history.restore(rows, known):
+                raise ValueError("it wrote into token_table, which it is only shown")
             token_ids, tree = self._checked(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
@@ -402,6 +416,6 @@ class Drafting:
     def failed(self, count: int, what: str) -> None:
         """Count `count` lost proposals, and log the first."""
         if self.counts.failures == 0:
-            logger.warning("drafter: %s; requests go on without drafts (told once, counted always)", what)
+            logger.warning("%s: %s; requests go on without drafts (told once, counted always)", self.name, what)
         self.counts.failures += count
-        self.counts.last_failure = what
+        self.counts.last_failure = f"{self.name}: {what}"

@@ -220,6 +220,8 @@ class Overlap:
             states = None if states is None else states.pick(chosen)
         start, rows = perf_counter(), settled.rows[settled.asked]
         try:
+            if drafting.needs_history:
+                drafting.history.follow(rows, self._rows.num_tokens[rows])
             draft = drafting.ask(self._batch(settled, rows, stood, states), settled.attend)
             drafting.check_shape(draft, len(rows))
         except Exception as error:  # a plugin may raise anything; the requests go on without drafts
@@ -263,8 +265,8 @@ class Overlap:
 
     def _batch(self, settled: Settled, rows: Int, stood: Stood, states: HiddenStates | None) -> DraftBatch:
         return DraftBatch(
-            rows=torch.from_numpy(rows),
-            token_table=torch.from_numpy(self._rows.token_ids),
+            rows=torch.from_numpy(rows.copy()),
+            token_table=self._drafting.history.tensor,
             num_tokens=torch.from_numpy(self._bounds(settled).astype(np.int32)),
             last_token_ids=stood.newest,
             positions=stood.positions,

@@ -20,18 +20,25 @@ _DRAW = np.uint64(0xD6E8FEB86659FD93)
 
 
 def draft_batch(
-    table: Rows, rows: Int, known: Int, hidden_states: HiddenStates | None, num_tokens: int, device: str
+    table: Rows,
+    rows: Int,
+    known: Int,
+    hidden_states: HiddenStates | None,
+    num_tokens: int,
+    device: str,
+    history: torch.Tensor,
 ) -> DraftBatch:
     """A request for up to `num_tokens` drafts behind the `known` [n] tokens of `rows` [n].
 
     Args:
+        history: [max_requests, max_model_len] int32, tokens by row, which the drafter may spoil.
         hidden_states: of the last accepted position of each; None if the drafter reads none.
     """
     newest = table.token_ids[rows, known - 1].astype(np.int64)
     places = known[:, None] + np.arange(num_tokens)
     return DraftBatch(
-        rows=torch.from_numpy(rows),
-        token_table=torch.from_numpy(table.token_ids),
+        rows=torch.from_numpy(rows.copy()),
+        token_table=history,
         num_tokens=torch.from_numpy(known.astype(np.int32)),
         last_token_ids=torch.from_numpy(newest).to(device),
         positions=torch.from_numpy(known - 1).to(device),
@@ -66,7 +73,7 @@ def computed_tokens(
     if inputs.following is not None and embed is not None:
         next_embeds = inputs.following.merged(embed, following)
     return ComputedTokens(
-        rows=torch.from_numpy(inputs.rows),
+        rows=torch.from_numpy(inputs.rows.copy()),
         query_start_loc=torch.from_numpy(starts.astype(np.int64)),
         token_ids=states.token_ids.to(device),
         positions=inputs.positions.to(device),

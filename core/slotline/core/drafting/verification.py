@@ -125,4 +125,5 @@ def reject(
     wanted, offered = (p.gather(1, draft[:, None]).squeeze(1) for p in (target, proposed))
     rest = (target - proposed).clamp_min(0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, target)
-    return tokens.index_copy(0, place, torch.where(accept * offered < wanted, draft, invert(rest, number)))
+    found = torch.where(accept * offered < wanted, draft, invert(rest, number))
+    return tokens.index_copy(0, place, found)

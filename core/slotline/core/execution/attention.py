@@ -9,6 +9,7 @@ import torch
 from attrs import define, evolve
 
 from slotline.core.cache.kv_scales import KVScaleTable
+from slotline.core.execution.output_checks import OutputChecks, ShownBatch
 from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.planning.device import device_scope
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
@@ -36,6 +37,7 @@ class AttentionGroup:
 
     Attributes:
         name: as in the plan.
+        plugin: the backend's name and who brings it.
         backend: the built object.
         writes_cache: whether `forward` stores the new keys and values itself.
         batch: index of its batch in a step's, which hold the tables of its cache group on its device.
@@ -62,6 +64,7 @@ class AttentionGroup:
     last_queries: bool = False
     any_captured: bool = False
     plan_once: bool = False
+    plugin: str = ""
 
 
 class StepPlans(NamedTuple):
@@ -115,10 +118,14 @@ class AttentionRouter:
     Attributes:
         calculating: the scales that the next step's keys and values give; None once they are there.
         fast_prefill: whether any group's layers get a step's wanted tokens alone.
+        checks: of what backends give in eager steps; None for none.
     """
 
-    def __init__(self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache]) -> None:
+    def __init__(
+        self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache], checks: OutputChecks | None = None
+    ) -> None:
         self.groups = tuple(groups)
+        self.checks = checks
         self.calculating: KVScaleTable | None = None
         self.fast_prefill = any(group.fast_prefill for group in groups)
         self._step = StepPlans([], ())
@@ -138,7 +145,8 @@ class AttentionRouter:
             evolve(g, layers=tuple(layer for layer in g.layers if layer in layers), batch=read.index(g.batch))
             for g in groups
         ]
-        return AttentionRouter(groups, {layer.index: self._routes[layer.index][2] for layer in layers}), read
+        caches = {layer.index: self._routes[layer.index][2] for layer in layers}
+        return AttentionRouter(groups, caches, self.checks), read
 
     def caches(self) -> list[KVCache]:
         """The caches of all layers, in the layers' order."""
@@ -174,6 +182,7 @@ class AttentionRouter:
                 "a step was called while a CUDA graph is captured",
                 fix="capture nothing around the engine: it captures its own graphs when it is built",
             )
+        shown = None if self.checks is None else [ShownBatch.of(batch) for batch in batches]
         if wanted is not None and self.fast_prefill:
             plans = [self._plan_some(group, batches, wanted) for group in self.groups]
         else:
@@ -182,12 +191,14 @@ class AttentionRouter:
                 None if group.name in standing else plan(group, _seen_by(group, batches[group.batch]))
                 for group in self.groups
             ]
+        for group in self.groups if shown is not None else ():
+            shown[group.batch].check(group.plugin, "plan")
         return StepPlans(plans, batches, wanted)
 
     def under(self, plans: StepPlans) -> Attend:
         """Attention under plans that were made before; those of the last call count."""
         self._step = plans
-        return RoutedAttend(self, self.attend)
+        return RoutedAttend(self, self.attend if self.checks is None else self._attend_checked)
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """Where a model may store new keys like `key` and the values of a layer in the backend's place."""
@@ -217,6 +228,29 @@ class AttentionRouter:
         self._serve(layer, query, key, value, sinks, out, written)
         return out
 
+    def _attend_checked(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """As `attend`; what the backend does not write is NaN, and its output and its batch are looked at."""
+        assert self.checks is not None
+        position = self._routes[layer.index][3]
+        group = self.groups[position]
+        batch = self._step.batches[group.batch]
+        if self._step.wanted is not None and group.fast_prefill:
+            batch = self._step.wanted.batch(batch)
+        out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
+        shown = ShownBatch.of(batch)
+        returned = self._serve(layer, query, key, value, sinks, out, written)
+        shown.check(group.plugin, "forward")
+        self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
+        return out
+
     def attend_wanted(
         self,
         layer: AttentionLayer,
@@ -239,10 +273,15 @@ class AttentionRouter:
         if write is not None and not written:
             write(layer, key, value, cache, step.plans[position])
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        if self.checks is not None:
+            out.fill_(torch.nan)
         if step.wanted.num_tokens:
             plan = self._plan(group, step.wanted.batch(step.batches[group.batch]))
             key, value = key[step.wanted.index], value[step.wanted.index]
-            forward(layer, query, key, value, cache, plan, out, sinks)
+            returned = forward(layer, query, key, value, cache, plan, out, sinks)
+            if self.checks is not None:
+                batch = step.wanted.batch(step.batches[group.batch])
+                self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
         return out
 
     def breaking(
@@ -268,7 +307,11 @@ class AttentionRouter:
             out = make((query.shape[0], layer.num_heads, layer.head_size_v))
             if layer.index in broken:
                 q, k, v, o = (unowned(tensor) for tensor in (query, key, value, out))
-                cut(lambda: self._serve(layer, q, k, v, sinks, o))
+
+                def call() -> None:
+                    self._serve(layer, q, k, v, sinks, o)
+
+                cut(call)
             else:
                 self._serve(layer, query, key, value, sinks, out, written)
             return out
@@ -284,14 +327,14 @@ class AttentionRouter:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
         written: bool = False,
-    ) -> None:
+    ) -> object:
         write, forward, cache, position = self._routes[layer.index]
         plan = self._step.plans[position]
         if self.calculating is not None:
             self.calculating.calculate(layer, key, value)
         if write is not None and not written:
             write(layer, key, value, cache, plan)
-        forward(layer, query, key, value, cache, plan, out, sinks)
+        return forward(layer, query, key, value, cache, plan, out, sinks)
 
     def _plan_some(self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: WantedTokens) -> Any:
         """The plan of a group in a step with fast prefill; None where none of its tokens is wanted."""

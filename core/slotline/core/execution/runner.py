@@ -30,9 +30,10 @@ from slotline.core.frontend.outputs import TokenLogprobs
 from slotline.core.sampling.companions import pairs_of
 from slotline.core.sampling.last_tokens import LastTokens
 from slotline.core.sampling.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
+from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.pooling import Pooling
 from slotline.core.sampling.processors import ProcessorPipeline
-from slotline.core.sampling.sampler import sample
+from slotline.core.sampling.sampler import sample_checked
 from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import Model, MultimodalModel
@@ -57,6 +58,7 @@ class Runner:
         adapters: joins adapters to the model, where any may be used.
         microbatches: which steps' forward passes are cut into pieces.
         plain_draws: draws the tokens of steps that ask for nothing else, where Triton runs and nothing drafts.
+        nan_cause: says who may have made the NaN of a request's logits.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Runner:
         self.raw_logprobs = when == "raw"
         self.normalise_logprobs = what == "logprobs"
         self.count_nans = count_nans
+        self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
 
     def run(self, inputs: StepInputs) -> StepOutput:
         """One step from end to end."""
@@ -172,10 +175,10 @@ class Runner:
                 keep_raw = inputs.scored is not None or self.count_nans
                 processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
         with scope("sample"):
-            tokens, final = sample(
+            drawn = sample_checked(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
             )
-            tokens = self._reject(tokens, final, inputs)
+            tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
             if pairs is not None:
                 tokens = pairs.follow(tokens)
             drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
@@ -183,6 +186,7 @@ class Runner:
                 self.last_tokens.record(inputs.stand_ins, tokens)
             plain_greedy = inputs.sampling_params is None and inputs.rejections is None
             sampled = processed.mark(tokens, all_greedy=plain_greedy)
+            sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
             sampling = Sampling(
                 batch=batch,
                 draft_positions=inputs.draft_positions,
@@ -209,7 +213,7 @@ class Runner:
         """Wait for a step's answers, or for its tokens, and see which of them stand."""
         if isinstance(sampling, Answers):
             with self.profiler.scope("wait"):
-                return sampling.wait(count_nans=self.count_nans)
+                return sampling.wait(count_nans=self.count_nans, nan_cause=self.nan_cause)
         with self.profiler.scope("wait"):
             token_ids = sampling.tokens.wait()
         rows, positions = sampling.batch.rows, sampling.draft_positions
@@ -220,14 +224,18 @@ class Runner:
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
+        judged, spoiled = (places, rows), frozenset[int]()
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             grammars = None if self.grammars is None else self.grammars.active
-            failed = self.pipeline.failures(rows, token_ids, errors, grammars)
+            failed = self.pipeline.failures(rows, token_ids, errors, grammars, self.nan_cause())
+            spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]
-        output = StepOutput(rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed)
+        output = StepOutput(
+            rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed, spoiled=spoiled
+        )
         if sampling.tree is not None and sampling.draft_nodes is not None:
             output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
         output.prompt_logprobs = sampling.prompt_logprobs
@@ -241,6 +249,7 @@ class Runner:
                 if place in entries:
                     output.logprobs.setdefault(row, []).append(entries[place])
         if sampling.num_nans is not None:
+            places, rows = judged  # those that failed are counted too
             counts = sampling.num_nans.wait()[places]
             output.num_nans = {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
         return output
@@ -250,7 +259,7 @@ class Runner:
         if wanted is not None and len(wanted) == inputs.num_padded_tokens:
             wanted = None  # each request has one token: all are wanted, in order
         token_ids = self.token_ids(inputs)
-        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advance}
+        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advancing}
         if self.taps is not None:
             states["tap"] = self.taps
         if inputs.encoder_states is not None:

@@ -18,6 +18,7 @@ from attrs import define
 
 from slotline.core.cache.memory import zeroed_bytes
 from slotline.core.execution.attention import unowned
+from slotline.core.execution.output_checks import OutputChecks, ShownBatch
 from slotline.core.planning.state_specs import HeldStates
 from slotline.registry.contracts import StateBackend, StateBatch, StateLayer
 
@@ -28,11 +29,15 @@ Int = npt.NDArray[np.int64]
 
 @define(kw_only=True, eq=False)
 class StateGroup:
-    """State layers of one kind and the backend that was built for them."""
+    """State layers of one kind and the backend that was built for them.
+
+    `plugin` is the backend's name and who brings it.
+    """
 
     name: str
     backend: StateBackend
     layers: tuple[StateLayer, ...]
+    plugin: str = ""
 
 
 class StateRouter:
@@ -43,7 +48,12 @@ class StateRouter:
         states: by layer index.
         num_slots: in each of their tensors.
         device: where they lie.
+
+    Attributes:
+        checks: of what backends give in eager steps; None for none.
     """
+
+    checks: OutputChecks | None = None
 
     def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int, device: str) -> None:
         self.groups = tuple(groups)
@@ -58,13 +68,31 @@ class StateRouter:
 
     def plan(self, batch: StateBatch) -> Advance:
         """Host work of every group for this step; returns the callable that the model's layers call."""
+        shown = None if self.checks is None else ShownBatch.of(batch)
         self._plans = [group.backend.plan(batch) for group in self.groups]
+        self._batch = batch
+        if shown is not None:
+            shown.check(" or ".join(group.plugin for group in self.groups), "plan")
         return self.advance
+
+    @property
+    def advancing(self) -> Advance:
+        """What the model's layers call in an eager step that is planned."""
+        return self.advance if self.checks is None else self._advance_checked
 
     def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """One layer under the step's plans: its output, one row for each token."""
         forward, state, position = self._routes[layer.index]
         return forward(layer, inputs, state, self._plans[position])
+
+    def _advance_checked(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As `advance`; the backend's output and its batch are looked at."""
+        assert self.checks is not None
+        plugin, shown = self.groups[self._routes[layer.index][2]].plugin, ShownBatch.of(self._batch)
+        found = self.advance(layer, inputs)
+        shown.check(plugin, "forward")
+        self.checks.state(plugin, layer, inputs["v" if "v" in inputs else "x"], found)
+        return found
 
     def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Advance:
         """An `advance` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""

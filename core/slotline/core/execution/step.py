@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -90,14 +90,22 @@ class Answers:
     rows: Int
     vectors: Download | None
 
-    def wait(self, *, count_nans: bool) -> StepOutput:
-        """The step's output, once they have arrived."""
+    def wait(self, *, count_nans: bool, nan_cause: Callable[[], str]) -> StepOutput:
+        """The step's output, once they have arrived.
+
+        Args:
+            nan_cause: says who may have made the NaN in an answer, which is none.
+        """
         if self.vectors is None:
             return StepOutput()
-        output = StepOutput(pooled=dict(zip(self.rows.tolist(), self.vectors.wait(), strict=True)))
-        if count_nans:
-            counts = {row: int(np.isnan(vector).sum()) for row, vector in output.pooled.items()}
-            output.num_nans = {row: count for row, count in counts.items() if count}
+        vectors = self.vectors.wait()
+        output = StepOutput(pooled=dict(zip(self.rows.tolist(), vectors, strict=True)))
+        counts = np.isnan(vectors).sum(axis=1)
+        if counts.any():
+            found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
+            output.num_nans = found if count_nans else {}
+            output.failed, output.spoiled = dict.fromkeys(found, nan_cause()), frozenset(found)
+            output.pooled = {row: vector for row, vector in output.pooled.items() if row not in found}
         return output
 
 
@@ -117,6 +125,7 @@ class StepOutput:
         num_nans: by row, only rows with NaN logits.
         pooled: by row, the answers [size] float32 of pooling requests, which get no token.
         failed: by row, why it gets no further token: its request ends with an error.
+        spoiled: those of them whose logits were NaN, so that what they stored is of no use to others.
     """
 
     rows: Int = field(factory=lambda: np.zeros(0, np.int64))
@@ -130,6 +139,7 @@ class StepOutput:
     num_nans: dict[int, int] = field(factory=dict)
     pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
     failed: dict[int, str] = field(factory=dict)
+    spoiled: frozenset[int] = frozenset()
 
     def without(self, rows: Int) -> StepOutput:
         """The same results without those of some rows."""
@@ -148,6 +158,7 @@ class StepOutput:
             num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
             pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
             failed={row: cause for row, cause in self.failed.items() if row not in gone},
+            spoiled=self.spoiled - gone,
         )
 
     def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:

@@ -126,7 +126,7 @@ class LLM:
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{lora_request!r:.60} is no adapter", fix="give LoRARequest(name, number, path)")
         known = lora_request.lora_int_id in self._adapters.numbers
-        with device_scope(self.engine.device):
+        with device_scope(self.engine.device), self.engine.plugins.naming():
             self._adapters.add(lora_request)
         return not known
 
@@ -136,7 +136,7 @@ class LLM:
         Raises:
             RequestError: if a request uses it.
         """
-        with device_scope(self.engine.device):
+        with device_scope(self.engine.device), self.engine.plugins.naming():
             return self._adapters.remove(lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
@@ -145,7 +145,7 @@ class LLM:
         Raises:
             RequestError: if it is not known, or no slot can be had for it.
         """
-        with device_scope(self.engine.device):
+        with device_scope(self.engine.device), self.engine.plugins.naming():
             self._adapters.pin(lora_id)
         return True
 
@@ -211,7 +211,8 @@ class LLM:
         for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
             if adapter is not None:
                 one["lora_request"] = self._adapter(adapter)
-        return BeamSearch(self, params, fields).run(progress)
+        with self.engine.plugins.naming():
+            return BeamSearch(self, params, fields).run(progress)
 
     def encode(
         self,
@@ -400,4 +401,5 @@ class LLM:
         return self.engine.adapters
 
     def _fields(self, prompt: Prompt) -> dict[str, Any]:
-        return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self.engine.encoding)
+        with self.engine.plugins.naming():
+            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self.engine.encoding)

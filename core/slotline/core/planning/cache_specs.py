@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from slotline.core.planning.offers import Offers
+from slotline.core.planning.spec_answers import wrong_answers
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import KVSpec, KVSpecContext
 from slotline.registry.contracts.attention import AttentionLayer
@@ -56,6 +57,8 @@ class SpecBuilder:
             options=self._registry.options(self._loaded, descriptor),
         )
         spec: KVSpec = self._registry.build(descriptor, context)
+        with self._registry.built.naming():
+            self._registry.fit(descriptor, "its spec", wrong_answers(spec, context))
         return spec
 
     def longest(self, group: CacheGroupPlan) -> int:

@@ -41,6 +41,8 @@ from slotline.core.scheduling.whole_prompts import (
     whole_prompts,
 )
 from slotline.registry.config import LoadedConfig
+from slotline.registry.config.plugin_tables import options_path
+from slotline.registry.config.tree import find
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 from slotline.registry.discovery import PluginRegistry
@@ -154,8 +156,14 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     Raises:
         SlotlineError: of the kind that fits; nothing has been allocated then.
     """
-    config = loaded.config
     registry = PluginRegistry.discover(loaded)
+    with registry.built.naming():
+        return _negotiated(loaded, registry, use_measurements=use_measurements)
+
+
+def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool) -> Planned:
+    """Return the plan with these plugins."""
+    config = loaded.config
     _load_named(loaded, registry)
     devices = pipeline_devices(loaded)
     shards = context_devices(loaded, devices)
@@ -299,6 +307,8 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
         return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
     if of_encoder(facts.layers):
         return "the keys of cross-attention come with the step in which a request begins, and a graph takes none"
+    if not hasattr(family, "capture_refusal"):
+        return "the model's forward cannot be captured: its model family does not say that it can"
     refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
     return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
 
@@ -377,8 +387,12 @@ def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedC
         Kind.STRUCTURED_OUTPUT: "structured_output.backend",
         Kind.KV_CONNECTOR: "kv_connector.name",
     }
-    key = keys.get(descriptor.kind, f"logits_processors.{descriptor.name}")
+    key = keys.get(descriptor.kind, "")
     origin = loaded.origins.get(key)
+    if descriptor.kind is Kind.LOGITS_PROCESSOR:  # named by its table, perhaps by the first key of one
+        path = options_path(descriptor.kind, descriptor.name)
+        table = find(loaded.tree, path)
+        key, origin = ".".join(path), None if table is None else table.origin
     return Part(
         kind=descriptor.kind.value,
         name=descriptor.name,

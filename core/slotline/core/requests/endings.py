@@ -16,6 +16,7 @@ from slotline.core.sampling.structured_output import StructuredOutputs
 from slotline.core.scheduling.companions import with_partners
 from slotline.core.scheduling.request import Request, Status
 from slotline.core.scheduling.scheduler import Scheduler
+from slotline.registry.attribution import BuiltPlugins
 
 
 @define(kw_only=True, eq=False)
@@ -24,6 +25,7 @@ class Endings:
 
     Attributes:
         requests: the unfinished by id, as `Intake` put them there; this takes them out.
+        plugins: by which errors are traced to plugins.
     """
 
     requests: dict[str, Request]
@@ -34,6 +36,7 @@ class Endings:
     grammars: StructuredOutputs | None
     drafting: Drafting | None
     adapters: AdapterSource | None
+    plugins: BuiltPlugins
 
     def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
         """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
@@ -59,7 +62,7 @@ class Endings:
         """End requests with finish reason `error`, unless they ended with the other one of their pair."""
         for request, error in failed:
             if not request.finished:
-                self.finish([request], ["error"], [f"{type(error).__name__}: {error}"])
+                self.finish([request], ["error"], [self.plugins.described(error)])
 
     def _release(self, request: Request) -> None:
         """Have plugins forget a request, and keep the tokens that its row holds."""

@@ -64,6 +64,8 @@ class HandOut:
             if row not in ended:
                 logger.error("request %r failed: %s", self.rows.request(row).request_id, cause)
                 ended[row] = ("error", cause)
+        for row in output.spoiled:
+            self.scheduler.cache.forget(row)
         finished = [self.rows.request(row) for row in ended]
         self.endings.finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
         return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))

@@ -23,7 +23,7 @@ def draw_among(
     values = logits.numpy()
     kept = values >= least.numpy()
     counts = np.count_nonzero(kept, axis=1)
-    many = counts > values.shape[1] // 8
+    many = (counts > values.shape[1] // 8) | (least.numpy()[:, 0] == -np.inf)  # without a limit NaN would go unseen
     if many.any():
         kept &= ~many[:, None]
         counts[many] = 0

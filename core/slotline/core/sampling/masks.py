@@ -11,6 +11,7 @@ import numpy.typing as npt
 from attrs import define
 
 from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import GrammarState, StructuredOutput
 
 Int = npt.NDArray[np.int64]
@@ -43,8 +44,10 @@ class StepMasks:
         """Write all masks. Raises whatever the plugin does."""
         backend.fill(self.states, self.drafts, self.firsts.tolist(), self.bitmask.words)
 
-    def wait(self, backend: StructuredOutput, name: str) -> dict[int, str]:
+    def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:
         """Write the masks, or wait for the thread that does; where that fails, each row's alone.
+
+        Errors are traced to one of the `plugins`.
 
         Returns:
             For rows that fail again, why.
@@ -65,5 +68,5 @@ class StepMasks:
             try:
                 backend.fill(self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
             except Exception as error:  # a plugin's code may raise anything
-                errors[row] = f"{type(error).__name__}: {error}"
+                errors[row] = plugins.described(error)
         return errors

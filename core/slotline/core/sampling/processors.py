@@ -17,9 +17,11 @@ import torch
 from attrs import define, field, frozen
 
 from slotline.core.frontend.sampling_params import SamplingParams
+from slotline.core.sampling.nan_logits import NAN_LOGITS
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
 from slotline.core.triton_support import has_triton
+from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.contracts import (
     Companion,
     LogitsBatch,
@@ -33,14 +35,21 @@ Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
 
 FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
-"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned."""
+"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned.
+
+`NAN_LOGITS` is the fourth: the model itself gave NaN.
+"""
 
 
 @define(kw_only=True, eq=False)
 class ProcessorSlot:
-    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are."""
+    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are.
+
+    `source` is who brings the plugin.
+    """
 
     name: str
+    source: str = ""
     processor: LogitsProcessor
     capabilities: LogitsProcessorCapabilities
     active: npt.NDArray[np.bool_] = field()
@@ -118,7 +127,14 @@ class LogitsRows:
 class ProcessorPipeline:
     """Applies the processors to logits and keeps their state in step with the rows."""
 
-    def __init__(self, slots: Sequence[ProcessorSlot], rows: Rows, known_parameters: frozenset[str]) -> None:
+    def __init__(
+        self,
+        slots: Sequence[ProcessorSlot],
+        rows: Rows,
+        known_parameters: frozenset[str],
+        plugins: BuiltPlugins | None = None,
+    ) -> None:
+        self._plugins = BuiltPlugins() if plugins is None else plugins
         ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
         self.slots = tuple(slot for slot in ordered if not slot.capabilities.floors)
         self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
@@ -162,7 +178,7 @@ class ProcessorPipeline:
         for slot in self.slots:
             if slot.capabilities.companions:
                 with _checking(slot):
-                    companion = slot.processor.companion(request.params.as_mapping(), request.prompt_token_ids)
+                    companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
                 found += [] if companion is None else [companion]
         if len(found) > 1:
             raise RequestError(
@@ -183,11 +199,12 @@ class ProcessorPipeline:
             floor = slot.processor.floor(params)
             if math.isnan(floor) or floor > 0:
                 raise ContractError(
-                    f"logits processor {slot.name!r} has the floor {floor}", fix="return a number of 0 or below"
+                    f"logits processor {slot.name!r} has the floor {floor}",
+                    fix=f"return a number of 0 or below{_brought(slot)}",
                 )
             self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
         for slot in self.slots:
-            slot.set_active(row, bool(slot.processor.admit(row, params, request.prompt_token_ids)))
+            slot.set_active(row, bool(slot.processor.admit(row, params, list(request.prompt_token_ids))))
 
     def release(self, row: int) -> None:
         """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
@@ -242,14 +259,18 @@ class ProcessorPipeline:
         token_ids: Int,
         errors: Sequence[str | None],
         grammars: npt.NDArray[np.bool_] | None = None,
+        nan_cause: str = "",
     ) -> dict[int, str]:
         """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
 
-        `grammars` [max_requests] are the rows whose tokens structured output restricts.
+        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is what to say of
+        rows whose logits are NaN before any processor.
         """
         found: dict[int, str] = {}
         for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
-            if token < 0:
+            if token == NAN_LOGITS:
+                found[row] = error or nan_cause
+            elif token < 0:
                 names = [slot.name for slot in self.slots if slot.active[row]]
                 names += ["structured_outputs"] if grammars is not None and grammars[row] else []
                 found[row] = error or _unusable(token, names)
@@ -288,7 +309,7 @@ class ProcessorPipeline:
             try:
                 result[i : i + 1] = self._run(slots, raw, step, np.array([i]))
             except Exception as error:  # a plugin's code may raise anything
-                errors[i] = f"{type(error).__name__}: {error}"
+                errors[i] = self._plugins.described(error)
         return result, errors
 
     def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
@@ -310,7 +331,7 @@ class ProcessorPipeline:
         return LogitsBatch(
             rows=rows,
             draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
-            token_table=self._rows.token_ids,
+            token_table=self._rows.shown_token_ids,
             num_tokens=self._rows.num_tokens[rows],
             num_prompt_tokens=self._rows.num_prompt_tokens[rows],
             draft_token_ids=drafts,
@@ -321,8 +342,12 @@ class ProcessorPipeline:
 def _checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
     return typed_failures(
         f"logits processor {slot.name!r} failed to check a request",
-        fix="change the parameters that it takes, or do without it",
+        fix=f"change the parameters that it takes, or do without it{_brought(slot)}",
     )
+
+
+def _brought(slot: ProcessorSlot) -> str:
+    return f"; {slot.name!r} is brought by {slot.source}" if slot.source else ""
 
 
 def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
@@ -334,11 +359,13 @@ def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> t
     want = (logits.shape, logits.dtype, logits.device)
     found = slot.processor.apply(logits, batch)
     if not isinstance(found, torch.Tensor):
-        raise ContractError(f"logits processor {slot.name!r} returned {type(found).__name__}", fix="return the logits")
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {type(found).__name__}", fix=f"return the logits{_brought(slot)}"
+        )
     if (found.shape, found.dtype, found.device) != want:
         raise ContractError(
             f"logits processor {slot.name!r} returned {found.dtype} {list(found.shape)} on {found.device}",
-            fix=f"return {want[1]} {list(want[0])} on {want[2]}",
+            fix=f"return {want[1]} {list(want[0])} on {want[2]}{_brought(slot)}",
         )
     return found
 

@@ -17,11 +17,12 @@ import torch
 
 from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
 from slotline.core.sampling.likeliest import likeliest
-from slotline.core.sampling.torch_sampling import invert, sample_torch
+from slotline.core.sampling.nan_logits import nan_at
+from slotline.core.sampling.torch_sampling import Drawn, draw_torch, invert
 from slotline.core.triton_support import has_triton
 from slotline.registry.errors import CapacityError
 
-__all__ = ["SamplingBatch", "invert", "sample", "uniforms", "warm_up"]
+__all__ = ["Drawn", "SamplingBatch", "invert", "sample", "sample_checked", "uniforms", "warm_up"]
 
 
 def sample(
@@ -38,14 +39,24 @@ def sample(
         Token ids [n] int64 on the device, and the logits that they were drawn from (scaled and masked; greedy rows as
         given), or None if not wanted. A row with NaN or without any finite logit gets some token of the vocabulary.
     """
-    if params is None:
-        return likeliest(logits), logits if keep_final else None
-    if logits.device.type == "cuda" and has_triton():
-        from slotline.core.sampling.triton_sampling import sample_triton
+    drawn = sample_checked(logits, batch, params, keep_final=keep_final)
+    return drawn.tokens, drawn.final
 
-        tokens, least = sample_triton(logits, params)
-        return tokens, _final(logits, params, least) if keep_final else None
-    return sample_torch(logits, batch, params, keep_final=keep_final)
+
+def sample_checked(
+    logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor | None, *, keep_final: bool = False
+) -> Drawn:
+    """Sample as `sample` does, and notice the rows that hold NaN."""
+    if params is None:
+        tokens = likeliest(logits)
+        return Drawn(tokens, logits if keep_final else None, nan_at(logits, tokens))
+    if logits.device.type == "cuda" and has_triton():
+        from slotline.core.sampling.triton_sampling import sample_into
+
+        scratch = sample_into(logits, params)
+        final = _final(logits, params, scratch.least) if keep_final else None
+        return Drawn(scratch.tokens, final, scratch.holds_nan)
+    return draw_torch(logits, batch, params, keep_final=keep_final)
 
 
 def warm_up(num_rows: int, vocab_size: int, device: str) -> None:

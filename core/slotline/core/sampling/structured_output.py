@@ -24,6 +24,8 @@ from slotline.core.sampling.masks import StepMasks
 from slotline.core.sampling.processors import Processed
 from slotline.core.scheduling.request import Request
 from slotline.core.scheduling.rows import Rows
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.built import GRAMMAR_STATE, misfits_of
 from slotline.registry.config import StructuredOutputConfig
 from slotline.registry.contracts import (
     Constraint,
@@ -46,7 +48,7 @@ class StructuredOutputs:
     """The plugin's states of all rows, and what the steps ask of them.
 
     Attributes:
-        name: the plugin's.
+        name: the plugin's; `source` who brings it.
         compiler: where requests wait for their grammars.
         active: [max_requests] bool, rows with a grammar.
     """
@@ -60,8 +62,12 @@ class StructuredOutputs:
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
+        source: str = "",
+        plugins: BuiltPlugins | None = None,
     ) -> None:
         self.name = name
+        self.source = source
+        self._plugins = BuiltPlugins() if plugins is None else plugins
         self.compiler = compiler
         self.active = np.zeros(rows.max_requests, bool)
         self._capabilities = capabilities
@@ -95,14 +101,25 @@ class StructuredOutputs:
         backend = self.compiler.backend
         with typed_failures(
             f"structured-output plugin {self.name!r} failed on structured_outputs.{kind}",
-            fix="change the constraint, or name another plugin with structured_output.backend",
+            fix=f"change the constraint, or name another plugin with structured_output.backend{self._brought}",
         ):
             backend.check(constraint)
+
+    @property
+    def _brought(self) -> str:
+        return f"; {self.name!r} is brought by {self.source}" if self.source else ""
 
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""
         if request.params.structured_outputs is not None:
-            self._states[request.row] = self.compiler.backend.start(self.compiler.take(request))
+            state = self.compiler.backend.start(self.compiler.take(request))
+            if texts := list(misfits_of(GRAMMAR_STATE, self._capabilities, state)):
+                raise ContractError(
+                    f"structured-output plugin {self.name!r}: what start() made does not fit the contract: "
+                    f"{'; '.join(texts)}",
+                    fix=f"name another in structured_output.backend{self._brought}",
+                )
+            self._states[request.row] = state
             self.active[request.row] = True
 
     def release(self, request: Request) -> None:
@@ -158,7 +175,7 @@ class StructuredOutputs:
         if masks is None:
             return processed
         rows = masks.logits_rows
-        failed = masks.wait(self.compiler.backend, self.name)
+        failed = masks.wait(self.compiler.backend, self.name, self._plugins)
         if (endless := self._rows.ignore_eos[rows[masks.masked]]).any():
             masks.bitmask.ban(endless, self._eos_token_ids)
         errors = dict(processed.errors)
@@ -186,7 +203,7 @@ class StructuredOutputs:
                 if state.finished:
                     over[row] = None
             except Exception as error:  # a plugin's code may raise anything
-                over[row] = f"{type(error).__name__}: {error}"
+                over[row] = self._plugins.described(error)
         return over
 
     def draft(self, rows: Int, most: int) -> None:
@@ -260,4 +277,6 @@ def build_structured_output(
         rows,
         vocab_size=context.vocab_size,
         eos_token_ids=context.eos_token_ids,
+        source=registry.source(descriptor),
+        plugins=registry.built,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
@@ -9,35 +11,71 @@ from slotline.core.sampling.batch import PackedParameters, SamplingBatch
 from slotline.core.sampling.host_draw import draw_among
 
 
+class Drawn(NamedTuple):
+    """What was drawn from logits.
+
+    Attributes:
+        tokens: [n] int64.
+        final: the logits that they were drawn from, or None if not wanted.
+        holds_nan: [n] bool, which rows hold NaN; None says that none does.
+    """
+
+    tokens: torch.Tensor
+    final: torch.Tensor | None
+    holds_nan: torch.Tensor | None
+
+
 def sample_torch(
     logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor, *, keep_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample rows of which at least one is not greedy; see `sampler.sample`."""
+    drawn = draw_torch(logits, batch, params, keep_final=keep_final)
+    return drawn.tokens, drawn.final
+
+
+def draw_torch(logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor, *, keep_final: bool = False) -> Drawn:
+    """Sample the same, and notice the rows that hold NaN."""
     columns = PackedParameters(params)
     scaled = scale(logits, columns)
     least = least_kept(scaled, batch, columns)
     final = None
     if least is not None and logits.device.type == "cpu":
-        tokens = _draw_on_host(scaled, least, params)
+        tokens, maybe_nan = _draw_on_host(scaled, least, params)
         if keep_final:
             final = scaled.masked_fill(scaled < least, -torch.inf)
     else:
         final = scaled if least is None else scaled.masked_fill(scaled < least, -torch.inf)
-        tokens = draw(final, columns)
+        weights = final.softmax(dim=-1)
+        tokens, maybe_nan = invert(weights.double(), columns.uniform), weights[:, 0].isnan()
     if (batch.temperature == 0).any():
         greedy = columns.greedy
         tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
         final = None if final is None else torch.where(greedy[:, None], logits, final)
-    return tokens, final if keep_final else None
+    return Drawn(tokens, final if keep_final else None, _nan_among(logits, maybe_nan))
 
 
-def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+def _nan_among(logits: torch.Tensor, maybe_nan: torch.Tensor) -> torch.Tensor | None:
+    """Return which rows [n] bool hold NaN, of those that may; the sums of rows with infinity are NaN too."""
+    if logits.device.type != "cpu":
+        return logits.isnan().any(dim=-1)
+    if not bool(maybe_nan.any()):
+        return None
+    found = maybe_nan.clone()
+    found[maybe_nan] = logits[maybe_nan].isnan().any(dim=-1)
+    return found
+
+
+def _draw_on_host(scaled: torch.Tensor, least: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens [n], and which rows [n] bool may hold NaN."""
     tokens, many = draw_among(scaled, least, PackedParameters(params))
+    maybe_nan = least.squeeze(1).isnan()
     if many.any():
         rest = torch.from_numpy(np.flatnonzero(many))
         final = scaled[rest].masked_fill_(scaled[rest] < least[rest], -torch.inf)
-        tokens[rest] = draw(final, PackedParameters(params[rest]))
-    return tokens
+        weights = final.softmax(dim=-1)
+        tokens[rest] = invert(weights.double(), PackedParameters(params[rest]).uniform)
+        maybe_nan[rest] |= weights[:, 0].isnan()
+    return tokens, maybe_nan
 
 
 def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:

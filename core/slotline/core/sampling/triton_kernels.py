@@ -11,10 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from slotline.core.sampling.nan_logits import NAN_LOGITS
+
 SIZES = ["vocab_size", "num_groups", "num_tiles"]
 """Compiled once for all: nothing that is loaded is aligned by them."""
 LOWEST = tl.constexpr(-0x7F800000)
 """`_key` of minus infinity."""
+MARK = tl.constexpr(NAN_LOGITS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -23,7 +26,7 @@ def group_stats(
     stride,
     packed,  # [n, 8] int32
     maxima,  # [n, num_groups] float32, out: the largest scaled logit of each group
-    sums,  # [n, num_groups] float32, out: the sum of exp(scaled logit - the group's maximum)
+    sums,  # [n, num_groups] float32, out: the sum of exp(scaled logit - the group's maximum); negative if it holds NaN
     vocab_size,
     num_groups,
     num_tiles,
@@ -34,12 +37,14 @@ def group_stats(
     program = tl.program_id(0)
     row = (program // num_tiles).to(tl.int64)
     groups = (program % num_tiles) * tile + tl.arange(0, tile)
-    y = _scaled(logits + row * stride, packed + row * 8, groups, num_groups, vocab_size, group)
+    x = _loaded(logits + row * stride, groups, num_groups, vocab_size, group)
+    y = _over_temperature(x, packed + row * 8)
     most = tl.max(y, 1)
     weights = _weights(y, most[:, None])
+    sign = tl.where(tl.max((x != x).to(tl.int32), 1) != 0, -1.0, 1.0)
     held = groups < num_groups
     tl.store(maxima + row * num_groups + groups, most, held)
-    tl.store(sums + row * num_groups + groups, tl.sum(weights, 1), held)
+    tl.store(sums + row * num_groups + groups, sign * tl.sum(weights, 1), held)
 
 
 @triton.jit(do_not_specialize=[*SIZES, "kept"])
@@ -53,6 +58,7 @@ def draw_rows(
     near,  # [n, room] float32, scratch: logits near the end of a row's nucleus
     tokens,  # [n] int64, out
     least,  # [n] float32, out: the smallest scaled logit that may be drawn
+    holds_nan,  # [n] bool, out: whether the row holds NaN
     stand_ins,  # [n] int64, not read unless `kept`
     table,  # int64, out if `kept`: each token at the place of its stand-in
     host,  # [n] int64, out if `kept`: the tokens, in the host's memory
@@ -75,6 +81,9 @@ def draw_rows(
     groups = tl.arange(0, width)
     peaks = tl.load(maxima + groups, groups < num_groups, -float("inf"))
     most = tl.max(peaks, 0)
+    whole_sums = tl.load(sums + groups, groups < num_groups, 0.0)
+    nan = tl.min(whole_sums, 0) < 0
+    tl.store(holds_nan + row, nan)
     if (tl.load(packed + 4) != 0) | (most == -float("inf")):
         place = tl.min(tl.where(peaks == most, groups, width), 0)
         inner = tl.arange(0, group)
@@ -82,7 +91,7 @@ def draw_rows(
         token = (place * group + tl.min(tl.where(y == most, inner, group), 0)).to(tl.int64)
         tl.store(least + row, -float("inf"))
     else:
-        masses = tl.load(sums + groups, groups < num_groups, 0.0) * _weights(peaks, most)
+        masses = tl.abs(whole_sums) * _weights(peaks, most)
         top_p = tl.load(packed + 1).to(tl.float32, bitcast=True)
         log_floor = tl.load(packed + 2).to(tl.float32, bitcast=True)
         floor = tl.where(log_floor == -float("inf"), log_floor, most + log_floor)
@@ -166,16 +175,19 @@ def draw_rows(
         first = tl.min(tl.where((running > target) & (weight > 0), inner, group), 0)
         first = tl.where(first < group, first, tl.max(tl.where(weight > 0, inner, 0), 0))
         token = (place * group + first).to(tl.int64)
-    hand_over(token, row, tokens, stand_ins, table, host, kept)
+    hand_over(token, nan, row, tokens, stand_ins, table, host, kept)
 
 
 @triton.jit
-def hand_over(token, row, tokens, stand_ins, table, host, kept):
-    """Write a row's token down; where tokens are `kept`, also where the next step reads it, and for the host."""
+def hand_over(token, nan, row, tokens, stand_ins, table, host, kept):
+    """Write a row's token down; where tokens are `kept`, also where the next step reads it, and for the host.
+
+    The host gets a mark instead of the token of a row that holds NaN.
+    """
     tl.store(tokens + row, token)
     if kept:
         tl.store(table + tl.load(stand_ins + row), token)
-        tl.store(host + row, token)
+        tl.store(host + row, tl.where(nan, MARK, token))
 
 
 @triton.jit(do_not_specialize_on_alignment=["words", "places"])
@@ -257,8 +269,19 @@ def _uniform(z):
 @triton.jit
 def _scaled(logits, packed, groups, num_groups, vocab_size, group: tl.constexpr):
     """A row's logits of some groups over the temperature, [len(groups), group]; minus infinity outside."""
+    return _over_temperature(_loaded(logits, groups, num_groups, vocab_size, group), packed)
+
+
+@triton.jit
+def _loaded(logits, groups, num_groups, vocab_size, group: tl.constexpr):
+    """A row's logits of some groups, [len(groups), group]; minus infinity outside."""
     ids = groups[:, None] * group + tl.arange(0, group)[None, :]
-    x = tl.load(logits + ids, (groups < num_groups)[:, None] & (ids < vocab_size), -float("inf"))
+    return tl.load(logits + ids, (groups < num_groups)[:, None] & (ids < vocab_size), -float("inf"))
+
+
+@triton.jit
+def _over_temperature(x, packed):
+    """Logits over a row's temperature."""
     # in a greedy row NaN is the largest, as in torch's argmax; elsewhere it is never drawn
     x = tl.where(x == x, x, tl.where(tl.load(packed + 4) != 0, float("inf"), -float("inf")))
     temperature = tl.load(packed).to(tl.float32, bitcast=True)

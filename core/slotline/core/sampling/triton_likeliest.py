@@ -41,14 +41,15 @@ def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["kept"])
-def _best_part(found, out, stand_ins, table, host, kept, parts: tl.constexpr):
+def _best_part(logits, row_stride, found, out, stand_ins, table, host, kept, parts: tl.constexpr):
     """Grid (rows,): the place of the first of the largest entries, handed over as tokens are."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, parts)
     found += row * 2 * parts + part
     best = tl.load(found)
     place = tl.load(found + parts).to(tl.int32, bitcast=True)
     token = tl.min(tl.where(best == tl.max(best), place, 0x7FFFFFFF)).to(tl.int64)
-    hand_over(token, row, out, stand_ins, table, host, kept)
+    value = tl.load(logits + row * row_stride + token)
+    hand_over(token, value != value, row, out, stand_ins, table, host, kept)
 
 
 best_of_parts, best_part = Launcher(_best_of_parts), Launcher(_best_part)
@@ -77,5 +78,5 @@ def launches(
     parts = PARTS if n <= MANY_ROWS else FEW_PARTS
     return (
         Launch(best_of_parts, (n, parts), (logits, logits.stride(0), found, size, BLOCK), {"num_warps": WARPS}),
-        Launch(best_part, (n,), (found, out, *keeping(kept, out), parts), {"num_warps": 1}),
+        Launch(best_part, (n,), (logits, logits.stride(0), found, out, *keeping(kept, out), parts), {"num_warps": 1}),
     )

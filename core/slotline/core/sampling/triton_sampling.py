@@ -52,6 +52,7 @@ class Scratch(NamedTuple):
     near: torch.Tensor  # [n, ROOM] float32
     tokens: torch.Tensor  # [n] int64
     least: torch.Tensor  # [n] float32
+    holds_nan: torch.Tensor  # [n] bool
 
     @classmethod
     def of(cls, n: int, vocab_size: int, device: torch.device | str) -> Scratch:
@@ -64,6 +65,7 @@ class Scratch(NamedTuple):
             torch.empty(n, ROOM, dtype=torch.float32, device=device),
             torch.empty(n, dtype=torch.int64, device=device),
             torch.empty(n, dtype=torch.float32, device=device),
+            torch.empty(n, dtype=torch.bool, device=device),
         )
 
 
@@ -72,10 +74,16 @@ def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Ten
 
     `params` [n, 8] int32 is `SamplingBatch.packed` on the same device.
     """
+    scratch = sample_into(logits, params)
+    return scratch.tokens, scratch.least
+
+
+def sample_into(logits: torch.Tensor, params: torch.Tensor) -> Scratch:
+    """The same, in scratch of its own, which also says which rows hold NaN."""
     scratch = Scratch.of(len(logits), logits.shape[1], logits.device)
     for launch in launches(logits, params, scratch):
         launch()
-    return scratch.tokens, scratch.least
+    return scratch
 
 
 def launches(
@@ -93,7 +101,7 @@ def launches(
     num_groups = cdiv(vocab_size, group)
     num_tiles = cdiv(num_groups, TILE)
     width = max(LEAST_WIDTH, next_power_of_2(num_groups))
-    maxima, sums, chosen, near, tokens, least = scratch
+    maxima, sums, chosen, near, tokens, least, holds_nan = scratch
     stride = logits.stride(0)
     return (
         Launch(
@@ -106,7 +114,8 @@ def launches(
             draw_rows,
             (n,),
             (
-                *(logits, stride, params, maxima, sums, chosen, near, tokens, least, *keeping(kept, tokens)),
+                *(logits, stride, params, maxima, sums, chosen, near, tokens, least, holds_nan),
+                *keeping(kept, tokens),
                 *(vocab_size, num_groups, group, TILE, width, ROOM),
             ),
             {"num_warps": max(STATS_WARPS, min(ROW_WARPS, width // 512)), **ROW_REGISTERS},

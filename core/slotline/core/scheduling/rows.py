@@ -26,7 +26,8 @@ class Rows:
     """Struct of arrays, indexed by row.
 
     Attributes:
-        token_ids: [max_requests, max_model_len] int32, prompt and output tokens.
+        token_ids: [max_requests, max_model_len] int32, prompt and output tokens; `shown_token_ids` the same memory for
+            plugins, which cannot be written to.
         num_tokens: known tokens, prompt and sampled, and as many more as a step in flight may give: one, and one for
             each draft that it verifies.
         num_pending: how many those are; the last one's place, and those of the drafts behind it, hold stand-ins until
@@ -62,6 +63,7 @@ class Rows:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
+        self.shown_token_ids = np.asarray(memoryview(self.token_ids).toreadonly())
         self.num_tokens = np.zeros(max_requests, np.int64)
         self.num_pending = np.zeros(max_requests, np.int64)
         self.num_fallen = np.zeros(max_requests, np.int64)

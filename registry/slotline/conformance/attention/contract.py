@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slotline.registry.contracts.attention import AttentionBackend, AttentionCapabilities, AttentionContext
+from slotline.registry.contracts.attention import AttentionCapabilities, AttentionContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Failed, Level, Run, check
 from slotline.testing.contract_checks import UNKNOWN, KindContract, register_contract_checks
@@ -29,9 +29,7 @@ register_contract_checks(
     KindContract(
         kind=Kind.ATTENTION,
         capabilities=AttentionCapabilities,
-        protocol=AttentionBackend,
         context=_context,
-        optional={"write": lambda capabilities: not capabilities.writes_cache},
         conditions=("speculation", "kv_dtype", "graphs"),
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.contracts.drafter import Drafter, DrafterCapabilities, DrafterContext
+from slotline.registry.contracts.drafter import DrafterCapabilities, DrafterContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
@@ -23,6 +23,4 @@ def _context(run: Run) -> DrafterContext:
     return with_checkpoint(run.subject, context)
 
 
-register_contract_checks(
-    KindContract(kind=Kind.DRAFTER, capabilities=DrafterCapabilities, protocol=Drafter, context=_context)
-)
+register_contract_checks(KindContract(kind=Kind.DRAFTER, capabilities=DrafterCapabilities, context=_context))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.contracts import KVConnector, KVConnectorCapabilities, KVConnectorContext
+from slotline.registry.contracts import KVConnectorCapabilities, KVConnectorContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
@@ -14,9 +14,7 @@ def _context(run: Run) -> KVConnectorContext:
     return Pool(run).context
 
 
-register_contract_checks(
-    KindContract(kind=Kind.KV_CONNECTOR, capabilities=KVConnectorCapabilities, protocol=KVConnector, context=_context)
-)
+register_contract_checks(KindContract(kind=Kind.KV_CONNECTOR, capabilities=KVConnectorCapabilities, context=_context))
 register_part_refusals(
     Kind.KV_CONNECTOR,
     {

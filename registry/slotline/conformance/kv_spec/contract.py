@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.kv_spec import KVSpec, KVSpecCapabilities, KVSpecContext
+from slotline.registry.contracts.kv_spec import KVSpecCapabilities, KVSpecContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
@@ -56,6 +56,4 @@ def _context(run: Run) -> KVSpecContext:
     )
 
 
-register_contract_checks(
-    KindContract(kind=Kind.KV_SPEC, capabilities=KVSpecCapabilities, protocol=KVSpec, context=_context)
-)
+register_contract_checks(KindContract(kind=Kind.KV_SPEC, capabilities=KVSpecCapabilities, context=_context))

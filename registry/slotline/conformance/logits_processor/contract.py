@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from slotline.core import SamplingParams
 from slotline.registry.contracts.logits_processor import (
-    LogitsProcessor,
     LogitsProcessorCapabilities,
     LogitsProcessorContext,
 )
@@ -28,9 +27,7 @@ register_contract_checks(
     KindContract(
         kind=Kind.LOGITS_PROCESSOR,
         capabilities=LogitsProcessorCapabilities,
-        protocol=LogitsProcessor,
         context=_context,
-        optional={"floor": lambda caps: caps.floors, "companion": lambda caps: caps.companions},
     )
 )
 

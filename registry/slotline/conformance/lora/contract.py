@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slotline.registry.contracts.lora import Lora, LoraCapabilities, LoraContext
+from slotline.registry.contracts.lora import LoraCapabilities, LoraContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
@@ -22,4 +22,4 @@ def _context(run: Run) -> LoraContext:
     )
 
 
-register_contract_checks(KindContract(kind=Kind.LORA, capabilities=LoraCapabilities, protocol=Lora, context=_context))
+register_contract_checks(KindContract(kind=Kind.LORA, capabilities=LoraCapabilities, context=_context))

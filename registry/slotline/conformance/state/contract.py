@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotline.conformance.state.problems import declared_kinds, most_tokens, problem_of
-from slotline.registry.contracts.state import StateBackend, StateCapabilities, StateContext
+from slotline.registry.contracts.state import StateCapabilities, StateContext
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
@@ -29,11 +29,6 @@ register_contract_checks(
     KindContract(
         kind=Kind.STATE,
         capabilities=StateCapabilities,
-        protocol=StateBackend,
         context=_context,
-        optional={
-            "commit": lambda capabilities: capabilities.rollback.refusal(True) is None,
-            "copy": lambda capabilities: capabilities.checkpoints.refusal(True) is None,
-        },
     )
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from slotline.registry.contracts.structured_output import (
-    StructuredOutput,
     StructuredOutputCapabilities,
     StructuredOutputContext,
 )
@@ -21,7 +20,6 @@ register_contract_checks(
     KindContract(
         kind=Kind.STRUCTURED_OUTPUT,
         capabilities=StructuredOutputCapabilities,
-        protocol=StructuredOutput,
         context=_context,
     )
 )

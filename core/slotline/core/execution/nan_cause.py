@@ -1,0 +1,22 @@
+"""What to say of a request whose logits, or whose answer, are NaN."""
+
+from __future__ import annotations
+
+from slotline.core.execution.attention import AttentionRouter
+from slotline.core.execution.states import StateRouter
+
+
+def nan_cause(router: AttentionRouter, states: StateRouter | None) -> str:
+    """Return the error that ends a request with NaN, with the plugins that may have made it.
+
+    Without checks only the result is looked at, which every attention and state backend has a part in.
+    """
+    if router.checks is not None and router.checks.found is not None:
+        return f"PluginError: the model gave NaN: {router.checks.found}\n  fix: name another backend"
+    groups = [*router.groups, *(() if states is None else states.groups)]
+    names = " or ".join(dict.fromkeys(group.plugin for group in groups if group.plugin)) or "a backend"
+    return (
+        f"PluginError: the model gave NaN: {names} made it, or the weights did\n"
+        "  fix: set observability.check_integrity = true, which names the layer and its backend, or name another in "
+        "attention.backend"
+    )

@@ -1,0 +1,172 @@
+"""Whose code raised: from the traceback of an exception to the plugin, its distribution and a remedy.
+
+Calls into plugins are not wrapped one by one. What builds or steps an engine is wrapped once, and only when something
+was raised are the frames of the traceback looked at.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, MethodType
+from typing import Any, ParamSpec, TypeVar
+
+from attrs import define, field, frozen
+
+from slotline.registry.descriptor import Descriptor
+from slotline.registry.errors import PluginError, SlotlineError
+from slotline.registry.loading import label_of, one_line, remedy_for
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_OURS = ("slotline.core", "slotline.registry")
+"""Code that calls plugins and is none."""
+
+
+@frozen(eq=False)
+class BuiltPlugin:
+    """An object that a factory made.
+
+    Attributes:
+        name: the plugin and who brings it, as in ``attention:cpu of slotline 1.0``.
+        remedy: what a user can do without it.
+        built: the object.
+        modules: names of the modules that its code may be in; the packages of these count as well.
+    """
+
+    name: str
+    remedy: str
+    built: Any
+    modules: frozenset[str]
+
+    def has(self, module: str, *, package: bool) -> bool:
+        """Return whether a module is one of the plugin's, or in the package of one."""
+        if not package:
+            return module in self.modules
+        packages = {own.rpartition(".")[0] or own for own in self.modules}
+        return any(module == one or module.startswith(f"{one}.") for one in packages)
+
+
+@define(eq=False)
+class BuiltPlugins:
+    """The plugins that an engine's factories made, in order."""
+
+    _built: list[BuiltPlugin] = field(factory=list)
+
+    def add(self, descriptor: Descriptor[Any], source: str, built: Any) -> None:
+        """Remember a built object.
+
+        Args:
+            source: who brings the plugin.
+        """
+        factory = descriptor.factory
+        found = [getattr(built, "__module__", None), getattr(type(built), "__module__", None)]
+        found.append(factory.partition(":")[0].strip() if isinstance(factory, str) else _module_of(factory))
+        modules = frozenset(name for name in found if isinstance(name, str) and not _is_library(name))
+        name = f"{label_of(descriptor)} of {source}"
+        self._built.append(BuiltPlugin(name, remedy_for(descriptor.kind), built, modules))
+
+    def named(self, error: BaseException) -> BaseException:
+        """Return a `PluginError` that names the plugin whose code raised, with the cause chained, or the error itself.
+
+        Our own errors stay as they are, so do those that mean too little memory, and those of no plugin.
+        """
+        plugin = self._raiser(error)
+        if plugin is None:
+            return error
+        named = PluginError(
+            f"{plugin.name} failed: {one_line(error)}",
+            fix=f"{plugin.remedy}; the cause is chained (--traceback shows it)",
+        )
+        named.__cause__ = error
+        return named
+
+    def described(self, error: BaseException) -> str:
+        """Return an error as a request shows it: its type, its message, and the plugin whose code raised it."""
+        plugin, text = self._raiser(error), f"{type(error).__name__}: {error}"
+        return text if plugin is None else f"{text}, raised by {plugin.name}\n  fix: {plugin.remedy}"
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Name the plugin in what the code inside raises."""
+        try:
+            yield
+        except (Exception, SystemExit) as error:
+            named = self.named(error)
+            if named is error:
+                raise
+            raise named from error
+
+    def _raiser(self, error: BaseException) -> BuiltPlugin | None:
+        """Return the plugin that is furthest in on the way to where the error was raised, if it may be blamed."""
+        if isinstance(error, (SlotlineError, MemoryError, KeyboardInterrupt)):
+            return None
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
+            return None
+        frames = [(str(f.f_globals.get("__name__", "")), f) for f, _ in traceback.walk_tb(error.__traceback__)][::-1]
+        if isinstance(error, SystemExit):  # a signal's handler exits in whatever code is running
+            frames = [(module, frame) for module, frame in frames if module != "_sitebuiltins"][:1]
+        maybe = [
+            plugin for plugin in self._built if plugin.built is getattr(error, "obj", self)
+        ]  # which lacks something
+        for module, frame in frames:
+            if _is_ours(module):
+                called = self._called_by(frame)
+                return next((plugin for plugin in called if plugin in maybe), (*maybe, *called, None)[0])
+            if receiver := self._receiver(frame):
+                return receiver
+            maybe = maybe or self._in_module(module)
+        return maybe[0] if maybe else None
+
+    def _receiver(self, frame: FrameType) -> BuiltPlugin | None:
+        """Return the plugin whose method a frame runs."""
+        code = frame.f_code
+        if not code.co_argcount:
+            return None
+        first = frame.f_locals.get(code.co_varnames[0])
+        return next((plugin for plugin in self._built if plugin.built is first), None)
+
+    def _in_module(self, module: str) -> list[BuiltPlugin]:
+        """Return the plugins whose code a module may be, those that name it before those of its package."""
+        exact = [plugin for plugin in self._built if plugin.has(module, package=False)]
+        return exact or [plugin for plugin in self._built if plugin.has(module, package=True)]
+
+    def _called_by(self, frame: FrameType) -> list[BuiltPlugin]:
+        """Return the plugins that a frame of ours holds a method of: a call that failed before any code of theirs."""
+        values = frame.f_locals.values()
+        owners = [value.__self__ if isinstance(value, MethodType) else value for value in values]
+        return [plugin for plugin in self._built if any(owner is plugin.built for owner in owners)]
+
+
+def _is_ours(module: str) -> bool:
+    return any(module == own or module.startswith(f"{own}.") for own in _OURS)
+
+
+def _is_library(module: str) -> bool:
+    """Return whether a module's code is run for anybody, so that it tells no plugin."""
+    top = module.partition(".")[0]
+    return _is_ours(module) or top in sys.stdlib_module_names or top in ("numpy", "torch")
+
+
+def _module_of(factory: Any) -> Any:
+    """Return the name of the module that defines a factory; of a partial, what it calls."""
+    return getattr(getattr(factory, "func", factory), "__module__", None)
+
+
+def names_plugins(method: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a method so that what a plugin raises in it names the plugin; the object's `plugins` are those built."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except (Exception, SystemExit) as error:
+            named = args[0].plugins.named(error)  # type: ignore[attr-defined]
+            if named is error:
+                raise
+            raise named from error
+
+    return call

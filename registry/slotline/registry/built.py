@@ -1,0 +1,203 @@
+"""What a built plugin must be able to do: the methods of its contract, and how many arguments they take.
+
+The engine looks at each object when its factory has made it. The conformance suite makes the same check with more ways
+of calling. Nothing here runs once the engine steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from attrs import field, frozen
+
+from slotline.registry import contracts
+from slotline.registry.contracts.lora import ExtendedLora, SingleLora
+from slotline.registry.descriptor import Descriptor, Kind
+
+Asked = Callable[[Any], bool]
+"""Whether capabilities ask for a method."""
+
+
+def _always(_capabilities: Any) -> bool:
+    return True
+
+
+def _never(_capabilities: Any) -> bool:
+    return False
+
+
+def _declared(name: str) -> Asked:
+    """Return whether a flag, or a plain true or false, is declared."""
+
+    def asked(capabilities: Any) -> bool:
+        offer = getattr(capabilities, name)
+        return offer if isinstance(offer, bool) else bool(offer.support)
+
+    return asked
+
+
+@frozen(kw_only=True)
+class BuiltContract:
+    """The protocol of a kind's built objects.
+
+    Attributes:
+        protocol: its methods are asked for, unless `optional` says otherwise.
+        optional: method to whether capabilities ask for it.
+        further: protocols whose own methods are asked for where capabilities say so.
+        attributes: attributes that are read where capabilities say so.
+    """
+
+    protocol: type
+    optional: Mapping[str, Asked] = field(default=MappingProxyType({}))
+    further: tuple[tuple[type, Asked], ...] = ()
+    attributes: Mapping[str, Asked] = field(default=MappingProxyType({}))
+
+
+BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
+    {
+        Kind.ATTENTION: BuiltContract(
+            protocol=contracts.AttentionBackend,
+            optional={"write": lambda capabilities: not capabilities.writes_cache},
+            further=((contracts.CascadeBackend, _declared("cascade")),),
+        ),
+        Kind.STATE: BuiltContract(
+            protocol=contracts.StateBackend,
+            optional={"commit": _declared("rollback"), "copy": _declared("checkpoints")},
+        ),
+        Kind.KV_SPEC: BuiltContract(protocol=contracts.KVSpec),
+        Kind.KV_CONNECTOR: BuiltContract(protocol=contracts.KVConnector),
+        Kind.DRAFTER: BuiltContract(
+            protocol=contracts.Drafter,
+            further=((contracts.Observer, _declared("needs_computed")),),
+            attributes={"layer_ids": _declared("needs_layers")},
+        ),
+        Kind.LOGITS_PROCESSOR: BuiltContract(
+            protocol=contracts.LogitsProcessor,
+            optional={"floor": _declared("floors"), "companion": _declared("companions")},
+        ),
+        Kind.LORA: BuiltContract(
+            protocol=contracts.Lora,
+            further=(
+                (contracts.MergedLora, _declared("merged")),
+                (ExtendedLora, _declared("extended")),
+                (SingleLora, _declared("single")),
+            ),
+        ),
+        Kind.MODEL_FAMILY: BuiltContract(
+            protocol=contracts.ModelFamily,
+            optional={"capture_refusal": _never},  # a family without it is never captured
+        ),
+        Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
+    }
+)
+"""By kind; the objects that factories make."""
+
+STATE_SPEC = BuiltContract(
+    protocol=contracts.StateSpec,
+    optional={"interval": _never, "alignment": _never},  # they are looked at as attributes
+    attributes={"interval": _always, "alignment": _always},
+)
+"""What the factories of cache specs of states make."""
+
+MODEL = BuiltContract(
+    protocol=contracts.Model,
+    optional={
+        "compute_logits": lambda context: context.task == "generate",
+        "embed": _never,
+        "reload_weights": _never,
+    },
+    attributes={"notes": _always},
+)
+"""What `ModelFamily.load` makes; its context stands for the capabilities."""
+
+GRAMMAR_STATE = BuiltContract(protocol=contracts.GrammarState, attributes={"finished": _always})
+"""What `StructuredOutput.start` makes."""
+
+
+def misfits(descriptor: Descriptor[Any], built: Any) -> Iterator[str]:
+    """Yield a sentence for each method of a built object that is missing, or cannot be called as the core calls it."""
+    yield from misfits_of(built_contract(descriptor), descriptor.capabilities, built)
+
+
+def built_contract(descriptor: Descriptor[Any]) -> BuiltContract:
+    """Return what a plugin's built objects must be able to do."""
+    if descriptor.kind is Kind.KV_SPEC and descriptor.capabilities.state.support:
+        return STATE_SPEC
+    return BUILT[descriptor.kind]
+
+
+def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, strict: bool = False) -> Iterator[str]:
+    """Yield the same for any contract.
+
+    Args:
+        strict: whether methods of `further` protocols must be there, and arguments with a default are accepted by name
+            too and may be left out. Else it is enough that the object serves a plan which asks for none of that.
+    """
+    if built is None:
+        yield "it is None instead of a built object"
+        return
+    protocols = [contract.protocol, *(protocol for protocol, asked in contract.further if asked(capabilities))]
+    for protocol in protocols:
+        for name, wanted in methods_of(protocol):
+            found = getattr(built, name, None)
+            asked = strict or protocol is contract.protocol
+            asked = asked and contract.optional.get(name, _always)(capabilities)
+            if found is None and not asked:
+                continue
+            if not callable(found):
+                yield f"{_called(built)} has no method {name!r}, which the contract asks for"
+            else:
+                yield from _uncallable(found, name, wanted, strict=strict)
+    for name, asks in contract.attributes.items():
+        if asks(capabilities) and not hasattr(built, name):
+            yield f"{_called(built)} has no attribute {name!r}, which its capabilities ask for"
+
+
+def methods_of(protocol: type) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the public methods that a protocol itself defines."""
+    return ((name, item) for name, item in vars(protocol).items() if not name.startswith("_") and callable(item))
+
+
+def refused_call(
+    function: Callable[..., Any], name: str, positional: list[Any], named: Mapping[str, Any] = MappingProxyType({})
+) -> str | None:
+    """Return why a function cannot be called with these arguments, or None."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in callables do not tell
+        return None
+    try:
+        signature.bind(*positional, **named)
+    except TypeError as error:
+        also = f" and {', '.join(f'{key}=' for key in named)}" if named else ""
+        count = f"{len(positional)} argument{'' if len(positional) == 1 else 's'}"
+        return f"{name}{_plain(signature)} cannot be called with {count}{also}: {error}"
+    return None
+
+
+def _plain(signature: inspect.Signature) -> inspect.Signature:
+    """Return a signature without annotations."""
+    parameters = [item.replace(annotation=item.empty) for item in signature.parameters.values()]
+    return inspect.Signature(parameters)
+
+
+def _uncallable(found: Callable[..., Any], name: str, wanted: Callable[..., Any], *, strict: bool) -> Iterator[str]:
+    """Yield at most one sentence: why a method cannot be called as the protocol's can."""
+    parameters = list(inspect.signature(wanted).parameters.values())[1:]
+    places = [item for item in parameters if item.kind is not item.KEYWORD_ONLY]
+    calls: list[tuple[list[Any], dict[str, Any]]] = [([object() for _ in places], {})]
+    if strict:
+        needed = [object() for item in parameters if item.default is item.empty]
+        by_name = {item.name: object() for item in parameters if item.default is not item.empty}
+        calls = [(needed, {}), (needed, by_name), *calls]
+    for positional, keywords in calls:
+        if refusal := refused_call(found, name, positional, keywords):
+            yield refusal
+            return
+
+
+def _called(built: Any) -> str:
+    return f"the class {built.__name__}" if isinstance(built, type) else type(built).__name__
