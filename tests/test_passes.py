@@ -83,7 +83,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SIZES | extra)
     config._attn_implementation = ATTENTION
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.to(dtype)

@@ -105,7 +105,7 @@ def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
             fix="install a newer transformers",
         )
     try:
-        config = model_class.config_class.from_pretrained(path, local_files_only=True)
+        config = model_class.config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and its dataclass validators raise many kinds
         raise ModelError(
             f"{path / 'config.json'} is no valid configuration of {architecture}: {error}",

@@ -58,6 +58,7 @@ def load_transformers_model(
                 dtype=torch_dtype(context.dtype),
                 attn_implementation=found.attention(attention),
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
