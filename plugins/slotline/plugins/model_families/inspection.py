@@ -19,6 +19,7 @@ from slotline.plugins.model_families import (
     own_attention,
     rope,
     state_mixers,
+    weight_sizes,
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
@@ -125,7 +126,7 @@ def inspect(path: Path) -> ModelFacts:
         ModelError: if the folder is no checkpoint of a served architecture.
     """
     found = checkpoint.read(path)
-    checkpoint.require_weights(path)
+    weight_sizes.require_weights(found)
     return facts_of(found)
 
 
