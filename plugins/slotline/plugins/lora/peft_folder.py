@@ -96,15 +96,18 @@ def read(
     return PeftAdapter(shares, max((share.a.shape[0] for share in shares.values()), default=0))
 
 
-def signature(path: str) -> tuple[tuple[str, int, int], ...]:
-    """What tells that the folder's files are still those that were read: name, size and time of change of each."""
+def signature(path: str) -> tuple[tuple[str | int, ...], ...]:
+    """Return what tells that the folder's files are still those that were read.
+
+    The inode's number and its time of change are part of it: no program sets that one back.
+    """
     found = []
     for name in (CONFIG, WEIGHTS):
         try:
             stat = Path(path, name).stat()
         except OSError:
             continue
-        found.append((name, stat.st_size, stat.st_mtime_ns))
+        found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     return tuple(found)
 
 
