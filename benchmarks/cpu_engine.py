@@ -38,7 +38,8 @@ PROMPT, NEW, PREFIX = 32, 64, 512
 def checkpoint(folder: Path) -> Path:
     """A random checkpoint of the model's configuration."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(MODEL))
+    config = AutoConfig.from_pretrained(MODEL, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.save_pretrained(folder)
     return folder
 
@@ -53,7 +54,7 @@ class Transformers:
 
     def __init__(self, path: Path, dtype: str) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, dtype), attn_implementation="sdpa"
+            path, dtype=getattr(torch, dtype), attn_implementation="sdpa", trust_remote_code=False
         ).eval()
 
     @torch.inference_mode()

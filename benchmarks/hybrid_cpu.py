@@ -77,7 +77,9 @@ def timed(call: Callable[[], object]) -> float:
 def measure(family: str, folder: Path, requests: int, rounds: int) -> dict[str, Any]:
     """Tokens per second of both, and of slotline once more with the same prompts."""
     path, rng = checkpoint(family, folder / family), Random(0)
-    oracle = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, trust_remote_code=False
+    ).eval()
     llm = LLM(path, dtype="float32", max_model_len=256, max_num_seqs=requests, memory="1GiB")
     params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     seconds: dict[str, list[float]] = {"transformers": [], "slotline": [], "again": []}

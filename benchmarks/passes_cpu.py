@@ -38,9 +38,13 @@ def query_back(module: Any, query: torch.Tensor, *_: Any, **__: Any) -> tuple[to
 
 def build(config: Path, dtype: torch.dtype) -> Any:
     AttentionInterface.register("query_back", query_back)
-    settings = transformers.AutoConfig.from_pretrained(config)
+    settings = transformers.AutoConfig.from_pretrained(config, trust_remote_code=False)
     settings._attn_implementation = "query_back"
-    return transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype).eval().requires_grad_(False)
+    return (
+        transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+        .eval()
+        .requires_grad_(False)
+    )
 
 
 def step_of(model: Any, *, lean: bool) -> Step:

@@ -143,7 +143,7 @@ def mixed_model(folder: Path) -> str:
         sliding_window=512,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(folder)
     return str(folder)
 
 

@@ -58,7 +58,11 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 def expected(path: Path, architecture: str) -> list[torch.Tensor]:
     """transformers' answer for each prompt alone: the first token's state, or logits."""
-    model = getattr(transformers, architecture).from_pretrained(path, attn_implementation="eager").eval()
+    model = (
+        getattr(transformers, architecture)
+        .from_pretrained(path, attn_implementation="eager", trust_remote_code=False)
+        .eval()
+    )
     with torch.no_grad():
         answers = [model(torch.tensor([prompt])) for prompt in PROMPTS]
     return [a.logits[0] if hasattr(a, "logits") else a.last_hidden_state[0, 0] for a in answers]
@@ -92,7 +96,7 @@ def test_class_scores_equal_transformers(architecture: str, encoder: Tiny) -> No
 def test_mean_pooling_by_option(encoder: Tiny) -> None:
     path = encoder("BertModel")
     llm = LLM(path, device="cpu", overrides=['model_family.transformers_encoder.pooling="mean"'])
-    model = transformers.BertModel.from_pretrained(path, attn_implementation="eager").eval()
+    model = transformers.BertModel.from_pretrained(path, attn_implementation="eager", trust_remote_code=False).eval()
     with torch.no_grad():
         theirs = [model(torch.tensor([prompt])).last_hidden_state[0].mean(0) for prompt in PROMPTS]
     for ours, mean in zip(llm.embed(PROMPTS), theirs, strict=True):

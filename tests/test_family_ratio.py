@@ -85,7 +85,7 @@ def exact_matrix_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint in which the encoder counts for so much that one of its states can be missed."""
     path = tiny_speech.build(tmp_path_factory.mktemp("speech"))
-    model = transformers.WhisperForConditionalGeneration.from_pretrained(path)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(path, trust_remote_code=False)
     for layer in model.model.decoder.layers:
         layer.encoder_attn.v_proj.weight.data.mul_(8)
     return _widened(model, path)
@@ -175,7 +175,7 @@ def _whisper_errors(path: Path, num_states: int) -> tuple[Errors, Errors, str]:
     found, sequences = _generated(
         llm, [{"prompt_token_ids": prompt, "multi_modal_data": {"audio": audio}} for prompt, audio in pairs]
     )
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
     features = extractor(RECORDINGS, sampling_rate=tiny_speech.RATE, return_tensors="pt").input_features
     heard = features.to(DEVICE, torch.bfloat16)  # rounded for float32 as well
 
@@ -193,7 +193,11 @@ def _whisper_errors(path: Path, num_states: int) -> tuple[Errors, Errors, str]:
         return torch.cat(rows).float().cpu()
 
     cls = transformers.WhisperForConditionalGeneration
-    rounded = cls.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval().to(DEVICE)
+    rounded = (
+        cls.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False)
+        .eval()
+        .to(DEVICE)
+    )
     return *_against(found, rounded, logits), _used(llm)
 
 
@@ -213,7 +217,11 @@ def _encoder_errors(architecture: str, path: Path, unread: int) -> tuple[Errors,
         return torch.stack(rows).float().cpu()
 
     cls = getattr(transformers, architecture)
-    rounded = cls.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager").eval().to(DEVICE)
+    rounded = (
+        cls.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager", trust_remote_code=False)
+        .eval()
+        .to(DEVICE)
+    )
     return *_against(found, rounded, answers), _used(llm)
 
 

@@ -50,7 +50,7 @@ def greedy(negative: str | None, scale: float, **more: Any) -> SamplingParams:
 def wanted() -> list[list[int]]:
     """What transformers generates."""
     tokenizer = LLM(**SETTINGS).tokenizer
-    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32, trust_remote_code=False)
     found = []
     for prompt, negative, scale in CASES:
         ids = tokenizer.encode(prompt)

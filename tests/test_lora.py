@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save, save_file
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
 from slotline.core.adapters.use import AdapterUse
@@ -521,6 +522,70 @@ def test_an_adapter_is_merged_over_stages(engine, embedded):
     check(llm, embedded, ["both"])
     assert llm.remove_lora(embedded.request("both").lora_int_id)
     check(llm, embedded, [None])
+
+
+def replaced_in_place(folder: Path, factor: float) -> None:
+    """Write other weights into an adapter's file; its size and its time of change stay as they were."""
+    file = folder / "adapter_model.safetensors"
+    before = file.stat()
+    tensors = {name: x * factor if "lora_B" in name else x for name, x in load_file(file).items()}
+    file.write_bytes(save(tensors, {"format": "pt"}))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("way", ["removed", "removed before it had a slot", "pushed out", "merged", "over stages"])
+@pytest.mark.parametrize("blind", [False, True], ids=["by inode", "by nothing but the removal"])
+def test_an_adapter_that_is_loaded_again_from_files_of_equal_size_and_time_has_the_new_weights(
+    way, blind, engine, oracle, tmp_path, monkeypatch
+):
+    if blind:  # as on a file system that keeps no times of inodes
+        monkeypatch.setattr("slotline.plugins.lora.slots.signature", lambda path: ())
+        monkeypatch.setattr("slotline.core.adapters.slots.files_of", lambda request: "")
+    shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
+    mine = LoRARequest("mine", 9, str(tmp_path / "mine"))
+    settings = {"merged": {"lora.merge": True}, "over stages": {"parallel.pipeline": 2}}.get(way, {})
+    if way == "pushed out":
+        settings = {"lora.max_adapters": 1, "lora.max_cpu_adapters": 1}
+    llm, prompt = engine(**settings), prompts_of(2)[1]
+
+    def text(request: LoRARequest) -> tuple[list[int], int]:
+        (output,) = llm.generate(prompt, greedy(6), lora_request=request)
+        return list(output.outputs[0].token_ids), output.metrics.num_cached_tokens
+
+    def let_go() -> None:
+        if way == "pushed out":
+            for name in ("queries", "stabilised"):
+                llm.generate(prompt, greedy(1), lora_request=oracle.request(name))
+            assert 9 not in llm.list_loras()
+        else:
+            assert llm.remove_lora(9)
+
+    if way == "removed before it had a slot":
+        llm.add_lora(mine)
+        llm.remove_lora(9)
+    old, _ = text(mine)
+    let_go()
+    replaced_in_place(tmp_path / "mine", -4)
+    new, cached = text(mine)
+    assert cached == 0
+    let_go()
+    shutil.copytree(tmp_path / "mine", tmp_path / "elsewhere")
+    assert new == text(LoRARequest("elsewhere", 10, str(tmp_path / "elsewhere")))[0] != old
+    llm.remove_lora(10)
+    if way == "merged":
+        assert text(None)[0] == oracle.greedy(None, prompt["prompt_token_ids"], 6)
+
+
+def test_files_replaced_with_equal_size_and_time_before_a_swap_fail_their_request(engine, oracle, tmp_path):
+    shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
+    llm, mine = engine(**{"lora.max_adapters": 1}), LoRARequest("mine", 9, str(tmp_path / "mine"))
+    llm.add_lora(mine)
+    check(llm, oracle, ["queries"], length=2)
+    replaced_in_place(tmp_path / "mine", -4)
+    (output,) = llm.generate(prompts_of(1), greedy(3), lora_request=mine)
+    assert output.outputs[0].finish_reason == "error"
+    assert "no longer those of its first use" in output.outputs[0].stop_reason
 
 
 # --- one adapter in the weights

@@ -36,8 +36,10 @@ def test_each_adapter_s_text_is_peft_s_and_shows_its_style() -> None:
     llm = LLM(dtype="float32", **SMALL, **{"lora.name": "torch"})
     adapters = [None, request("typed", 1), request("docstrings", 2)]
     outputs = llm.generate([PROMPT] * 3, SamplingParams(temperature=0, max_tokens=24), lora_request=adapters)
-    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    model = peft.PeftModel.from_pretrained(base, MODEL / "adapters" / "typed", adapter_name="typed").eval()
+    base = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, trust_remote_code=False)
+    model = peft.PeftModel.from_pretrained(
+        base, MODEL / "adapters" / "typed", adapter_name="typed", trust_remote_code=False
+    ).eval()
     model.load_adapter(MODEL / "adapters" / "docstrings", adapter_name="docstrings")
     for output, adapter in zip(outputs, adapters, strict=True):
         ids = torch.tensor([output.prompt_token_ids])

@@ -31,11 +31,13 @@ class Oracle:
     def __init__(self, path: Path, folder: Path, **settings: Any) -> None:
         peft = pytest.importorskip("peft")
         torch.manual_seed(0)
-        base = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+        base = transformers.AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, trust_remote_code=False
+        ).eval()
         config = peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **settings)
         self.model: Any = peft.get_peft_model(base, config, adapter_name="first").eval()
         self.model.save_pretrained(folder)
-        self.processor = transformers.AutoProcessor.from_pretrained(path)
+        self.processor = transformers.AutoProcessor.from_pretrained(path, trust_remote_code=False)
         self.request = LoRARequest("first", 1, str(folder / "first"))
 
     def greedy(self, text: str, seeds: list[int], *, adapted: bool) -> list[int]:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from slotline.plugins.model_families.passes import optimize
+from slotline.plugins.model_families.passes import optimize, pipeline
 from slotline.plugins.model_families.passes import packed_linear as packing
 from slotline.plugins.model_families.passes.cpu_kernels import CpuKernels
 from slotline.plugins.model_families.passes.equality import equal, relative_difference
@@ -83,7 +83,7 @@ def build(family: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, name)(**SIZES | extra)
     config._attn_implementation = ATTENTION
-    model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.to(dtype)
@@ -351,3 +351,88 @@ def test_equality_rejects_what_differs_in_value_shape_or_fails() -> None:
     assert not equal(lambda x: x, lambda x: x[0], 8, like)
     assert not equal(lambda x: x, lambda x: x @ x, 8, like)
     assert not Target("cpu", torch.float64).packs
+
+
+UNKNOWN = [
+    "Apertus",
+    "Beam",
+    "Cohere2",
+    "DiffLlama",
+    "Exaone4",
+    "GPT2",
+    "GPTNeoX",
+    "LaraMini",
+    "Laguna",
+    "Lfm2",
+    "Mellum",
+    "NanoChat",
+    "Olmo3",
+    "Phi",
+    "Phimoe",
+    "SmolLM3",
+    "StableLm",
+    "XGLM",
+]
+"""Architectures that no pass was made for, some with attention that takes or gives other things than a Llama's."""
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_no_pass_takes_a_model_down_that_it_does_not_know(name: str) -> None:
+    none = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES | none)
+    config._attn_implementation = ATTENTION
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    expected = {n: logits(model, n) for n in (1, 17)}
+    optimize(model, device="cpu", dtype="float32")
+    for num_tokens, whole in expected.items():
+        assert difference(logits(model, num_tokens), whole) <= ROUNDINGS[torch.float32], num_tokens
+
+
+def test_an_attention_module_that_cannot_be_tried_keeps_its_forward_and_the_notes_say_why() -> None:
+    model = build("llama")
+    first = model.model.layers[0].self_attn
+
+    class Picky(type(first)):  # type: ignore[misc]
+        def forward(self, hidden_states: Any, *args: Any, **more: Any) -> Any:
+            if hidden_states.shape[1] == 3:  # as many tokens as the pass tries it with
+                raise AttributeError("no part of it")
+            return super().forward(hidden_states, *args, **more)
+
+    first.__class__ = Picky
+    expected = logits(model, 17)
+    notes = optimize(model, device="cpu", dtype="float32")
+    assert "1 attention modules keep their own forward: AttributeError: no part of it" in notes
+    assert "short forward with rotary embedding in place in 1 attention modules" in notes
+    assert difference(logits(model, 17), expected) <= ROUNDINGS[torch.float32]
+
+
+@pytest.mark.parametrize(
+    "error", [AttributeError, KeyError, TypeError, IndexError, NotImplementedError, AssertionError]
+)
+def test_a_pass_that_fails_steps_aside_and_says_so(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(model: Any, target: Target) -> tuple[str, ...]:
+        raise error("what it met")
+
+    failing.__module__ = "slotline.plugins.model_families.passes.rotary"
+    monkeypatch.setattr(pipeline, "PASSES", (failing, *pipeline.PASSES))
+    model = build("llama")
+    expected = logits(model, 17)
+    notes = optimize(model, device="cpu", dtype="float32")
+    assert notes[0].startswith(f"pass rotary stepped aside for LlamaForCausalLM: {error.__name__}: ")
+    assert len(notes) > 3
+    assert difference(logits(model, 17), expected) <= ROUNDINGS[torch.float32]
+    monkeypatch.setattr(pipeline, "INVARIANT_PASSES", (failing,))
+    with pytest.raises(ModelError, match="LlamaForCausalLM has parts that cannot be made independent of the batch"):
+        optimize(model, device="cpu", dtype="float32", batch_invariant=True)
+
+
+def test_a_pass_that_runs_out_of_memory_does_not_step_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(model: Any, target: Target) -> tuple[str, ...]:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(pipeline, "PASSES", (greedy,))
+    with pytest.raises(torch.OutOfMemoryError):
+        optimize(build("llama"), device="cpu", dtype="float32")

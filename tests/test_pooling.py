@@ -46,7 +46,7 @@ METHODS = ("last", "cls", "mean")
 @cache
 def _loaded(path: Path, auto_class: str) -> Any:
     found = getattr(transformers, auto_class)
-    return found.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    return found.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False).eval()
 
 
 def states_of(path: Path, prompt: list[int]) -> torch.Tensor:

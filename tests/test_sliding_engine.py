@@ -12,7 +12,8 @@ from engine_driver import GREEDY, add, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.cache.block_pool import NULL_BLOCK
-from slotline.registry.errors import ModelError
+from slotline.plugins.model_families.transformers_model import TransformersDecoder
+from slotline.registry.errors import ModelError, NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,6 +92,18 @@ def test_positions_at_which_llama_4_tunes_its_attention_are_refused(tiny: Tiny) 
         LLM(tiny("llama4", floor_scale=32), dtype="float32", max_model_len=64, memory="1MiB")
 
 
+@pytest.mark.parametrize(("settings", "length"), [({"floor_scale": 32}, 31), ({"floor_scale": 512}, 511), ({}, 512)])
+def test_llama_4_runs_with_its_default_length_which_ends_before_the_tuning(
+    settings: dict[str, int], length: int, tiny: Tiny, greedy: Greedy
+) -> None:
+    path = tiny("llama4", **settings)
+    llm = LLM(path, dtype="float32", memory="1MiB", device="cpu")
+    assert llm.engine.limits.max_model_len == length
+    prompt = PROMPTS[0][:8]
+    outputs = llm.generate({"prompt_token_ids": prompt}, GREEDY, progress=False)
+    assert list(outputs[0].outputs[0].token_ids) == greedy(path, prompt, GREEDY.max_tokens)
+
+
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
 def test_asynchronous_steps_free_blocks_that_the_step_in_flight_does_not_read(
     family: str, tiny: Tiny, engines: Engines, greedy: Greedy
@@ -162,3 +175,18 @@ def test_a_window_keeps_the_same_tokens_with_and_without_its_own_spec(tiny: Tiny
     assert [g.kv_spec for g in own.plan.cache_groups + kept.plan.cache_groups] == ["sliding", "full"]
     params = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True, detokenize=False)
     assert tokens_of(own, PROMPTS[:3], params) == tokens_of(kept, PROMPTS[:3], params)
+
+
+def test_llama_4_with_long_positions_gets_the_longest_length_without_tuning_by_default(tiny: Tiny) -> None:
+    facts = TransformersDecoder().inspect(tiny("llama4", max_position_embeddings=131072))
+    assert (facts.max_model_len, facts.default_max_model_len) == (131072, 8191)
+    assert TransformersDecoder().inspect(tiny("mistral")).default_max_model_len is None
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+def test_lfm2_of_full_attention_layers_only_runs(optimize: bool, tiny: Tiny, engines: Engines, greedy: Greedy) -> None:
+    path = tiny("lfm2", layer_types=["full_attention"] * 4)
+    llm = engines(path, optimize=optimize)
+    assert tokens_of(llm, PROMPTS) == expected(greedy, path, PROMPTS)
+    with pytest.raises(NegotiationError, match="does not say what parts the model has"):
+        LLM(path, dtype="float32", memory="4MiB", **{"parallel.pipeline": 2})

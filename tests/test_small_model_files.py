@@ -64,12 +64,12 @@ if __name__ == "__main__":
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    return AutoTokenizer.from_pretrained(FOLDER)
+    return AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=False)
 
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    return LlamaForCausalLM.from_pretrained(FOLDER, dtype=torch.float32, trust_remote_code=False).eval()
 
 
 def mean_loss(model: LlamaForCausalLM, ids: list[int]) -> float:

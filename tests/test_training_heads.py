@@ -125,7 +125,8 @@ def test_texts_come_from_processes_until_they_are_ended_and_prompts_may_have_oth
     """
     model = str(ROOT / "core" / "slotline" / "core" / "small_model")
     given = ["medusa", "--device", "cpu", "--model", model, "--prompts", "4", "--context", "64", "--sampled", "0"]
-    tokenizer, text_module = heads.AutoTokenizer.from_pretrained(model), importlib.import_module("text")
+    tokenizer = heads.AutoTokenizer.from_pretrained(model, trust_remote_code=False)
+    text_module = importlib.import_module("text")
     tokens = heads.encode_documents([file.read_text() for file in corpus.iterdir()], tokenizer)
     options = heads.parse_options([*given, "--writers", "1", "--texts", str(tmp_path / "texts"), "--renamed", "0.5"])
     prompts = text_module.Prompts([tokens, tokens + 0], [0.3, 0.7], tokenizer, options.renamed)

@@ -116,7 +116,7 @@ def test_a_report_of_transformers_that_others_ask_for_is_not_kept_back(tiny: Tin
     theirs = logging.getLogger("transformers.modeling_utils")
     theirs.addHandler(handler)
     try:
-        transformers.LlamaForCausalLM.from_pretrained(path)
+        transformers.LlamaForCausalLM.from_pretrained(path, trust_remote_code=False)
     finally:
         theirs.removeHandler(handler)
     assert any("LOAD REPORT" in text for text in seen)

@@ -546,14 +546,20 @@ def logits_reference(path: Path, token_ids: list[int]) -> torch.Tensor:
 def oracle(path: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The checkpoint in transformers, in float32 unless said."""
     attention = attention_of(path)
-    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attention).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        path, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    ).eval()
 
 
 def attention_of(path: Path) -> str:
     """Which of transformers' attention functions is right: eager, since others may leave out a soft cap; but Falcon's
     eager one adds ALiBi's biases twice, with the scores and with the mask.
     """
-    return "sdpa" if transformers.AutoConfig.from_pretrained(path).model_type == "falcon" else "eager"
+    return (
+        "sdpa"
+        if transformers.AutoConfig.from_pretrained(path, trust_remote_code=False).model_type == "falcon"
+        else "eager"
+    )
 
 
 def forget(model: Any) -> None:

@@ -54,8 +54,10 @@ def recording(seed: int, seconds: float = 0.8) -> npt.NDArray[np.float32]:
 
 def greedy_reference(path: Path, audio: npt.NDArray[np.float32], prompt: list[int], max_tokens: int) -> list[int]:
     """What `generate` of transformers gives for one recording alone."""
-    model = transformers.WhisperForConditionalGeneration.from_pretrained(path, attn_implementation="eager").eval()
-    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path)
+    model = transformers.WhisperForConditionalGeneration.from_pretrained(
+        path, attn_implementation="eager", trust_remote_code=False
+    ).eval()
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(path, trust_remote_code=False)
     features = extractor(audio, sampling_rate=RATE, return_tensors="pt").input_features
     model.generation_config = transformers.GenerationConfig(decoder_start_token_id=1, pad_token_id=0)  # no end token
     with torch.no_grad():

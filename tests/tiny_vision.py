@@ -40,7 +40,7 @@ def build(name: str, path: Path) -> Path:
     """Write a random checkpoint with tokenizer and processor into `path`."""
     path.mkdir(parents=True, exist_ok=True)
     tiny_models.build_tokenizer(path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
     token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
     torch.manual_seed(0)
@@ -62,9 +62,9 @@ def build(name: str, path: Path) -> Path:
 @cache
 def _oracle(path: Path) -> tuple[Any, Any]:
     model = transformers.AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
     )
-    return model.eval(), transformers.AutoProcessor.from_pretrained(path)
+    return model.eval(), transformers.AutoProcessor.from_pretrained(path, trust_remote_code=False)
 
 
 @cache

@@ -166,8 +166,10 @@ def loss_on(model: peft.PeftModel, held_out: Tensor) -> float:
 
 def train(style: str, options: argparse.Namespace) -> None:
     """Train and save one adapter."""
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    base = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
+    base = LlamaForCausalLM.from_pretrained(options.model, dtype=torch.float32, trust_remote_code=False).to(
+        options.device
+    )
     torch.manual_seed(0)
     config = peft.LoraConfig(r=options.rank, lora_alpha=2 * options.rank, target_modules=TARGETS, task_type="CAUSAL_LM")
     model = peft.get_peft_model(base, config)

@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options, started = parse_options(arguments), time.monotonic()
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(options.model, trust_remote_code=False)
     corpus = collect(options.text)
     if options.measure:
         return measure_begun(corpus, tokenizer, options)

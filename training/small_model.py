@@ -409,7 +409,7 @@ def run_train(options: argparse.Namespace, corpus: Corpus) -> None:
     """Train and save the model."""
     torch.manual_seed(options.seed)
     torch.set_float32_matmul_precision("high")
-    tokenizer = AutoTokenizer.from_pretrained(options.out)
+    tokenizer = AutoTokenizer.from_pretrained(options.out, trust_remote_code=False)
     streams = {
         kind: make_stream(texts, tokenizer, options.context, options.device)
         for kind, texts in corpus.train.items()
@@ -446,8 +446,10 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 def run_evaluate(options: argparse.Namespace, corpus: Corpus) -> None:
     """Load the saved folder, measure it on the held-out files and print samples."""
-    tokenizer = AutoTokenizer.from_pretrained(options.out)
-    model = LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32).to(options.device)
+    tokenizer = AutoTokenizer.from_pretrained(options.out, trust_remote_code=False)
+    model = LlamaForCausalLM.from_pretrained(options.out, dtype=torch.float32, trust_remote_code=False).to(
+        options.device
+    )
     results: dict[str, Any] = {"parameters": sum(p.numel() for p in model.parameters())}
     everything = {**corpus.held_out, "all": [t for texts in corpus.held_out.values() for t in texts]}
     for kind, texts in everything.items():

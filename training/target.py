@@ -21,7 +21,12 @@ class Target:
 
     def __init__(self, path: Path, device: str, layer_ids: tuple[int, ...]) -> None:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval().requires_grad_(False)
+        self.model = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+            .to(device)
+            .eval()
+            .requires_grad_(False)
+        )
         self.config, self.layer_ids = self.model.config, layer_ids
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.adapters.slots import adapter_key
+from slotline.core.adapters.slots import forget_copies, load_key
 from slotline.core.adapters.use import AdapterUse
 from slotline.core.frontend.lora_request import LoRARequest
 from slotline.core.scheduling.request import Request
@@ -89,6 +89,8 @@ class MergedAdapter:
             return False
         self._refuse_users(f"adapter {number} is in use")
         self._model.reload_weights()
+        if self._merged is not None:
+            forget_copies(self._lora, self._merged)
         self._merged = None
         return True
 
@@ -161,7 +163,7 @@ class MergedAdapter:
     @torch.inference_mode()
     def _merge(self, request: LoRARequest) -> None:
         """Add an adapter to the base model's weights, or leave these as they were."""
-        key = adapter_key(request)
+        key = load_key(request)
         slot = self._lora.load(request.lora_name, request.lora_path)
         try:
             for name, (inner, outer) in self._modules.items():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,8 @@ class Adapter:
 
     Attributes:
         request: its name, number and folder.
-        key: tells its keys and values from others', and changes with its files.
+        key: tells its keys and values from those of others, and of each other time that it was made known.
+        files: tells the files that were read from others that come to lie in the folder.
         users: unfinished requests that name it; it stays known as long as there are any.
         holders: those of them that have joined the batch; it keeps its slot as long as there are any.
         reserved: whether one of the slots is its own; `loaded` whether the plugin has it there.
@@ -41,6 +44,7 @@ class Adapter:
 
     request: LoRARequest
     key: str
+    files: str
     users: int = 0
     holders: int = 0
     reserved: bool = False
@@ -153,7 +157,7 @@ class Adapters:
                 fix="finish or abort them first",
             )
         self._give_up_slot(adapter)
-        del self._known[number]
+        self._forget(number)
         return True
 
     def pin(self, number: int) -> None:
@@ -293,7 +297,7 @@ class Adapters:
                     f"adapter {request.lora_name!r} is known as number {other.request.lora_int_id}",
                     fix="use that number, or another name",
                 )
-        return Adapter(request, adapter_key(request))
+        return Adapter(request, load_key(request), files_of(request))
 
     def _adapter(self, request: LoRARequest) -> Adapter:
         """The adapter of a request that has entered and not left."""
@@ -320,7 +324,7 @@ class Adapters:
             return
         request = adapter.request
         try:
-            if adapter_key(request) != adapter.key:
+            if files_of(request) != adapter.files:
                 raise RequestError(
                     f"the files of adapter {request.lora_name!r} in {request.lora_path!r} are no longer those of its "
                     "first use",
@@ -343,20 +347,36 @@ class Adapters:
             return
         idle = [number for number, a in self._known.items() if not (a.reserved or a.users or a.holders or a is but)]
         for number in idle[: max(0, len(self._known) - self._max_known)]:
-            del self._known[number]
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        """Drop a known adapter, and have the plugin drop its copy."""
+        adapter = self._known.pop(number)
+        forget_copies(self._lora, adapter.request)
 
 
-def adapter_key(request: LoRARequest) -> str:
-    """What tells an adapter's keys and values from those of others, and of other weights in the same folder.
+def load_key(request: LoRARequest) -> str:
+    """Return what tells an adapter's keys and values from others': no two loads share it, also of one folder."""
+    return repr((request.lora_name, request.lora_path, uuid4().hex))
 
-    Name, size and time of change of each file stand in it; a folder that cannot be read has none, which the plugin
-    will say.
+
+def files_of(request: LoRARequest) -> str:
+    """Return what tells a folder's files from those that replace them.
+
+    Times of change of the inode are part of it, which no program sets back. A folder that cannot be read has no files,
+    which the plugin will say.
     """
     files = []
     try:
         for file in Path(request.lora_path).iterdir():
             stat = file.stat()
-            files.append((file.name, stat.st_size, stat.st_mtime_ns))
-    except OSError:
+            files.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+    except (OSError, ValueError):  # a path with a NUL
         files = []
-    return repr((request.lora_name, request.lora_path, sorted(files)))
+    return repr(sorted(files))
+
+
+def forget_copies(lora: Any, request: LoRARequest) -> None:
+    """Have a plugin drop what it keeps of an adapter in host memory, if it says that it keeps copies."""
+    if (forget := getattr(lora, "forget", None)) is not None:
+        forget(request.lora_path)

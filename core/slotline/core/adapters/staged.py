@@ -66,6 +66,12 @@ class StagedLora:
         """See `Lora.unload`."""
         self._unload(name, self._parts)
 
+    def forget(self, path: str) -> None:
+        """See `ForgetfulLora.forget`."""
+        for part in self._parts:
+            if (forget := getattr(part.lora, "forget", None)) is not None:
+                forget(path)
+
     def plan(self, slots: torch.Tensor) -> None:
         """See `Lora.plan`; the slots are copied to every stage's device."""
         for part in self._parts:

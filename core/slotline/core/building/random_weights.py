@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from slotline.core.planning.auto_config import auto_config
 from slotline.registry.config import LoadedConfig
 
 
@@ -26,17 +27,17 @@ def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
 def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
     """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    config = AutoConfig.from_pretrained(str(source))
+    config = auto_config(source)
     torch.manual_seed(0)
     kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are faster there
-            AutoModelForCausalLM.from_config(config, dtype=kept).save_pretrained(target)
+            AutoModelForCausalLM.from_config(config, dtype=kept, trust_remote_code=False).save_pretrained(target)
     finally:
         if shown:
             logging.enable_progress_bar()

@@ -79,9 +79,9 @@ def _length(loaded: LoadedConfig, work: Workload, folder: Path) -> dict[str, Any
     """The workload's model length, unless the configuration names one or the model is shorter."""
     if loaded.origins["scheduler.max_model_len"].kind != "default" or not (folder / "config.json").is_file():
         return {}
-    from transformers import AutoConfig
+    from slotline.core.planning.auto_config import auto_config
 
-    config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+    config = auto_config(folder).get_text_config()
     longest = getattr(config, "max_position_embeddings", None) or work.max_model_len
     return {"scheduler.max_model_len": min(work.max_model_len, longest)}
 

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from attrs import frozen
 
+from slotline.core.planning.auto_config import auto_config
 from slotline.registry.contracts import AttentionLayer
 
 if TYPE_CHECKING:
@@ -122,9 +123,7 @@ class ModelCost:
 
 def cost_of(plan: Plan, folder: Path, max_requests: int) -> ModelCost | None:
     """The least cost of the plan's model; None for a mixture of experts."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(folder)).get_text_config()
+    config = auto_config(folder).get_text_config()
     if any(getattr(config, name, None) for name in _EXPERTS):
         return None
     head = int(plan.facts["vocab_size"]) * int(plan.facts["hidden_size"])

@@ -12,6 +12,7 @@ from slotline.core.frontend.detokenizer import Detokenizer
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.loading import one_line
+from slotline.registry.remote_code import remote_code
 
 
 class Tokenizer:
@@ -30,13 +31,10 @@ class Tokenizer:
                 f"there is no folder {str(path)!r}", fix="name one with tokenizer.json and tokenizer_config.json"
             )
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+            self._hf: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
             self._fast = self._hf.backend_tokenizer
         except Exception as error:
-            raise ModelError(
-                f"the tokenizer in {str(path)!r} cannot be read: {one_line(error)}",
-                fix="restore tokenizer.json and tokenizer_config.json, or name another folder with tokenizer = '...'",
-            ) from error
+            raise _unreadable(path, error) from error
 
     @property
     def transformers(self) -> Any:
@@ -102,6 +100,20 @@ class Tokenizer:
             stop=params.stop,
             include_stop=params.include_stop_str_in_output,
         )
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    """Return the error of a folder whose tokenizer cannot be loaded."""
+    if code := remote_code(path, "AutoTokenizer"):
+        return ModelError(
+            f"the tokenizer in {str(path)!r} needs code of its own, which is never run: {code}",
+            fix="name a folder with a tokenizer that transformers knows, with tokenizer = '...', or convert this one "
+            "to tokenizer.json and remove auto_map",
+        )
+    return ModelError(
+        f"the tokenizer in {str(path)!r} cannot be read: {one_line(error)}",
+        fix="restore tokenizer.json and tokenizer_config.json, or name another folder with tokenizer = '...'",
+    )
 
 
 def _why(text: str, error: Exception) -> str:

@@ -343,7 +343,8 @@ def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
 def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
     asked = loaded.config.scheduler.max_model_len
     if asked == "auto":
-        return min(facts.max_model_len, LONGEST_BY_DEFAULT)
+        lengths = (facts.max_model_len, LONGEST_BY_DEFAULT, facts.default_max_model_len)
+        return min(length for length in lengths if length is not None)
     if asked > facts.max_model_len:
         raise NegotiationError(
             f"scheduler.max_model_len = {asked}, but the model's positions end at {facts.max_model_len}",

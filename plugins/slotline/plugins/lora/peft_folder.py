@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from slotline.registry.errors import RequestError
+from slotline.registry.tensor_files import stored_tensors, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -95,15 +96,18 @@ def read(
     return PeftAdapter(shares, max((share.a.shape[0] for share in shares.values()), default=0))
 
 
-def signature(path: str) -> tuple[tuple[str, int, int], ...]:
-    """What tells that the folder's files are still those that were read: name, size and time of change of each."""
+def signature(path: str) -> tuple[tuple[str | int, ...], ...]:
+    """Return what tells that the folder's files are still those that were read.
+
+    The inode's number and its time of change are part of it: no program sets that one back.
+    """
     found = []
     for name in (CONFIG, WEIGHTS):
         try:
             stat = Path(path, name).stat()
         except OSError:
             continue
-        found.append((name, stat.st_size, stat.st_mtime_ns))
+        found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     return tuple(found)
 
 
@@ -157,9 +161,15 @@ def _check_patterns(path: str, name: str, patterns: Any, fits: Callable[[Any], b
 
 def _tensors(path: str) -> dict[str, torch.Tensor]:
     try:
-        tensors: dict[str, torch.Tensor] = load_file(Path(path, WEIGHTS))
-    except (OSError, SafetensorError) as error:
+        strange = unfit(stored_tensors(Path(path, WEIGHTS)))
+        tensors: dict[str, torch.Tensor] = {} if strange else load_file(Path(path, WEIGHTS))
+    except (OSError, ValueError, SafetensorError) as error:
         raise RequestError(f"{path}: cannot read {WEIGHTS}: {error}", fix="save the adapter as safetensors") from error
+    if strange:
+        raise RequestError(
+            f"{path}: {WEIGHTS} holds {strange.name} in {strange.dtype}, which is no plain weight",
+            fix="save the adapter in bfloat16, float16 or float32",
+        )
     return tensors
 
 

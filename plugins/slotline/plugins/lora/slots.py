@@ -47,6 +47,10 @@ class AdapterSlots(ABC):
             raise RequestError(f"adapter {name!r} is not loaded", fix=f"loaded are: {sorted(self._slots)}")
         self._clear(self._slots.pop(name))
 
+    def forget(self, path: str) -> None:
+        """See `slotline.registry.contracts.lora.ForgetfulLora.forget`."""
+        self._read.pop(path, None)
+
     @abstractmethod
     def _write(self, slot: int, adapter: PeftAdapter) -> None:
         """Put an adapter into a slot; nothing of what the slot held may stay."""

@@ -28,7 +28,9 @@ class AudioProcessing:
         try:
             from transformers import WhisperFeatureExtractor
 
-            self._extractor: Any = WhisperFeatureExtractor.from_pretrained(str(path), local_files_only=True)
+            self._extractor: Any = WhisperFeatureExtractor.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many kinds, by file and version
             raise ModelError(
                 f"no feature extractor in {str(path)!r}: {str(error).splitlines()[0] if str(error) else error!r}",

@@ -149,6 +149,11 @@ def name_of(module: str, call: int) -> str:
     return module if call == 0 else f"{module}#{call}"
 
 
+def module_of(name: str) -> str:
+    """Return the module of a layer's name; see `name_of`."""
+    return name.partition("#")[0]
+
+
 def slot_attention(
     module: Any,
     query: torch.Tensor,

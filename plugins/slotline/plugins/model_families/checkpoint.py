@@ -11,16 +11,12 @@ from typing import Any
 import transformers
 from attrs import frozen
 
-from slotline.plugins.model_families import sentence_transformers
+from slotline.plugins.model_families import rope_fields, sentence_transformers
 from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.errors import ModelError
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
-EXTENDING_ROPE_TYPES = ("linear", "yarn")
-"""Rope scalings that stretch the positions by `factor`. Others state the stretched length in the configuration, and
-`dynamic` is not stretched at all: see `rope`."""
-
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """Where configurations state the longest sequence; MPT's and BLOOM's, which have ALiBi, what they were trained with."""
 
@@ -104,14 +100,16 @@ def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
             f"transformers {transformers.__version__} has no class {architecture!r} for {path}",
             fix="install a newer transformers",
         )
+    rope_fields.refuse_wrong_fields(path, raw)
     try:
-        config = model_class.config_class.from_pretrained(path, local_files_only=True)
+        config = model_class.config_class.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and its dataclass validators raise many kinds
         raise ModelError(
             f"{path / 'config.json'} is no valid configuration of {architecture}: {error}",
             fix="download config.json again",
         ) from error
     _refuse_unserved_features(path, config)
+    rope_fields.refuse_wrong(path, config)
     return Checkpoint(
         path=path,
         architecture=architecture,
@@ -219,10 +217,10 @@ def _scaled_length(path: Path, config: Any) -> int:
             f"{path / 'config.json'}: {key} = {stated} leaves no room for a token",
             fix="correct it, or download config.json again",
         )
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope_type = rope.get("rope_type")
-    # Rope parameters by layer type (Gemma 3) come with a configuration that already states the full length.
-    if rope_type not in EXTENDING_ROPE_TYPES:
-        return length
-    original = rope.get("original_max_position_embeddings") if rope_type == "yarn" else None
-    return int((original or length) * float(rope.get("factor", 1.0)))
+    scaled = rope_fields.scaled_length(getattr(config, "rope_parameters", None), length)
+    if scaled < 1:
+        raise ModelError(
+            f"{path / 'config.json'}: rope_parameters make {scaled} tokens of {key} = {stated}",
+            fix="correct their factor, or download config.json again",
+        )
+    return scaled

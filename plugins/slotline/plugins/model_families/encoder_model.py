@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload
+from slotline.plugins.model_families import binding, checkpoint, inspection, loading, offload, weight_sizes
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.encoder import ARCHITECTURES, CLASSIFIERS
 from slotline.plugins.model_families.logits import NoHead
@@ -35,7 +35,7 @@ class TransformersEncoder:
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
-        checkpoint.require_weights(found.path)
+        weight_sizes.require_weights(found)
         binding.register(inspection.INSPECT_NAME, inspection.recording_attention)
         found.config._attn_implementation = inspection.INSPECT_NAME
         with inspection.sizes_that_fit(found), torch.device("meta"):

@@ -9,6 +9,7 @@ import torch
 
 from slotline.registry.contracts.model_family import Modality, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
+from slotline.registry.remote_code import remote_code
 
 EXAMPLE_SIZE = 1024
 """Width and height of the made-up image; processors resize or cut images, so few give more embeddings."""
@@ -31,9 +32,16 @@ class ImageProcessing:
             from transformers import AutoProcessor
 
             self._image: Any = Image
-            self._processor: Any = AutoProcessor.from_pretrained(str(path), local_files_only=True)
+            self._processor: Any = AutoProcessor.from_pretrained(
+                str(path), local_files_only=True, trust_remote_code=False
+            )
             self._token = self._processor.image_token
         except Exception as error:  # transformers raises many kinds, by file and version
+            if code := remote_code(path, "AutoProcessor", "AutoImageProcessor", "AutoTokenizer"):
+                raise ModelError(
+                    f"the image processor in {str(path)!r} needs code of its own, which is never run: {code}",
+                    fix="use a checkpoint whose processor transformers knows, or remove auto_map if it does",
+                ) from error
             raise ModelError(
                 f"no image processor in {str(path)!r}: {str(error).splitlines()[0] if str(error) else error!r}",
                 fix="put preprocessor_config.json (or processor_config.json) and the tokenizer's files there, and "

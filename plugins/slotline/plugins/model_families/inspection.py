@@ -19,6 +19,8 @@ from slotline.plugins.model_families import (
     own_attention,
     rope,
     state_mixers,
+    temperature,
+    weight_sizes,
 )
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.host_copies import HostCopies
@@ -125,7 +127,7 @@ def inspect(path: Path) -> ModelFacts:
         ModelError: if the folder is no checkpoint of a served architecture.
     """
     found = checkpoint.read(path)
-    checkpoint.require_weights(path)
+    weight_sizes.require_weights(found)
     return facts_of(found)
 
 
@@ -172,6 +174,7 @@ def facts_of(found: Checkpoint) -> ModelFacts:
         parts=None if state_layers else _parts(model, layers),
         kv_scales=kv_scales.read(found.path, layers),
         host_copies=host_copies,
+        default_max_model_len=temperature.longest_untuned(model),
     )
 
 
@@ -210,16 +213,21 @@ def _watch(
     return tuple(recorder.layers), copies.count
 
 
-def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts:
-    """What can lie on devices of its own: the embedding, each decoder layer, the final norm with a head."""
+def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
+    """What can lie on devices of its own: the embedding, each decoder layer, the final norm with a head.
+
+    None for a model whose layers or last norm are called otherwise: its weights lie on one device.
+    """
     base = model.base_model  # the model itself where it has no head
+    if not (hasattr(base, "layers") and hasattr(base, "norm")):
+        return None
     heads = () if model is base else [child for child in model.children() if child is not base]
     owners = {module: number for number, layer in enumerate(base.layers) for module in layer.modules()}
     return ModelParts(
         embedding=_count(base.get_input_embeddings()),
         layers=tuple(map(_count, base.layers)),
         head=_count(base.norm) + sum(map(_count, heads)),
-        attention=tuple(owners[model.get_submodule(layer.name)] for layer in layers),
+        attention=tuple(owners[model.get_submodule(binding.module_of(layer.name))] for layer in layers),
     )
 
 

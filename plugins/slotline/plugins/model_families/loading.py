@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from slotline.plugins.model_families import binding, checkpoint, own_attention, unused_weights, weight_files
+from slotline.plugins.model_families import (
+    binding,
+    checkpoint,
+    own_attention,
+    unused_weights,
+    weight_files,
+    weight_sizes,
+)
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.naming import listed
 from slotline.registry.contracts.model_family import ModelContext
@@ -47,7 +54,10 @@ def load_transformers_model(
     path = context.facts.path
     found = found or checkpoint.read(path)
     checkpoint.require_weights(path)
-    weight_files.refuse_quantized(path)
+    weight_files.refuse_adapter(path)
+    tensors = weight_files.tensors_of(path, found.config)
+    weight_files.refuse_quantized(tensors)
+    weight_sizes.refuse_larger(found, tensors)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
     report_of = _Reports()
     try:
@@ -58,6 +68,7 @@ def load_transformers_model(
                 dtype=torch_dtype(context.dtype),
                 attn_implementation=found.attention(attention),
                 local_files_only=True,
+                trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
             )
@@ -65,6 +76,7 @@ def load_transformers_model(
         raise
     except Exception as error:  # readers of several formats, each with errors of its own
         raise weight_files.unreadable(path, error, str(report_of)) from error
+    weight_files.refuse_whole_numbers(tensors, report["unexpected_keys"], model)
     if unused := unused_weights.review(model, report["unexpected_keys"], path):
         logger.warning(
             "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)

@@ -12,6 +12,12 @@ from typing import Any
 from slotline.registry.errors import ModelError
 
 
+def longest_untuned(hf_model: Any) -> int | None:
+    """Return the longest sequence in which the tuning changes nothing; None for a model without it."""
+    scales = [m.floor_scale for m in hf_model.modules() if getattr(m, "attn_temperature_tuning", False)]
+    return max(1, int(min(scales)) - 1) if scales else None
+
+
 def settle(hf_model: Any, max_model_len: int) -> None:
     """Switch the tuning off in place.
 

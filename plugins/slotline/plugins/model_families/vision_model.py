@@ -16,7 +16,7 @@ import torch
 from attrs import evolve
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from slotline.plugins.model_families import binding, checkpoint, inspection, loading
+from slotline.plugins.model_families import binding, checkpoint, inspection, loading, weight_sizes
 from slotline.plugins.model_families.checkpoint import Checkpoint
 from slotline.plugins.model_families.image_processing import ImageProcessing
 from slotline.plugins.model_families.transformers_model import DecoderModel, TransformersDecoder
@@ -33,7 +33,7 @@ class TransformersVision(TransformersDecoder):
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         found = checkpoint.read(Path(path), ARCHITECTURES)
-        checkpoint.require_weights(found.path)
+        weight_sizes.require_weights(found)
         facts = inspection.facts_of(_decoder_of(found))
         with inspection.sizes_that_fit(found), torch.device("meta"):
             encoder = found.model_class(found.config).model

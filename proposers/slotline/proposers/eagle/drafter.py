@@ -21,6 +21,8 @@ from slotline.proposers.eagle.heads import (
     fill,
     read_config,
     read_weights,
+    refuse_more_layers,
+    stored,
 )
 from slotline.registry.contracts import (
     AttentionLayer,
@@ -64,6 +66,7 @@ class EagleDrafter:
                     f"has {models}",
                     fix="name a head that was trained for this model in drafter.path",
                 )
+        refuse_more_layers(config, stored(config.path))
         size = int(llama.head_dim)
         return tuple(
             AttentionLayer(
@@ -113,12 +116,14 @@ class EagleDrafter:
     def _build(self, context: DrafterContext) -> torch.nn.Module:
         config = read_config(_folder(context.path))
         weights = read_weights(config.path)
-        head = EagleHead(config, bias="fc.bias" in weights)
-        fill(head, weights, config.path)
+        with torch.device("meta"):
+            head = EagleHead(config, bias="fc.bias" in weights)
+        fill(head, weights, config.path, assign=True)
         return self._placed(head)
 
     def _placed(self, head: Head) -> torch.nn.Module:
         placed = head.to(self._device, self._dtype).eval().requires_grad_(False)
+        placed.prepare()
         placed.merge()
         return placed
 
@@ -138,8 +143,9 @@ class Eagle3Drafter(EagleDrafter):
         config, facts = read_config(_folder(context.path)), self._facts
         self.layer_ids = config.layers_of(len(facts.parts.layers) if facts.parts else len(facts.layers))
         weights = {_name(name): tensor for name, tensor in read_weights(config.path).items()}
-        head = Eagle3Head(config, num_states=len(self.layer_ids), bias="fc.bias" in weights)
-        fill(head, weights, config.path)
+        with torch.device("meta"):
+            head = Eagle3Head(config, num_states=len(self.layer_ids), bias="fc.bias" in weights)
+        fill(head, weights, config.path, assign=True)
         # d2t holds what is added to a draft token to make it the model's; without it both count alike.
         offsets = weights.get("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64)).long()
         kept = torch.arange(config.draft_vocab_size) + offsets

@@ -8,7 +8,7 @@ run on flattened tokens.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from slotline.registry.errors import ModelError
+from slotline.registry.tensor_files import StoredTensor, stored_tensors, unfit
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """(layer, query [n, num_heads, head_size], key and value [n, num_kv_heads, head_size]) to [n, num_heads, head_size]."""
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+_INDICES = ("d2t", "t2d")
+"""Tables of an EAGLE-3 head: what is added to a draft token, and which of the model's tokens are draft tokens."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -65,7 +68,7 @@ def read_config(path: Path) -> HeadConfig:
             raise ValueError(f"{', '.join(missing)} missing" if missing else f"hidden_act is {hidden_act!r}")
         known = {key: value for key, value in settings.items() if key not in ("model_type", "architectures", "dtype")}
         llama = LlamaConfig(**known)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except Exception as error:  # transformers' dataclass validators raise many kinds
         raise ModelError(
             f"{str(file)!r} does not describe an EAGLE head: {error}",
             fix="set drafter.path to a folder with the config.json and weights of an EAGLE or EAGLE-3 head",
@@ -94,6 +97,53 @@ def _flat(settings: dict[str, Any]) -> dict[str, Any]:
     return {**layer, "norm_before_residual": True, **own}
 
 
+def stored(path: Path) -> tuple[StoredTensor, ...]:
+    """Read what a folder's file says of its tensors: plain weights, and the tables of a draft vocabulary.
+
+    Raises:
+        ModelError: if there is no file, if it cannot be read, or if a tensor is quantized.
+    """
+    file = _file(path)
+    try:
+        tensors = stored_tensors(file)
+    except Exception as error:  # readers of two formats, each with errors of its own
+        raise _unreadable(file, error) from error
+    if strange := unfit(tensors, _INDICES):
+        raise ModelError(
+            f"{str(file)!r} holds {strange.name} in {strange.dtype}, which is no plain weight",
+            fix="use a head in bfloat16, float16 or float32",
+        )
+    return tensors
+
+
+def refuse_more_layers(config: HeadConfig, tensors: Collection[StoredTensor]) -> None:
+    """Refuse a config.json of more layers than the file has tensors.
+
+    Raises:
+        ModelError: naming both numbers.
+    """
+    if (layers := config.llama.num_hidden_layers) > len(tensors):
+        raise ModelError(
+            f"the head in {str(config.path)!r} does not fit: its config.json asks for num_hidden_layers = {layers}, "
+            f"its weights have {len(tensors)} tensors",
+            fix="use the config.json that belongs to these weights",
+        )
+
+
+def _unreadable(file: Path, error: Exception) -> ModelError:
+    return ModelError(f"{str(file)!r} cannot be read: {type(error).__name__}: {error}", fix="download the head again")
+
+
+def _file(path: Path) -> Path:
+    """The folder's file of weights."""
+    for name in WEIGHT_FILES:
+        if (path / name).exists():
+            return path / name
+    raise ModelError(
+        f"{str(path)!r} has no weights of a head ({' or '.join(WEIGHT_FILES)})", fix="set drafter.path to its folder"
+    )
+
+
 def _read(file: Path) -> dict[str, torch.Tensor]:
     try:
         if file.suffix == ".bin":
@@ -103,9 +153,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
         weights: dict[str, torch.Tensor] = load_file(file)
     except Exception as error:  # readers of two formats, each with errors of its own
-        raise ModelError(
-            f"{str(file)!r} cannot be read: {type(error).__name__}: {error}", fix="download the head again"
-        ) from error
+        raise _unreadable(file, error) from error
     return weights
 
 
@@ -115,16 +163,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         ModelError: if there are none, or they cannot be read.
     """
-    for name in WEIGHT_FILES:
-        if (path / name).exists():
-            return _read(path / name)
-    raise ModelError(
-        f"{str(path)!r} has no weights of a head ({' or '.join(WEIGHT_FILES)})", fix="set drafter.path to its folder"
-    )
+    stored(path)
+    return _read(_file(path))
 
 
 def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, assign: bool = False) -> None:
     """Copy weights into a module; more of them than it has are left out. `assign` takes them as they are instead.
+
+    A module on the meta device has its shapes compared before it takes any memory.
 
     Raises:
         ModelError: naming what is missing or has another shape.
@@ -215,12 +261,17 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
+        self._llama = config.llama
+
+    def prepare(self) -> LlamaRotaryEmbedding:
+        """Make the rotary embedding, once the weights have shown that the configuration's sizes are right."""
         # Not a child: its buffers are no weights, and they stay in float32.
-        self.__dict__["rotary"] = LlamaRotaryEmbedding(config.llama)
+        self.__dict__["rotary"] = LlamaRotaryEmbedding(self._llama)
+        return self.__dict__["rotary"]
 
     def positions(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [n, head_size] of positions [n], on the device and in the dtype of `like`."""
-        rotary: LlamaRotaryEmbedding = self.__dict__["rotary"]
+        rotary: LlamaRotaryEmbedding = self.__dict__.get("rotary") or self.prepare()
         if rotary.inv_freq.device != positions.device:
             rotary.to(positions.device)
         cosines, sines = rotary(like, positions[None])

@@ -24,6 +24,7 @@ from attrs import evolve, frozen
 from torch.nn.functional import silu
 
 from slotline.registry.errors import ModelError
+from slotline.registry.tensor_files import stored_tensors, unfit
 
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
 _PREFIX = re.compile(r"^(medusa_heads?|model)\.")
@@ -78,6 +79,7 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
     """
     num_heads, num_layers, shared = _read_config(path)
     found = {_PREFIX.sub("", name): tensor for name, tensor in _read_weights(path).items()}
+    _refuse_more_heads(path, num_heads, num_layers, len(found))
     shape = (hidden_size, hidden_size)
     blocks = [
         [
@@ -112,6 +114,16 @@ def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
     )
 
 
+def _refuse_more_heads(path: Path, num_heads: int, num_layers: int, num_tensors: int) -> None:
+    """Refuse a config.json of more heads or blocks than the file has tensors."""
+    if max(num_heads, num_layers, num_heads * num_layers) > num_tensors:
+        raise ModelError(
+            f"the heads in {str(path)!r} do not fit: config.json asks for {num_heads} heads of {num_layers} blocks, "
+            f"the file of weights has {num_tensors} tensors",
+            fix=_FIX,
+        )
+
+
 def _token_map(found: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -> torch.Tensor | None:
     tokens = found.get("token_map")
     if tokens is None:
@@ -143,6 +155,15 @@ def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
     file = next((path / name for name in WEIGHT_FILES if (path / name).is_file()), None)
     if file is None:
         raise ModelError(f"{str(path)!r} has none of {', '.join(WEIGHT_FILES)}", fix=_FIX)
+    try:
+        tensors = stored_tensors(file)
+    except Exception as error:  # readers of two formats, each with errors of its own
+        raise ModelError(f"{str(file)!r} cannot be read: {type(error).__name__}: {error}", fix=_FIX) from error
+    if strange := unfit(tensors, ("token_map",)):
+        raise ModelError(
+            f"{str(file)!r} holds {strange.name} in {strange.dtype}, which is no plain weight",
+            fix="use heads in bfloat16, float16 or float32",
+        )
     try:
         if file.suffix == ".safetensors":
             from safetensors.torch import load_file

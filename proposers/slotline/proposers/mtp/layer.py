@@ -105,7 +105,7 @@ def _without_memory(facts: ModelFacts) -> Any:
             fix="install a newer transformers, or name another drafter",
         )
     attention.register()
-    config = model_class.config_class.from_pretrained(facts.path, local_files_only=True)
+    config = model_class.config_class.from_pretrained(facts.path, local_files_only=True, trust_remote_code=False)
     config._attn_implementation = attention.ATTENTION_NAME
     with torch.device("meta"):
         model = model_class(config)

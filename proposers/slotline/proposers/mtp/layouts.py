@@ -14,6 +14,7 @@ from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
 from slotline.registry.errors import ModelError
+from slotline.registry.tensor_files import stored_tensors, unfit
 
 
 @frozen(kw_only=True)
@@ -57,8 +58,9 @@ class Found:
         """The tensors by name, in host memory.
 
         Raises:
-            ModelError: if a file is broken.
+            ModelError: if a file is broken, or a tensor is quantized.
         """
+        self._refuse_quantized()
         by_file: dict[Path, list[str]] = {}
         for name, file in self.files.items():
             by_file.setdefault(file, []).append(name)
@@ -70,6 +72,15 @@ class Found:
             except (OSError, SafetensorError) as error:
                 raise ModelError(f"{file} cannot be read: {error}", fix="download the file again") from error
         return tensors
+
+    def _refuse_quantized(self) -> None:
+        stored = [tensor for file in sorted(set(self.files.values())) for tensor in stored_tensors(file)]
+        if strange := unfit(tensor for tensor in stored if self.files.get(tensor.name) == tensor.file):
+            raise ModelError(
+                f"{strange.file} holds {strange.name} in {strange.dtype}, which is no plain weight",
+                fix="use a checkpoint whose multi-token-prediction layer is in bfloat16, float16 or float32, or name "
+                "another drafter",
+            )
 
 
 def layouts(num_hidden_layers: int) -> tuple[Layout, ...]:

@@ -163,3 +163,14 @@ class SingleLora(Lora, Protocol):
         `LoraContext.extend` alone. A step that was captured for one slot is planned for any other before its replay.
         """
         ...
+
+
+class ForgetfulLora(Lora, Protocol):
+    """A plugin that keeps copies of adapters in host memory, and drops them when an adapter is removed."""
+
+    def forget(self, path: str) -> None:
+        """Drop all copies of a folder that is in no slot. The next `load` of it reads its files.
+
+        The engine calls it where the plugin has it. A folder of which nothing is kept is no error.
+        """
+        ...

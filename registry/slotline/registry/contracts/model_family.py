@@ -185,6 +185,8 @@ class ModelFacts:
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
         state_layers: the layers with a state per request; a tensor whose dtype is ``auto`` gets the activations'.
         max_encoder_len: most keys of a request in layers of type ``cross``; 0 for a model without any.
+        default_max_model_len: longest sequence to serve where none is asked for; None for no other than
+            `max_model_len`. Longer ones may be refused when the model is loaded.
         host_copies: how often a forward makes a tensor on the device of what lies on the host: a copy that waits, and
             that no graph can hold.
     """
@@ -205,6 +207,7 @@ class ModelFacts:
     state_layers: tuple[StateLayer, ...] = ()
     max_encoder_len: int = 0
     host_copies: int = 0
+    default_max_model_len: int | None = None
 
 
 @frozen(kw_only=True)

@@ -108,7 +108,7 @@ def tokenizer() -> Any:
     """The small model's."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(SMALL_MODEL), local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(SMALL_MODEL), local_files_only=True, trust_remote_code=False)
 
 
 @define(eq=False)

@@ -48,7 +48,13 @@ def probe(module: Any, rotary: Any, target: Target) -> tuple[torch.Tensor, tuple
     positions = torch.tensor([PROBE_POSITIONS], device=device)  # [1, tokens]
     # A rope type by layer type means that the embedding must be told which (Gemma 3).
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)
-    return hidden, rotary(hidden, positions, *((module.layer_type,) if by_type else ()))
+    return hidden, rotary(hidden, positions, *((_layer_type(module),) if by_type else ()))
+
+
+def _layer_type(module: Any) -> str:
+    """The type of an attention module's layer: its own attribute, or the configuration's (Olmo 3)."""
+    own = getattr(module, "layer_type", None)
+    return str(own if own is not None else module.config.layer_types[module.layer_idx])
 
 
 def same(found: Any, expected: torch.Tensor, states: tuple[torch.Tensor, ...], recorder: Recorder) -> bool:

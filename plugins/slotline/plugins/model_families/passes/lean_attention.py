@@ -24,6 +24,7 @@ from slotline.plugins.model_families.passes.packed_linear import has_hooks
 from slotline.plugins.model_families.passes.rms_norm import KernelRMSNorm, is_kernel_norm
 from slotline.plugins.model_families.passes.target import Target
 from slotline.registry.contracts.attention import CacheSlots
+from slotline.registry.loading import one_line
 
 SPLIT_ROWS = 1024
 """Up to so many rows two products take longer than one whose queries mostly nobody reads."""
@@ -212,7 +213,8 @@ class LeanForward:
     def _normed(self, states: torch.Tensor, norm: Any) -> torch.Tensor:
         """Normed per head or over all heads, as the norm's weight says: [batch, num_tokens, heads, size] contiguous."""
         by_head = states.view(*states.shape[:-1], -1, self._heads.size)
-        if norm.weight.numel() == self._heads.size:
+        weight = norm._parameters.get("weight")  # a norm may have none (NanoChat), and is then one of each head
+        if weight is None or weight.numel() == self._heads.size:
             return norm(by_head).contiguous()  # type: ignore[no-any-return]
         return norm(states).view(by_head.shape).contiguous()  # type: ignore[no-any-return]
 
@@ -222,15 +224,26 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
     rotary = getattr(getattr(model, "base_model", None), "rotary_emb", None)
     if target.kernels is None or rotary is None:
         return ()
-    count = 0
+    count, failures = 0, dict[str, int]()
     with recording(model) as recorder:
         for module in list(model.modules()):
-            merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
-            lean = None if merged is None else _lean_forward(module, rotary, recorder, target)
+            if merged_of(module, "qkv_proj", QUERY_KEY_VALUE) is None:
+                continue
+            try:
+                lean = _lean_forward(module, rotary, recorder, target)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a module of another kind than a decoder's attention may raise anything
+                recorder.calls.clear()
+                failures[one_line(error)] = failures.get(one_line(error), 0) + 1
+                continue
             if lean is not None:
                 module.forward = lean
                 count += 1
-    return (f"short forward with rotary embedding in place in {count} attention modules",) if count else ()
+    shortened = (f"short forward with rotary embedding in place in {count} attention modules",) if count else ()
+    return shortened + tuple(
+        f"{number} attention modules keep their own forward: {why}" for why, number in failures.items()
+    )
 
 
 def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) -> LeanForward | None:
@@ -239,11 +252,7 @@ def _lean_forward(module: Any, rotary: Any, recorder: Recorder, target: Target) 
     hidden, embeddings = probe(module, rotary, target)
     if not isinstance(embeddings, tuple):
         return None  # not cosines and sines: Llama 4 turns by complex numbers
-    try:
-        expected, _ = module.forward(hidden, embeddings, None)
-    except (RuntimeError, TypeError, ValueError):
-        recorder.calls.clear()
-        return None  # takes other arguments than a decoder's attention
+    expected, _ = module.forward(hidden, embeddings, None)
     query, key, value, options = recorder.calls.pop()
     for rotary_size in (embeddings[0].shape[-1], 2 * embeddings[0].shape[-1]):
         if rotary_size <= module.head_dim:

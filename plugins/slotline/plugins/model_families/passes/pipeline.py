@@ -22,6 +22,8 @@ from slotline.plugins.model_families.passes import (
     rotary,
 )
 from slotline.plugins.model_families.passes.target import Target, target_of
+from slotline.registry.errors import ModelError, SlotlineError
+from slotline.registry.loading import one_line
 
 Pass = Callable[[nn.Module, Target], tuple[str, ...]]
 
@@ -76,6 +78,17 @@ def apply_passes(model: nn.Module, target: Target, passes: Sequence[Pass] = PASS
     """Run passes for a target, by default every one; see `optimize`."""
     notes: tuple[str, ...] = ()
     for apply in passes:
-        with torch.no_grad():
-            notes += apply(model, target)
+        try:
+            with torch.no_grad():
+                notes += apply(model, target)
+        except (SlotlineError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # a model's own code may do anything, and each change was checked when it was made
+            if passes is INVARIANT_PASSES:
+                raise ModelError(
+                    f"{type(model).__name__} has parts that cannot be made independent of the batch: {one_line(error)}",
+                    fix="set batch_invariant = false",
+                ) from error
+            name = apply.__module__.rpartition(".")[2]
+            notes += (f"pass {name} stepped aside for {type(model).__name__}: {one_line(error)}",)
     return notes
