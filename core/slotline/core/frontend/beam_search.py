@@ -219,8 +219,8 @@ class BeamSearch:
         ]
         adapters = [self._adapters[i] for i in which for _ in self._searches[i].running]
         candidates = self._candidates(which)
-        sampling = [evolve(self._sampling, logits_processors=(one,)) for one in candidates] or self._sampling
-        answers = self._llm.generate(prompts, sampling, lora_request=adapters, progress=False)
+        sampling = [evolve(self._sampling, logits_processors=(one,)) for one in candidates]
+        answers = self._llm.generate_as_given(prompts, sampling or [self._sampling] * len(prompts), adapters, False)
         outputs = [answer.outputs[0] for answer in answers]
         found = [one.entry for one in candidates] or [one.logprobs[0] if one.logprobs else {} for one in outputs]
         beams = iter(zip(outputs, found, strict=True))

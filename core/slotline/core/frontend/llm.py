@@ -185,13 +185,34 @@ class LLM:
         Raises:
             RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
         """
-        given = as_prompts(prompts)
-        params = as_params(sampling_params, len(given), SamplingParams())
-        check_best_of(params, self.loaded.config.sampling.logprobs_mode)
         shown = as_progress(progress, use_tqdm)
-        groups = self._add_all(given, params, as_lora_requests(lora_request, len(given)))
-        self._run(groups, shown)
+        given = as_prompts(prompts)
+        params = self._params(sampling_params, len(given))
+        return self.generate_as_given(given, params, as_lora_requests(lora_request, len(given)), shown)
+
+    def generate_as_given(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[AdapterChoice],
+        progress: Progress,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt with its parameters, without the model's defaults for what they leave out."""
+        check_best_of(params, self.loaded.config.sampling.logprobs_mode)
+        groups = self._add_all(prompts, params, adapters)
+        self._run(groups, progress)
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that names none: the model's own defaults where it has some."""
+        return SamplingParams().with_defaults(self.engine.sampling_defaults)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        """The parameters of each prompt, with the model's defaults for what they leave out."""
+        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
+        if not defaults or not all(isinstance(one, SamplingParams) for one in params):
+            return params
+        return [one.with_defaults(defaults) for one in params]
 
     @known_options
     def beam_search(
@@ -383,7 +404,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
-        params = as_params(sampling_params, 1, SamplingParams())
+        params = self._params(sampling_params, 1)
         if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
             raise RequestError(
                 f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",

@@ -31,6 +31,7 @@ from slotline.core.planning.parts import (
     choose_tree,
     refuse_variance,
 )
+from slotline.core.planning.sampling_defaults import sampling_defaults
 from slotline.core.planning.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.scheduling.whole_prompts import (
     length_of_whole_prompts,
@@ -83,6 +84,7 @@ class Planned:
         trees: whether drafts that form trees are verified as such.
         adaptive: whether as many drafts are verified as pay.
         captures_drafts: whether the drafter's own steps are captured.
+        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out.
         plan: the negotiated plan.
     """
 
@@ -106,6 +108,7 @@ class Planned:
     trees: bool
     adaptive: bool
     captures_drafts: bool
+    sampling_defaults: Mapping[str, Any]
     plan: Plan
 
     @property
@@ -166,6 +169,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
     refuse_variance(loaded, facts, family_descriptor)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
+    defaults = sampling_defaults(loaded, path, task)
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     if whole_prompts(facts):
@@ -204,7 +208,14 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
         needs=shards.needs,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings, *microbatches),
+        settings=(
+            setting,
+            *filter(None, (defaults.setting,)),
+            asynchronous,
+            grammars.setting,
+            *fast_prefill.settings,
+            *microbatches,
+        ),
     )
     request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
     if whole_prompts(facts):
@@ -264,6 +275,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
         trees=tree is not None and tree.resolved == "tree",
         adaptive=adaptive is not None and adaptive.resolved == "true",
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
+        sampling_defaults=defaults.values,
         plan=plan,
     )
     planned.check_options()
