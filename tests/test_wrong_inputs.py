@@ -99,7 +99,10 @@ def torch_file(content: bytes) -> Change:
 CHECKPOINTS: dict[str, tuple[Change, str]] = {
     "no text": (written("config.json", b"\xff\xfe{}"), r"config\.json' cannot be read as JSON: .*can't decode"),
     "no JSON": (written("config.json", b"{not"), r"config\.json' cannot be read as JSON: Expecting property name"),
-    "too deep": (written("config.json", b"[" * 100000), r"config\.json' cannot be read as JSON: maximum recursion"),
+    "too deep": (
+        written("config.json", b"[" * 100000),
+        r"config\.json' cannot be read as JSON: it is nested too deeply",
+    ),
     "a list": (written("config.json", b"[1]"), r"config\.json' holds a list, not an object"),
     "a text for names": (config(architectures="Llama"), r"architectures = 'Llama' is no list of names\n  fix: write"),
     "numbers for names": (config(architectures=[3]), r"architectures = \[3\] is no list of names"),

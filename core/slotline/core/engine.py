@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -90,6 +90,8 @@ class Engine:
     Attributes:
         notes: what whoever reads the plan should know beside it.
         plugins: what factories made, by which errors are traced to plugins.
+        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out. `LLM` puts it
+            into the parameters; `add` takes them as they are.
         device: the current one while the engine works.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
@@ -116,6 +118,7 @@ class Engine:
     memory: MemoryReport | None = None
     notes: tuple[str, ...] = ()
     plugins: BuiltPlugins = field(factory=BuiltPlugins)
+    sampling_defaults: Mapping[str, Any] = field(factory=dict)
     device: str = "cpu"
     graphs: GraphRunner | None = None
     cascade: Cascade = field()

@@ -97,7 +97,6 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
 
 STATE_SPEC = BuiltContract(
     protocol=contracts.StateSpec,
-    optional={"interval": _never, "alignment": _never},  # they are looked at as attributes
     attributes={"interval": _always, "alignment": _always},
 )
 """What the factories of cache specs of states make."""

@@ -164,6 +164,7 @@ class EngineBuilder:
             encoding=encoding,
             grammars=runner.grammars,
             limits=limits_of(planned, tokenizer),
+            sampling_defaults=planned.sampling_defaults,
             device=planned.device,
             eos_token_ids=planned.facts.eos_token_ids,
             tokenizer=tokenizer,

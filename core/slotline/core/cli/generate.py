@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import perf_counter
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slotline.core.cli.command import Command, add_config_options, add_json_option, overrides, print_json
@@ -28,13 +29,13 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", metavar="PATH", help="a local Hugging Face folder; default: the small model that ships"
     )
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most output tokens (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0 is greedy (default: 0.7)")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="most output tokens (default: the model's, or 128)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the model's, or 0.7)")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="keep tokens up to this probability (default: 1)"
+        "--top-p", type=float, metavar="P", help="keep tokens up to this probability (default: the model's, or 1)"
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens (default: 0, all)"
+        "--top-k", type=int, metavar="K", help="keep the K most likely tokens (default: the model's, or 0, all)"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed, another text (default: 0)")
     parser.add_argument(
@@ -58,13 +59,14 @@ def _run(arguments: argparse.Namespace) -> int:
     text = _prompt_text(arguments.prompt)
     from slotline.core.frontend.llm import LLM
 
-    params = _params(arguments)
+    _params(arguments, {})  # what is wrong with them shows before the model is loaded
     values: dict[str, Any] = {"model": arguments.model} if arguments.model else {}
     if arguments.stats:
         values["observability.profile"] = True
     if arguments.lora and not load_config(arguments.config, overrides=overrides(arguments)).config.lora.name:
         values["lora.name"] = "torch"
     llm = LLM(arguments.config, overrides=overrides(arguments), **values)
+    params = _params(arguments, llm.engine.sampling_defaults)
     adapter = _adapter(llm, arguments.lora) if arguments.lora else None
     start = perf_counter()
     output = _stream(llm, _prompt(llm, text, chat=arguments.chat), params, adapter, show=not arguments.json)
@@ -93,17 +95,18 @@ def _prompt_text(given: str) -> str:
     return text
 
 
-def _params(arguments: argparse.Namespace) -> SamplingParams:
+_DEFAULTS = MappingProxyType({"temperature": 0.7, "max_tokens": 128})
+"""What stands in for options that are left out, where the model has no default of its own."""
+
+
+def _params(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """Return the options as parameters; those that `defaults` has are left to it where they are not given."""
     from slotline.core.frontend.sampling_params import SamplingParams
 
-    return SamplingParams(
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        seed=arguments.seed,
-        stop=arguments.stop,
-        max_tokens=arguments.max_tokens,
-    )
+    asked = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k", "max_tokens")}
+    given = {name: value for name, value in asked.items() if value is not None}
+    fallback = {name: value for name, value in _DEFAULTS.items() if name not in defaults}
+    return SamplingParams(seed=arguments.seed, stop=arguments.stop, **{**fallback, **given})
 
 
 def _prompt(llm: LLM, text: str, *, chat: bool) -> Prompt:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define, evolve, field, frozen
 
 from slotline.core.frontend.outputs import TokenLogprobs
-from slotline.core.frontend.progress import progress_bar
+from slotline.core.frontend.progress import Progress, progress_bar
 from slotline.core.frontend.prompts import as_token_ids
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import StructuredOutputsParams
@@ -204,10 +204,10 @@ class BeamSearch:
         self._sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=scored, ignore_eos=True, detokenize=False)
         self._rounds = params.max_tokens
 
-    def run(self, progress: bool | None) -> list[BeamSearchOutput]:
+    def run(self, progress: Progress) -> list[BeamSearchOutput]:
         """Rounds until every search is done."""
-        shown = self._llm.loaded.config.observability.progress if progress is None else progress
-        with progress_bar(self._rounds, enabled=shown, forced=progress is True) as bar:
+        enabled = self._llm.loaded.config.observability.progress
+        with progress_bar(self._rounds, enabled=enabled, asked=progress) as bar:
             while open_searches := [i for i, search in enumerate(self._searches) if not search.done]:
                 self._round(open_searches)
                 bar.advance(1, tokens=len(open_searches))
@@ -219,8 +219,8 @@ class BeamSearch:
         ]
         adapters = [self._adapters[i] for i in which for _ in self._searches[i].running]
         candidates = self._candidates(which)
-        sampling = [evolve(self._sampling, logits_processors=(one,)) for one in candidates] or self._sampling
-        answers = self._llm.generate(prompts, sampling, lora_request=adapters, progress=False)
+        sampling = [evolve(self._sampling, logits_processors=(one,)) for one in candidates]
+        answers = self._llm.generate_as_given(prompts, sampling or [self._sampling] * len(prompts), adapters, False)
         outputs = [answer.outputs[0] for answer in answers]
         found = [one.entry for one in candidates] or [one.logprobs[0] if one.logprobs else {} for one in outputs]
         beams = iter(zip(outputs, found, strict=True))

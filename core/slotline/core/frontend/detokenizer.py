@@ -8,11 +8,14 @@ from typing import Any
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import DecodeStream
 
-_CONTEXT = 6  # prompt tokens that prime the decoder, so that a leading space is kept
+from slotline.core.frontend.prompt_end import completed, prompt_end
 
 
 class Detokenizer:
-    """Turns tokens into text as they come, never splitting a character, and finds stop strings.
+    """Incremental decoder of one output. It never splits a character, and it finds stop strings.
+
+    The prompt is context alone: no byte of it comes out. Where the output completes a character that the prompt began,
+    this character belongs to the output. Where it does not, the prompt's part is left out.
 
     Attributes:
         text: what may be shown so far; a stop string at its end is cut off unless it is to be included.
@@ -30,13 +33,13 @@ class Detokenizer:
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
-        self._stream: Any = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
         self._held: list[int] = []
-        for token in prompt_token_ids[-_CONTEXT:]:
-            self._advance(token)
+        end = prompt_end(prompt_token_ids, self._decode)
+        self._begun = end.begun
+        self._stream = self._stream_behind(end.context)
 
     @property
     def settled(self) -> str:
@@ -46,10 +49,11 @@ class Detokenizer:
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
         """Add a token; returns the stop string that the text now ends with, if any and if it may stop yet."""
         self._held.append(token_id)
-        piece = self._advance(token_id)
+        piece = self._completed() or self._advance(token_id)
         if not piece:
             return None
         self._held.clear()
+        self._begun = ()
         searched = max(0, len(self.text) - self._longest_stop + 1)
         self.text += piece
         return self._cut_at_stop(searched) if may_stop else None
@@ -57,16 +61,31 @@ class Detokenizer:
     def finish(self) -> None:
         """Show what was held back because it did not end at a character."""
         if self._held:
-            self.text += self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special)
+            self.text += self._decode(self._held)
             self._held.clear()
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+        return text
+
+    def _stream_behind(self, context: list[int]) -> Any:
+        """Return a decoder that gives what comes after the text of `context`."""
+        return DecodeStream(ids=context, skip_special_tokens=self._skip_special)
+
+    def _completed(self) -> str | None:
+        """Return the text of the held tokens if they complete the prompt's last character."""
+        for begun in self._begun:
+            if (piece := completed(begun, self._held, self._decode)) is not None:
+                self._stream = self._stream_behind([*begun.token_ids, *self._held])
+                return piece
+        return None
 
     def _advance(self, token_id: int) -> str | None:
         try:
             piece: str | None = self._stream.step(self._tokenizer, token_id)
         except Exception:  # a byte-fallback decoder reads bytes otherwise once an invalid one follows: start afresh
-            self._stream = DecodeStream(skip_special_tokens=self._skip_special)
-            self._stream.step(self._tokenizer, token_id)
-            piece = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special)
+            self._stream = self._stream_behind([token_id])
+            piece = self._decode(self._held)
         return piece
 
     def _cut_at_stop(self, start: int) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,8 +14,11 @@ from slotline.core.building.build import build_engine
 from slotline.core.engine import Engine
 from slotline.core.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slotline.core.frontend.best_of import best_of, check_best_of, single
+from slotline.core.frontend.chat_messages import as_conversations
+from slotline.core.frontend.chat_template import chat_options
 from slotline.core.frontend.lora_request import AdapterChoice, LoRARequest, as_lora_requests
 from slotline.core.frontend.multimodal import items_of
+from slotline.core.frontend.options import known_options
 from slotline.core.frontend.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -23,7 +26,7 @@ from slotline.core.frontend.outputs import (
     PoolingRequestOutput,
     RequestOutput,
 )
-from slotline.core.frontend.progress import progress_bar
+from slotline.core.frontend.progress import Progress, as_progress, progress_bar
 from slotline.core.frontend.prompt_fields import prompt_fields
 from slotline.core.frontend.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.frontend.sampling_params import SamplingParams
@@ -103,6 +106,7 @@ class LLM:
         if "model" in settings:
             self._weights = Path(settings["model"])
 
+    @known_options
     def reload_weights(self) -> None:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
 
@@ -115,6 +119,7 @@ class LLM:
         """
         self.engine.reload_weights(self._weights)
 
+    @known_options
     def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter before it is needed; False if it was known already.
 
@@ -130,6 +135,7 @@ class LLM:
             self._adapters.add(lora_request)
         return not known
 
+    @known_options
     def remove_lora(self, lora_id: int) -> bool:
         """Unload an adapter; False if there is none of that number.
 
@@ -139,6 +145,7 @@ class LLM:
         with device_scope(self.engine.device), self.engine.plugins.naming():
             return self._adapters.remove(lora_id)
 
+    @known_options
     def pin_lora(self, lora_id: int) -> bool:
         """Have a known adapter keep its slot on the device until it is removed.
 
@@ -149,10 +156,12 @@ class LLM:
             self._adapters.pin(lora_id)
         return True
 
+    @known_options
     def list_loras(self) -> set[int]:
         """The numbers of the known adapters, on the device or in host memory."""
         return self._adapters.numbers
 
+    @known_options
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -160,6 +169,7 @@ class LLM:
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
     ) -> list[RequestOutput]:
         """Generate for each prompt; the outputs come in the prompts' order.
 
@@ -170,17 +180,41 @@ class LLM:
             sampling_params: one for all, or one for each.
             lora_request: the adapter for all, or one or None for each; the name of a loaded one will do.
             progress: show a progress bar; by default as `observability.progress` says, on a terminal.
+            use_tqdm: vLLM's name for the same; or a class that makes the bar, as `tqdm.tqdm` does.
 
         Raises:
             RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
         """
+        shown = as_progress(progress, use_tqdm)
         given = as_prompts(prompts)
-        params = as_params(sampling_params, len(given), SamplingParams())
+        params = self._params(sampling_params, len(given))
+        return self.generate_as_given(given, params, as_lora_requests(lora_request, len(given)), shown)
+
+    def generate_as_given(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[AdapterChoice],
+        progress: Progress,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt with its parameters, without the model's defaults for what they leave out."""
         check_best_of(params, self.loaded.config.sampling.logprobs_mode)
-        groups = self._add_all(given, params, as_lora_requests(lora_request, len(given)))
+        groups = self._add_all(prompts, params, adapters)
         self._run(groups, progress)
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that names none: the model's own defaults where it has some."""
+        return SamplingParams().with_defaults(self.engine.sampling_defaults)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        """The parameters of each prompt, with the model's defaults for what they leave out."""
+        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
+        if not defaults or not all(isinstance(one, SamplingParams) for one in params):
+            return params
+        return [one.with_defaults(defaults) for one in params]
+
+    @known_options
     def beam_search(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -188,6 +222,7 @@ class LLM:
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
     ) -> list[BeamSearchOutput]:
         """The most likely continuations of each prompt that a beam search finds, best first.
 
@@ -198,7 +233,7 @@ class LLM:
             prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
             params: the same for all.
             lora_request: as for `generate`.
-            progress: show a progress bar, one round a step; by default as `observability.progress` says.
+            progress, use_tqdm: as for `generate`; a round is a step of the bar.
 
         Raises:
             RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
@@ -207,13 +242,15 @@ class LLM:
             raise RequestError(
                 f"params={params!r:.60} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
             )
+        shown = as_progress(progress, use_tqdm)
         fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
         for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
             if adapter is not None:
                 one["lora_request"] = self._adapter(adapter)
         with self.engine.plugins.naming():
-            return BeamSearch(self, params, fields).run(progress)
+            return BeamSearch(self, params, fields).run(shown)
 
+    @known_options
     def encode(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -222,6 +259,7 @@ class LLM:
         pooling_task: str | None = None,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Pool the hidden states of each prompt; the outputs come in the prompts' order.
 
@@ -229,7 +267,7 @@ class LLM:
             prompts: as for `generate`.
             pooling_params: one for all, or one for each.
             pooling_task: the task of parameters that name none; one of both must name it.
-            lora_request, progress: as for `generate`.
+            lora_request, progress, use_tqdm: as for `generate`.
 
         Raises:
             RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
@@ -238,10 +276,12 @@ class LLM:
         given = as_prompts(prompts)
         params = as_params(pooling_params, len(given), PoolingParams())
         tasked = [of_task(one, pooling_task) for one in params]
+        shown = as_progress(progress, use_tqdm)
         groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
-        self._run(groups, progress)
+        self._run(groups, shown)
         return [self.engine.pooling_output(request) for (request,) in groups]
 
+    @known_options
     def embed(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -249,13 +289,20 @@ class LLM:
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
     ) -> list[EmbeddingRequestOutput]:
         """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
         outputs = self.encode(
-            prompts, pooling_params, pooling_task="embed", lora_request=lora_request, progress=progress
+            prompts,
+            pooling_params,
+            pooling_task="embed",
+            lora_request=lora_request,
+            progress=progress,
+            use_tqdm=use_tqdm,
         )
         return cast(list[EmbeddingRequestOutput], outputs)
 
+    @known_options
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -263,27 +310,33 @@ class LLM:
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
     ) -> list[ClassificationRequestOutput]:
         """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
         outputs = self.encode(
-            prompts, pooling_params, pooling_task="classify", lora_request=lora_request, progress=progress
+            prompts,
+            pooling_params,
+            pooling_task="classify",
+            lora_request=lora_request,
+            progress=progress,
+            use_tqdm=use_tqdm,
         )
         return cast(list[ClassificationRequestOutput], outputs)
 
-    def _run(self, groups: list[list[Request]], progress: bool | None) -> None:
+    def _run(self, groups: list[list[Request]], progress: Progress) -> None:
         """Step until the requests have ended; abort them if that is interrupted."""
         wanted = {request.request_id for group in groups for request in group}
-        shown = self.loaded.config.observability.progress if progress is None else progress
-        with progress_bar(len(wanted), enabled=shown, forced=progress is True) as bar:
-            try:
+        enabled = self.loaded.config.observability.progress
+        try:
+            with progress_bar(len(wanted), enabled=enabled, asked=progress) as bar:
                 while wanted:
                     result = self.engine.step()
                     bar.advance(len(result.finished), tokens=len(result.token_ids))
                     wanted.difference_update(request.request_id for request in result.finished)
-            except BaseException:
-                for request_id in wanted:
-                    self.engine.abort(request_id)
-                raise
+        except BaseException:
+            for request_id in wanted:
+                self.engine.abort(request_id)
+            raise
 
     def chat(
         self,
@@ -292,31 +345,67 @@ class LLM:
         *,
         lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
         progress: bool | None = None,
+        use_tqdm: Progress = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
         """Generate the assistant's turn of one conversation or of many.
 
         A message's content may be a list of parts, such as ``{"type": "text", "text": "..."}`` and
-        ``{"type": "image", "image": image}``, as in transformers.
+        ``{"type": "image", "image": image}``, as in transformers. A template that prints the content as one text gets
+        the parts joined by line breaks, as in vLLM.
+
+        Args:
+            messages: one conversation or many.
+            sampling_params, lora_request, progress, use_tqdm: as for `generate`.
+            chat_template: a template in place of the tokenizer's, or the name of one of several.
+            chat_template_content_format: ``string`` or ``openai`` for templates that read a content as one text or as
+                a list of parts; ``auto`` looks at the template.
+            add_generation_prompt: begin the assistant's turn; the default, unless the last message is continued.
+            continue_final_message: leave the last message open, so that the output goes on with it; or the name of the
+                field to go on with, instead of its content.
+            tools: functions with type hints, or JSON schemas.
+            documents: what the template shows besides messages.
+            chat_template_kwargs, template_options: variables that the template reads, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: if a message cannot be read, an option is none that the template reads, or the template
+                refuses the messages or does not come to an end; no request of the call runs then.
         """
-        first = messages[0] if messages else None
-        if first is None:
-            raise RequestError("the conversation has no messages", fix="give at least one message")
-        conversations: Iterable[Any] = [messages] if isinstance(first, Mapping) else messages
+        options = chat_options(
+            chat_template_kwargs,
+            template_options,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+        )
+        reader = None if self.engine.encoding is None else self.engine.encoding.reader
+        items = {} if reader is None else reader.placeholders
+        cross = frozenset[str]() if reader is None else reader.cross
         prompts = [
             {
-                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, **template_options),
+                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
                 "multi_modal_data": items_of(conversation),
             }
-            for conversation in conversations
+            for conversation in as_conversations(messages)
         ]
-        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress)
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
 
+    @known_options
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
     ) -> Iterator[RequestOutput]:
         """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
-        params = as_params(sampling_params, 1, SamplingParams())
+        params = self._params(sampling_params, 1)
         if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
             raise RequestError(
                 f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",

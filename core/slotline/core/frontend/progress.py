@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
+
+from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
+
+Progress: TypeAlias = bool | Callable[..., Any] | None
+"""Whether a bar is shown, or what makes one, as `tqdm.tqdm` does; None for what the configuration says."""
+
+
+def as_progress(progress: bool | None, use_tqdm: Progress) -> Progress:
+    """Return what a call says of its bar, by its own option or by vLLM's.
+
+    Raises:
+        RequestError: for another value, or both.
+    """
+    if progress is not None and use_tqdm is not None:
+        raise RequestError(f"progress={safe_repr(progress)} and use_tqdm={safe_repr(use_tqdm)}", fix="give one of them")
+    if not (progress is None or isinstance(progress, bool)):
+        raise RequestError(f"progress={safe_repr(progress)} is not allowed", fix="progress must be True, False or None")
+    if not (use_tqdm is None or isinstance(use_tqdm, bool) or callable(use_tqdm)):
+        raise RequestError(
+            f"use_tqdm={safe_repr(use_tqdm)} is not allowed", fix="use_tqdm must be True, False, or a class like tqdm"
+        )
+    return use_tqdm if progress is None else progress
 
 
 class Bar(Protocol):
@@ -60,6 +83,18 @@ def on_terminal() -> bool:
         return False
 
 
+class _TqdmBar:
+    """A bar of the caller's own, made and updated as vLLM does."""
+
+    def __init__(self, make: Callable[..., Any], total: int) -> None:
+        self.display = make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+    def advance(self, requests: int, *, tokens: int) -> None:
+        """Count finished requests."""
+        if requests:
+            self.display.update(requests)
+
+
 T = TypeVar("T")
 
 
@@ -74,11 +109,17 @@ def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
 
 
 @contextmanager
-def progress_bar(total: int, *, enabled: bool, forced: bool = False) -> Iterator[Bar]:
-    """A bar over `total` requests: shown if enabled and standard error is a terminal, or if forced."""
-    if not enabled or not (forced or on_terminal()):
+def progress_bar(total: int, *, enabled: bool, asked: Progress = None) -> Iterator[Bar]:
+    """A bar over `total` requests: as the call asks, else if enabled and standard error is a terminal."""
+    if asked is not None and not isinstance(asked, bool):
+        own = _TqdmBar(asked, total)
+        try:
+            yield own
+        finally:
+            own.display.close()
+    elif asked or (asked is None and enabled and on_terminal()):
+        bar = _RichBar(total)
+        with bar.display:
+            yield bar
+    else:
         yield _NoBar()
-        return
-    bar = _RichBar(total)
-    with bar.display:
-        yield bar

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from attrs import asdict, field, fields, frozen
+from attrs import asdict, evolve, field, fields, frozen
 
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_list, plain_number
+from slotline.registry.safe_repr import safe_repr
 
 _Check = Callable[[Any, Any, Any], None]
 _MOST = 16384
@@ -24,12 +27,12 @@ def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
     def validate(_instance: Any, attribute: Any, value: Any) -> None:
         try:
             accepted = accepts(value)
-        except TypeError:
+        except Exception:  # what a stranger's object does when it is looked at
             accepted = False
         wide = isinstance(value, int) and not -(2**63) <= value < 2**63  # the rows' arrays would not take it
         if wide or not accepted:
             raise RequestError(
-                f"{attribute.name}={value!r:.80} is not allowed",
+                f"{attribute.name}={safe_repr(value, 80)} is not allowed",
                 fix=f"{attribute.name} must be {allowed}" + (", of 64 bits at most" if wide else ""),
             )
 
@@ -46,13 +49,24 @@ def _is_number(value: Any) -> bool:
 
 def _tuple(value: Any) -> Any:
     """A list as a tuple, one string as one of one, None as an empty one; what is no list is left to the validator."""
+    value = plain_list(value)
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
-    return tuple(value) if isinstance(value, Iterable) else value
+    try:
+        return tuple(map(plain_number, value)) if isinstance(value, Iterable) else value
+    except Exception:  # what calls itself iterable need not be
+        return value
 
 
 def _tuples(value: Any) -> Any:
-    return tuple(map(_tuple, value)) if isinstance(value, Iterable) else _tuple(value)
+    listed = _tuple(value)
+    return tuple(map(_tuple, listed)) if isinstance(listed, tuple) else listed
+
+
+def _plain_mapping(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {plain_number(key): plain_number(item) for key, item in value.items()}
 
 
 def _optional_tuple(value: Any) -> Any:
@@ -71,7 +85,7 @@ _is_flag = _check(lambda v: isinstance(v, bool), "True or False")
 _is_penalty = _check(lambda v: _is_number(v) and -2 <= v <= 2, "a number in [-2, 2]")
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, slots=False)
 class SamplingParams:
     """How to sample one request's output.
 
@@ -106,6 +120,9 @@ class SamplingParams:
         detokenize: whether the output carries text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: parameters of third-party logits processors.
+
+    Numbers of NumPy count as numbers. What is left out is the checkpoint's business where its generation_config.json
+    names a value, see `sampling.generation_config`.
 
     Raises:
         RequestError: naming the parameter, its value and what is allowed.
@@ -162,7 +179,9 @@ class SamplingParams:
         default=None, validator=_check(lambda v: v is None or (_is_int(v) and v >= 0), "an integer >= 0 or None")
     )
     logit_bias: Mapping[int, float] | None = field(
-        default=None, validator=_check(_is_mapping, "a mapping from token ids to numbers, or None")
+        default=None,
+        converter=_plain_mapping,
+        validator=_check(_is_mapping, "a mapping from token ids to numbers, or None"),
     )
     allowed_token_ids: tuple[int, ...] | None = field(
         default=None,
@@ -205,7 +224,9 @@ class SamplingParams:
     detokenize: bool = field(default=True, validator=_is_flag)
     skip_special_tokens: bool = field(default=True, validator=_is_flag)
     extra_args: Mapping[str, Any] | None = field(
-        default=None, validator=_check(_is_mapping, "a mapping from parameter names to values, or None")
+        default=None,
+        converter=_plain_mapping,
+        validator=_check(_is_mapping, "a mapping from parameter names to values, or None"),
     )
 
     def __attrs_post_init__(self) -> None:
@@ -241,3 +262,56 @@ class SamplingParams:
         values = asdict(self, recurse=False)
         extra = values.pop("extra_args") or {}
         return {**values, **extra}
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The parameters that the caller named, be it with a value that is the default too."""
+        return getattr(self, _GIVEN, frozenset())
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Return these parameters with other defaults for what the caller left out.
+
+        Greedy sampling has no use for what narrows the draws, so this is left out then.
+
+        Raises:
+            RequestError: if a default does not go with what the caller named.
+        """
+        missing = {name: value for name, value in defaults.items() if name not in self.given}
+        if missing.get("temperature", self.temperature) == 0:
+            missing = {name: value for name, value in missing.items() if name not in _NARROWING}
+        return evolve(self, **missing) if missing else self
+
+
+_GIVEN = "_given"
+_NARROWING = frozenset({"top_k", "top_p", "min_p"})
+
+
+def _remember_given(made: Callable[..., None]) -> Callable[..., None]:
+    """Have a constructor of `SamplingParams` read NumPy's numbers, and remember what it was given.
+
+    `attrs.evolve` gives everything, of which all that is no default counts.
+    """
+    defaults = {one.name: one.default for one in fields(SamplingParams)}
+
+    @functools.wraps(made)
+    def init(self: SamplingParams, **values: Any) -> None:
+        if unknown := values.keys() - defaults.keys():
+            raise _unknown(min(unknown), defaults)
+        values = {name: plain_number(value) for name, value in values.items()}
+        made(self, **values)
+        given = [name for name in values if len(values) < len(defaults) or getattr(self, name) != defaults[name]]
+        object.__setattr__(self, _GIVEN, frozenset(given))
+
+    return init
+
+
+def _unknown(name: str, names: Iterable[str]) -> RequestError:
+    from slotline.registry.config.faults import similar
+
+    return RequestError(
+        f"SamplingParams has no parameter {name!r}{similar(name, names)}",
+        fix="leave it out; parameters of logits processors of others go into extra_args",
+    )
+
+
+SamplingParams.__init__ = _remember_given(SamplingParams.__init__)  # type: ignore[method-assign]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from attrs import evolve
 
+from slotline.core.frontend.chat_template import ChatOptions, chat_template
 from slotline.core.frontend.detokenizer import Detokenizer
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.loading import one_line
 from slotline.registry.remote_code import remote_code
+from slotline.registry.safe_repr import safe_repr
 
 
 class Tokenizer:
@@ -72,24 +75,47 @@ class Tokenizer:
         text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The tokens of a conversation, by the tokenizer's chat template, ready for the assistant's turn.
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        *,
+        items: Mapping[str, int] = MappingProxyType({}),
+        cross: frozenset[str] = frozenset(),
+    ) -> list[int]:
+        """The tokens of a conversation, by a chat template, ready for the assistant's turn.
+
+        Args:
+            options: what is asked of the template; None for the tokenizer's own and the assistant's turn.
+            items: the placeholder token of each modality that the model takes.
+            cross: the modalities among them whose items have no place in the prompt.
 
         Raises:
             RequestError: if the tokenizer has no chat template or the template refuses the messages.
         """
-        if not self._hf.chat_template:
+        options = options or ChatOptions()
+        template = chat_template(self._template_source(options))
+        places = {name: self._hf.convert_ids_to_tokens(token) for name, token in items.items() if name not in cross}
+        text = template.render(
+            messages, options, template.format(options, places, frozenset(items)), self._hf.special_tokens_map
+        )
+        return self._encode(text, add_special_tokens=False)
+
+    def _template_source(self, options: ChatOptions) -> str:
+        if not self._hf.chat_template and options.chat_template is None:
             raise RequestError(
                 f"the tokenizer in {str(self.path)!r} has no chat template",
-                fix="use generate() with a prompt of your own",
+                fix="use generate() with a prompt of your own, or give a chat_template",
             )
         try:
-            text = self._hf.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+            source = self._hf.get_chat_template(options.chat_template, options.tools)
         except Exception as error:
+            raise RequestError(f"no chat template was chosen: {error}", fix="name one with chat_template") from error
+        if not isinstance(source, str):
             raise RequestError(
-                f"the chat template refuses the messages: {error}", fix="each message needs 'role' and 'content'"
-            ) from error
-        return self._encode(text, add_special_tokens=False)
+                f"the chat template is no text: {safe_repr(source)}", fix="correct tokenizer_config.json"
+            )
+        return source
 
     def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
         """An incremental detokeniser for one output."""

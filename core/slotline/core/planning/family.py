@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from slotline.registry.contracts import ModelFamily
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 
 
 def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
@@ -53,8 +53,8 @@ def _architectures(path: Path, key: str) -> list[str]:
     if not has_config:
         raise ModelError(f"{str(path)!r} has no config.json", fix="name a Hugging Face checkpoint folder")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError, RecursionError) as error:
+        content = read_json(file)
+    except (ValueError, OSError) as error:
         raise ModelError(f"{str(file)!r} cannot be read as JSON: {error}", fix="download the file again") from error
     if not isinstance(content, dict):
         raise ModelError(

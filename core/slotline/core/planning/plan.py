@@ -31,6 +31,7 @@ from slotline.core.planning.parts import (
     choose_tree,
     refuse_variance,
 )
+from slotline.core.planning.sampling_defaults import sampling_defaults
 from slotline.core.planning.stages import Stages, describe_devices, divide, pipeline_devices
 from slotline.core.planning.state_facts import refuse_unfit_states
 from slotline.core.planning.state_specs import StateSpecBuilder, with_state_memory
@@ -87,6 +88,7 @@ class Planned:
         trees: whether drafts that form trees are verified as such.
         adaptive: whether as many drafts are verified as pay.
         captures_drafts: whether the drafter's own steps are captured.
+        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out.
         plan: the negotiated plan.
     """
 
@@ -110,6 +112,7 @@ class Planned:
     trees: bool
     adaptive: bool
     captures_drafts: bool
+    sampling_defaults: Mapping[str, Any]
     plan: Plan
 
     @property
@@ -176,6 +179,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     refuse_variance(loaded, facts, family_descriptor)
     setting = choose_task(loaded, facts, family_descriptor)
     task = setting.resolved
+    defaults = sampling_defaults(loaded, path, task)
     stages = divide(loaded, devices, facts, family_descriptor)
     max_model_len = _max_model_len(loaded, facts)
     if whole_prompts(facts):
@@ -214,7 +218,14 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
         needs=shards.needs,
         parts=tuple(_part(registry, d, loaded) for d in parts),
-        settings=(setting, asynchronous, grammars.setting, *fast_prefill.settings, *microbatches),
+        settings=(
+            setting,
+            *filter(None, (defaults.setting,)),
+            asynchronous,
+            grammars.setting,
+            *fast_prefill.settings,
+            *microbatches,
+        ),
     )
     request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
     if whole_prompts(facts):
@@ -277,6 +288,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         trees=tree is not None and tree.resolved == "tree",
         adaptive=adaptive is not None and adaptive.resolved == "true",
         captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
+        sampling_defaults=defaults.values,
         plan=plan,
     )
     planned.check_options()

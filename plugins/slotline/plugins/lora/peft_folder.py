@@ -5,10 +5,8 @@ Whatever an adapter says that would not be honoured is refused; nothing is left 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from slotline.registry.errors import RequestError
+from slotline.registry.json_file import read_json
+from slotline.registry.safe_repr import safe_repr
 from slotline.registry.tensor_files import stored_tensors, unfit
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_LARGEST = 1e9
+"""Of an adapter's factor."""
 _PREFIX = "base_model.model."
 _UNSUPPORTED: Mapping[str, str] = {
     "use_dora": "DoRA divides by the norm of the adapted weight, which no kernel here computes",
@@ -105,7 +107,7 @@ def signature(path: str) -> tuple[tuple[str | int, ...], ...]:
     for name in (CONFIG, WEIGHTS):
         try:
             stat = Path(path, name).stat()
-        except OSError:
+        except (OSError, ValueError):  # a path with a NUL is none
             continue
         found.append((name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
     return tuple(found)
@@ -114,15 +116,17 @@ def signature(path: str) -> tuple[tuple[str | int, ...], ...]:
 def _config(path: str) -> dict[str, Any]:
     """The folder's configuration, of a plain or rank-stabilised adapter."""
     try:
-        config = json.loads(Path(path, CONFIG).read_text(encoding="utf-8"))
+        config = read_json(Path(path, CONFIG))
     except (OSError, ValueError) as error:
         raise RequestError(f"{path}: cannot read {CONFIG}: {error}", fix="name a folder that PEFT saved") from error
     if not isinstance(config, dict) or config.get("peft_type", "LORA") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else config
-        raise RequestError(f"{path}: {CONFIG} is of type {kind!r:.40}", fix="use a LoRA adapter")
+        raise RequestError(f"{path}: {CONFIG} is of type {safe_repr(kind, 40)}", fix="use a LoRA adapter")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_rank(rank) or not _is_alpha(alpha):
-        raise RequestError(f"{path}: {CONFIG} has r = {rank!r}, lora_alpha = {alpha!r}", fix="save the adapter again")
+        raise RequestError(
+            f"{path}: {CONFIG} has r = {safe_repr(rank)}, lora_alpha = {safe_repr(alpha)}", fix="save the adapter again"
+        )
     _check_patterns(path, "rank_pattern", config.get("rank_pattern") or {}, _is_rank)
     _check_patterns(path, "alpha_pattern", config.get("alpha_pattern") or {}, _is_alpha)
     start = config.get("init_lora_weights")
@@ -132,10 +136,14 @@ def _config(path: str) -> dict[str, Any]:
             fix="save it as a plain adapter, with path_initial_model_for_weight_conversion where PEFT has that",
         )
     if config.get("bias", "none") != "none":
-        raise RequestError(f"{path}: bias = {config['bias']!r}: biases are not adapted", fix='train with bias = "none"')
+        raise RequestError(
+            f"{path}: bias = {safe_repr(config['bias'])}: biases are not adapted", fix='train with bias = "none"'
+        )
     for key, why in _UNSUPPORTED.items():
         if config.get(key):
-            raise RequestError(f"{path}: {key} = {config[key]!r:.60} is not supported: {why}", fix="train without it")
+            raise RequestError(
+                f"{path}: {key} = {safe_repr(config[key])} is not supported: {why}", fix="train without it"
+            )
     return config
 
 
@@ -144,19 +152,19 @@ def _is_rank(value: Any) -> bool:
 
 
 def _is_alpha(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
 def _check_patterns(path: str, name: str, patterns: Any, fits: Callable[[Any], bool]) -> None:
     if not isinstance(patterns, dict):
-        raise RequestError(f"{path}: {name} = {patterns!r:.60} is no table", fix="save the adapter again")
+        raise RequestError(f"{path}: {name} = {safe_repr(patterns)} is no table", fix="save the adapter again")
     for pattern, value in patterns.items():
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise RequestError(f"{path}: {name} has {pattern!r}: {error}", fix="save the adapter again") from error
         if not fits(value):
-            raise RequestError(f"{path}: {name} has {value!r} for {pattern!r}", fix="save the adapter again")
+            raise RequestError(f"{path}: {name} has {safe_repr(value)} for {pattern!r}", fix="save the adapter again")
 
 
 def _tensors(path: str) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from slotline.plugins.model_families import rope_fields, sentence_transformers
 from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
@@ -146,7 +146,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}", fix="download the file again") from error
     if not isinstance(content, dict):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from slotline.plugins.model_families import (
@@ -71,6 +72,7 @@ def load_transformers_model(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
+                generation_config=GenerationConfig(),  # requests read it, no model does
             )
     except MemoryError:
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +9,7 @@ from attrs import frozen
 
 from slotline.registry.contracts import PoolingMethod
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 
 MODULES_FILE = "modules.json"
 _MODES: dict[str, PoolingMethod] = {
@@ -100,6 +100,6 @@ def _method(file: Path, hidden_size: int) -> PoolingMethod:
 
 def _read(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return read_json(file)
     except (ValueError, OSError) as error:
         raise ModelError(f"{file} cannot be read as JSON: {error}", fix="download the file again") from error

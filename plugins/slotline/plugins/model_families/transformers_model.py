@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from slotline.plugins.model_families.logits import LogitsHead, NoHead
 from slotline.plugins.model_families.loops import choose_loop, plain_advance, plain_attend
 from slotline.plugins.model_families.pooling import make_pooler
 from slotline.registry.contracts.model_family import ModelContext, ModelFacts
+from slotline.registry.json_file import read_json
 
 if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import AddShares, Advance, Attend, Tap
@@ -49,7 +49,7 @@ class TransformersDecoder:
         """
         if facts.host_copies and device.startswith("cuda"):
             return f"each forward copies from the host (copies: {facts.host_copies})"
-        config = json.loads((facts.path / "config.json").read_text(encoding="utf-8"))
+        config = read_json(facts.path / "config.json")
         experts = any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
         if not experts or not device.startswith("cuda") or dtype == "bfloat16":
             return None

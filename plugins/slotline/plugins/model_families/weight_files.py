@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from slotline.plugins.model_families.naming import listed
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 from slotline.registry.loading import one_line
 from slotline.registry.tensor_files import StoredTensor, stored_tensors
 
@@ -69,7 +70,7 @@ def unreadable(path: Path, error: Exception, report: str = "", file: Path | None
 
 def _is_index(file: Path) -> bool:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = read_json(file)
     except (OSError, ValueError):
         return False
     files = content.get("weight_map") if isinstance(content, dict) else None

@@ -7,7 +7,6 @@ run on flattened tokens.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRotaryEmbedding, rotate_half
 
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 from slotline.registry.tensor_files import StoredTensor, stored_tensors, unfit
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -60,7 +60,7 @@ def read_config(path: Path) -> HeadConfig:
     """
     file = path / "config.json"
     try:
-        settings = _flat(json.loads(file.read_text(encoding="utf-8")))
+        settings = _flat(read_json(file))
         hidden_act = settings.get("hidden_act", "silu")
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
         missing = [name for name in names if not isinstance(settings.get(name), int)]

@@ -13,7 +13,6 @@ A bias may be missing. Projections onto `truncated_vocab_size` tokens come with 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from attrs import evolve, frozen
 from torch.nn.functional import silu
 
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 from slotline.registry.tensor_files import stored_tensors, unfit
 
 WEIGHT_FILES = ("medusa_lm_head.safetensors", "model.safetensors", "medusa_lm_head.pt", "pytorch_model.bin")
@@ -141,7 +141,7 @@ def _read_config(path: Path) -> tuple[int, int, bool]:
     """Heads, residual blocks of each, and whether they share the model's output projection."""
     file = path / "config.json"
     try:
-        settings: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        settings: dict[str, Any] = read_json(file)
         num_heads = settings.get("medusa_num_heads", settings.get("num_heads"))
         num_layers = settings.get("medusa_num_layers", settings.get("num_hidden_layers"))
         if not isinstance(num_heads, int) or not isinstance(num_layers, int) or num_heads < 1 or num_layers < 0:

@@ -5,7 +5,6 @@ transformers leaves these tensors out when it loads a model, so they are read fr
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from attrs import frozen
 from safetensors import SafetensorError, safe_open
 
 from slotline.registry.errors import ModelError
+from slotline.registry.json_file import read_json
 from slotline.registry.tensor_files import stored_tensors, unfit
 
 
@@ -139,7 +139,7 @@ def find(path: Path) -> Found:
 def _num_hidden_layers(path: Path) -> int:
     file = path / "config.json"
     try:
-        return int(json.loads(file.read_text(encoding="utf-8"))["num_hidden_layers"])
+        return int(read_json(file)["num_hidden_layers"])
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(
             f"{str(file)!r} does not say how many layers the model has: {type(error).__name__}: {error}",

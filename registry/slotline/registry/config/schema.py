@@ -204,6 +204,13 @@ class SamplingConfig:
     """Sampling, where it is the engine's business and not a request's."""
 
     seed: int = field(default=0, validator=at_least(0), metadata=_doc("seeds the requests that bring no seed"))
+    generation_config: Literal["auto", "none"] = field(
+        default="auto",
+        metadata=_doc(
+            "where parameters that a request leaves out come from: 'auto' is the model's generation_config.json "
+            "(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, do_sample), 'none' leaves it unread"
+        ),
+    )
     logprobs_mode: LogprobsMode = field(default="raw_logprobs", metadata=_doc("what `logprobs` of an output holds"))
     max_logprobs: int = field(
         default=20, validator=at_least(0), metadata=_doc("most log-probabilities a request may ask for")
