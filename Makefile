@@ -27,7 +27,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/ready
-	$(BIN)/mypy core/slotline registry/slotline backends/slotline plugins/slotline proposers/slotline
+	$(BIN)/mypy core/slotline registry/slotline backends/slotline plugins/slotline proposers/slotline benchmarks
 
 imports: $(VENV)/ready
 	$(BIN)/lint-imports

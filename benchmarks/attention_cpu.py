@@ -1,6 +1,6 @@
 """Attention backends on a CPU: microseconds of one layer, and gigabytes of keys and values read per second.
 
-    python benchmarks/attention_cpu.py [--threads 2] [--layout HND] [--quick]
+    python benchmarks/attention_cpu.py [--threads 2] [--layout HND] [--quick | --shapes 16:1:1024]
 
 `dense` is PyTorch's own attention over contiguous keys and values of equal lengths: what a layer would cost without
 paging. Calls of the three take turns, so that a disturbance of the machine meets all alike; figures are lower
@@ -19,6 +19,7 @@ from importlib import import_module
 import numpy as np
 import torch
 from attrs import frozen
+from command_line import at_least, positive
 
 from slotline.registry.contracts.attention import (
     AttentionBackend,
@@ -28,8 +29,10 @@ from slotline.registry.contracts.attention import (
     KVCache,
 )
 
+SHORT = "--dtype float32 --rounds 2 --shapes 2:1:32 1:16:16"
 HEADS, KV_HEADS, SIZE, BLOCK = 12, 4, 64, 16
 CACHE_BYTES = 256 << 20
+DTYPES = ("float32", "bfloat16")
 
 
 @frozen
@@ -42,6 +45,17 @@ class Shape:
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
         return 2 * self.requests * self.context * KV_HEADS * SIZE * dtype.itemsize
+
+
+def shape(text: str) -> Shape:
+    """Read a shape from REQUESTS:QUERY:CONTEXT."""
+    try:
+        found = Shape(*(positive(part) for part in text.split(":")))
+    except TypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not REQUESTS:QUERY:CONTEXT") from None
+    if found.query_len > found.context:
+        raise argparse.ArgumentTypeError(f"{text!r} has more new tokens than tokens in all")
+    return found
 
 
 DECODES = [Shape(requests, 1, context) for requests in (1, 16, 64) for context in (128, 1024, 4096)]
@@ -164,24 +178,26 @@ def dense(shape: Shape, dtype: torch.dtype, copies: int) -> Callable[[int], obje
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads())
     parser.add_argument("--layout", default="HND", choices=("NHD", "HND"))
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--dtype", choices=DTYPES, nargs="+", default=DTYPES)
+    parser.add_argument("--rounds", type=at_least(2), default=30)
     parser.add_argument("--quick", action="store_true", help="decode of batch 1 and 16 up to 1024 tokens, prefill 512")
+    parser.add_argument("--shapes", type=shape, nargs="+", metavar="REQUESTS:QUERY:CONTEXT", help="these alone")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{HEADS} heads, {KV_HEADS} KV heads, head size {SIZE}, blocks of {BLOCK}, {options.layout}, ", end="")
     print(f"{options.threads} threads, torch {torch.__version__}; microseconds (GB/s of keys and values)")
     print(f"{'dtype':9}{'requests':>9}{'query':>7}{'context':>9}{'torch':>18}{'cpu':>18}{'dense':>18}{'torch/cpu':>11}")
-    for dtype in (torch.float32, torch.bfloat16):
-        for shape in SHAPES:
-            if options.quick and (shape.requests > 16 or shape.context > 1024):
+    for dtype in (getattr(torch, name) for name in options.dtype):
+        for one in options.shapes or SHAPES:
+            if options.quick and (one.requests > 16 or one.context > 1024):
                 continue
-            seconds = measure(shape, dtype, options.layout, options.rounds)
-            cells = [f"{s * 1e6:9.0f} ({shape.kv_bytes(dtype) / s / 1e9:5.1f})" for s in seconds.values()]
+            seconds = measure(one, dtype, options.layout, options.rounds)
+            cells = [f"{s * 1e6:9.0f} ({one.kv_bytes(dtype) / s / 1e9:5.1f})" for s in seconds.values()]
             kind = str(dtype).removeprefix("torch.")
             ratio = seconds["torch"] / seconds["cpu"]
-            line = f"{kind:9}{shape.requests:9}{shape.query_len:7}{shape.context:9}"
+            line = f"{kind:9}{one.requests:9}{one.query_len:7}{one.context:9}"
             print(line + "".join(f"{cell:>18}" for cell in cells) + f"{ratio:11.1f}", flush=True)
 
 

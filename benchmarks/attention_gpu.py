@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from command_line import require_gpus
 
 from slotline.core.frontend.workloads import workload
 from slotline.registry.capability import GraphSupport
@@ -37,6 +38,7 @@ from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
+SHORT = "--shape decode"
 CALLS, ROUNDS = 20, 30
 LONGEST_CAPTURED = 128
 HEADS, KV_HEADS, SIZE = 32, 8, 128
@@ -193,7 +195,7 @@ def elapsed(work: Any) -> float:
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end) / 1e3)
 
 
 def measure(name: str, shape: Shape, kv_dtype: str = "bfloat16", *, apart: bool = False) -> dict[str, Any]:
@@ -278,6 +280,7 @@ def main() -> None:
     parser.add_argument("--cascade", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    require_gpus()
     if arguments.cascade:
         cascade(arguments.backend or ["triton"], arguments.kv_dtype)
         return

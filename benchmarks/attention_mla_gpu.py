@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from command_line import require_gpus
 
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
+SHORT = ""
 CALLS, ROUNDS, LAYERS = 12, 20, 3
 RANK, ROPE, PAGE = 512, 64, 64
 SCALE = 192**-0.5
@@ -181,7 +183,7 @@ def seconds(call: Callable[[int], torch.Tensor]) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3 / CALLS)
-    return sorted(times)[ROUNDS // 2]
+    return float(sorted(times)[ROUNDS // 2])
 
 
 def main() -> None:
@@ -190,6 +192,7 @@ def main() -> None:
     parser.add_argument("--flashinfer", action="store_true")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    require_gpus()
     factory = resolve_factory(PluginRegistry.discover(tolerant=True).load(Kind.ATTENTION, arguments.backend))
     print(torch.cuda.get_device_name())
     figures = []

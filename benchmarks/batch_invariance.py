@@ -12,9 +12,11 @@ import argparse
 
 import numpy as np
 import numpy.typing as npt
+from command_line import positive
 
 from slotline.core import LLM, RequestOutput, SamplingParams
 
+SHORT = "--requests 2 --tokens 4"
 PROMPTS = ("def main(", "import os\n", "class Parser:\n    def", "for i in range(", "x = [1, 2, ", "with open(path) as")
 
 
@@ -26,8 +28,8 @@ def bits(output: RequestOutput) -> npt.NDArray[np.int32]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--requests", type=positive, default=16)
+    parser.add_argument("--tokens", type=positive, default=48)
     parser.add_argument("--set", action="append", default=[], metavar="key=value", dest="settings")
     arguments = parser.parse_args()
     prompts = [PROMPTS[i % len(PROMPTS)] * (1 + i // len(PROMPTS)) for i in range(arguments.requests)]
@@ -35,7 +37,7 @@ def main() -> int:
         temperature=0.8, seed=3, max_tokens=arguments.tokens, ignore_eos=True, logprobs=0, prompt_logprobs=0
     )
     for invariant in (False, True):
-        llm = LLM(overrides=arguments.settings, batch_invariant=invariant, **{"cache.prefix_caching": False})
+        llm = LLM(overrides=["cache.prefix_caching=false", *arguments.settings], batch_invariant=invariant)
         alone = [llm.generate(prompt, params, progress=False)[0] for prompt in prompts]
         together = llm.generate(prompts, params, progress=False)
         changed, texts, total = 0, 0, 0

@@ -1,8 +1,9 @@
 """The engine on a CPU beside transformers' `generate`, same checkpoint, same dtype, in one run.
 
-    python benchmarks/cpu_engine.py [--dtype float32 bfloat16] [--rounds 3] [--json out.json]
+    python benchmarks/cpu_engine.py [--dtype bfloat16 bfloat16] [--rounds 3] [--model FOLDER] [--json out.json]
 
-The checkpoint is a 100M-parameter Llama with random weights. Figures, medians over the rounds, engines in turn:
+The checkpoint is a 100M-parameter Llama with random weights, or has another folder's configuration.
+Figures, medians over the rounds, engines in turn:
 
 * decode at batch 1 and 16: tokens/s of 64 greedy tokens after prompts of 32 tokens, the prompt's own step left out;
 * prefill: tokens/s of one prompt of 512 tokens;
@@ -27,26 +28,28 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from command_line import positive
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slotline.core import LLM, SamplingParams
 
+SHORT = "--model benchmarks/models/llama-tiny --dtype bfloat16 --rounds 1 --probe 64"
 MODEL = Path(__file__).parent / "models" / "llama-100m"
 PROMPT, NEW, PREFIX = 32, 64, 512
 
 
-def checkpoint(folder: Path) -> Path:
-    """A random checkpoint of the model's configuration."""
+def checkpoint(model_folder: Path, folder: Path) -> Path:
+    """Write a random checkpoint of a model's configuration."""
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained(MODEL, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(model_folder, trust_remote_code=False)
     model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     model.save_pretrained(folder)
     return folder
 
 
-def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    rng = Random(seed)
-    return [[rng.randint(3, 31_000) for _ in range(length)] for _ in range(count)]
+def prompts(count: int, length: int, seed: int, vocab_size: int) -> list[list[int]]:
+    rng, largest = Random(seed), min(31_000, vocab_size - 1)
+    return [[rng.randint(3, largest) for _ in range(length)] for _ in range(count)]
 
 
 class Transformers:
@@ -106,8 +109,9 @@ class Slotline:
 
     def prefix(self) -> tuple[float, float]:
         """Median time to first token of the first wave and of the second, seconds."""
-        shared = prompts(1, PREFIX, 5)[0]
-        tails = prompts(32, 16, 6)
+        vocab_size = self.llm.engine.limits.vocab_size
+        shared = prompts(1, PREFIX, 5, vocab_size)[0]
+        tails = prompts(32, 16, 6, vocab_size)
         first = self._run([shared + tail for tail in tails[:16]], 1)[1]
         self.llm.engine.scheduler.cache.reset()
         self._run([shared + tails[0]], 1)
@@ -115,16 +119,16 @@ class Slotline:
         return statistics.median(first), statistics.median(second)
 
 
-def bandwidth() -> float:
-    """GB/s of reading: a sum over 1 GiB of float32, best of five."""
-    data = torch.ones(2**28)
+def bandwidth(probe: int) -> float:
+    """GB/s of reading: a sum over 64 matrices of float32 of that size (2048: 1 GiB), best of five."""
+    data = torch.ones(64 * probe**2)
     return max(_rate(lambda: data.sum(), data.nbytes) for _ in range(5)) / 1e9
 
 
-def matrix_rate(dtype: torch.dtype) -> float:
-    """GFLOP/s of a 2048 matrix product, best of five."""
-    a = torch.randn(2048, 2048).to(dtype)
-    return max(_rate(lambda: a @ a, 2 * 2048**3) for _ in range(5)) / 1e9
+def matrix_rate(dtype: torch.dtype, probe: int) -> float:
+    """GFLOP/s of a product of two matrices of that size, best of five."""
+    a = torch.randn(probe, probe).to(dtype)
+    return max(_rate(lambda: a @ a, 2 * probe**3) for _ in range(5)) / 1e9
 
 
 def _rate(work: Callable[[], Any], amount: float) -> float:
@@ -133,10 +137,13 @@ def _rate(work: Callable[[], Any], amount: float) -> float:
     return amount / (perf_counter() - start)
 
 
-def measure(path: Path, dtype: str, rounds: int) -> dict[str, Any]:
+def measure(path: Path, dtype: str, rounds: int, probe: int) -> dict[str, Any]:
     """Medians of both engines, taken in turn."""
-    engines = {"transformers": Transformers(path, dtype), "slotline": Slotline(path, dtype)}
-    one, sixteen, long = prompts(1, PROMPT, 1), prompts(16, PROMPT, 2), prompts(1, 512, 3)[0]
+    theirs, ours = Transformers(path, dtype), Slotline(path, dtype)
+    engines: dict[str, Transformers | Slotline] = {"transformers": theirs, "slotline": ours}
+    vocab_size = int(theirs.model.config.vocab_size)
+    one, sixteen = prompts(1, PROMPT, 1, vocab_size), prompts(16, PROMPT, 2, vocab_size)
+    long = prompts(1, 512, 3, vocab_size)[0]
     figures: dict[str, dict[str, list[float]]] = {name: {"b1": [], "b16": [], "prefill": []} for name in engines}
     for round_number in range(rounds + 1):
         for name, engine in engines.items():
@@ -145,17 +152,17 @@ def measure(path: Path, dtype: str, rounds: int) -> dict[str, Any]:
                 for key, value in got.items():
                     figures[name][key].append(value)
     medians = {name: {key: statistics.median(v) for key, v in values.items()} for name, values in figures.items()}
-    waves = [engines["slotline"].prefix() for _ in range(rounds)]  # type: ignore[union-attr]
+    waves = [ours.prefix() for _ in range(rounds)]
     medians["prefix"] = {
         "first": statistics.median(w[0] for w in waves),
         "second": statistics.median(w[1] for w in waves),
     }
-    weights = sum(p.nbytes for p in engines["transformers"].model.model.layers.parameters())  # type: ignore[union-attr]
-    head = engines["transformers"].model.lm_head.weight  # type: ignore[union-attr]
+    weights = sum(p.nbytes for p in theirs.model.model.layers.parameters())
+    head = theirs.model.lm_head.weight
     operations = 2 * (weights / head.element_size())
     medians["limit"] = {
-        "b1": bandwidth() * 1e9 / (weights + head.nbytes),
-        "prefill": matrix_rate(getattr(torch, dtype)) * 1e9 / operations,
+        "b1": bandwidth(probe) * 1e9 / (weights + head.nbytes),
+        "prefill": matrix_rate(getattr(torch, dtype), probe) * 1e9 / operations,
     }
     return medians
 
@@ -176,7 +183,9 @@ def show(dtype: str, got: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json")
+    parser.add_argument("--probe", type=positive, default=2048, help="size of the matrices that tell the limits")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     print(
@@ -185,9 +194,9 @@ def main() -> None:
     )
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        path = checkpoint(Path(folder))
+        path = checkpoint(arguments.model, Path(folder))
         for dtype in arguments.dtype:
-            results[dtype] = measure(path, dtype, arguments.rounds)
+            results[dtype] = measure(path, dtype, arguments.rounds, arguments.probe)
             show(dtype, results[dtype])
             gc.collect()
     if arguments.json:

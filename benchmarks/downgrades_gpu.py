@@ -16,12 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from command_line import require_gpus
 from engine_gpu import build, figure
 
 from slotline.core.cli.bench_run import timed_runs
 from slotline.core.frontend.workloads import workload
 from slotline.registry.errors import SlotlineError
 
+SHORT = "benchmarks/models/llama-tiny --scale 0.01"
 DOWNGRADES: Mapping[str, tuple[str, ...]] = {
     "as chosen": (),
     "graphs for decode alone": ("graphs.mode=full_decode_only",),
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.25, help="of the workloads' requests and lengths")
     parser.add_argument("--only", nargs="*", default=list(DOWNGRADES), choices=list(DOWNGRADES), metavar="NAME")
     arguments = parser.parse_args()
+    require_gpus()
     best: dict[str, float] = {}
     failed = False
     for title in dict.fromkeys(("as chosen", *arguments.only)):

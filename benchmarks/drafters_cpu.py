@@ -19,20 +19,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import at_least, positive
 
 from slotline.core import LLM
 from slotline.proposers.ngram.drafter import NgramDrafter
 from slotline.proposers.suffix.drafter import SuffixDrafter
 from slotline.registry.contracts import DraftBatch, DrafterContext
 
+SHORT = "--requests 2 --tokens 64 --steps 2"
 DRAFTERS: dict[str, Callable[[DrafterContext], Any]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--requests", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=4096)
+    parser.add_argument("--steps", type=at_least(2), default=50)
     arguments = parser.parse_args()
     shape = (arguments.requests, arguments.tokens + 2 * arguments.steps)
     rng = np.random.default_rng(0)
@@ -51,7 +53,7 @@ def main() -> None:
 
 def source(requests: int, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Files of the standard library in the shipped model's tokens, [requests, length]."""
-    tokenizer = LLM(**{"observability.progress": False}).engine.tokenizer
+    tokenizer = LLM(overrides=["observability.progress=false"]).engine.tokenizer
     assert tokenizer is not None
     tokens: list[int] = []
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):

@@ -17,19 +17,23 @@ import sysconfig
 import time
 from pathlib import Path
 
+from command_line import positive
+
 from slotline.core import LLM, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from small_model import is_held_out  # the split that the model was trained with
 
+SHORT = "--files 2 --prompt 16 --tokens 4"
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=24)
-    parser.add_argument("--prompt", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--drafts", type=int, default=4)
+    parser.add_argument("--files", type=positive, default=24)
+    parser.add_argument("--prompt", type=positive, default=256)
+    parser.add_argument("--tokens", type=positive, default=128)
+    parser.add_argument("--batch", type=positive, default=1)
+    parser.add_argument("--drafts", type=positive, default=4)
     parser.add_argument("--drafters", nargs="+", default=["ngram", "suffix"])
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
@@ -59,6 +63,7 @@ def main() -> None:
 
 def held_out(llm: LLM, files: int, length: int) -> list[list[int]]:
     """The beginnings of held-out files, in tokens, of files that are long enough."""
+    assert llm.engine.tokenizer is not None
     root, found = Path(sysconfig.get_paths()["stdlib"]), list[list[int]]()
     for file in sorted(root.rglob("*.py")):
         relative = file.relative_to(root)

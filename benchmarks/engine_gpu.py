@@ -22,13 +22,17 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from command_line import at_least, positive, require_gpus
 from step_gpu import BANDWIDTH, MATRIX_RATE, kind_of, random_llm
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM
 from slotline.core.cli import bench_run
 from slotline.core.cli.bench_run import Run, timed_runs
 from slotline.core.frontend.workloads import Workload, workload
+
+SHORT = "benchmarks/models/llama-tiny --workload latency --runs 1"
 
 
 def build(folder: Path, settings: list[str]) -> tuple[LLM, float]:
@@ -40,7 +44,7 @@ def build(folder: Path, settings: list[str]) -> tuple[LLM, float]:
 
 def least_seconds(llm: LLM, work: Workload) -> float:
     """At best: a step reads the weights and each key once or does the operations, whichever is longer."""
-    model = llm.engine.runner.model
+    model: Any = llm.engine.runner.model
     config, layers = model.hf_model.config, model.facts.layers
     head = config.vocab_size * config.hidden_size
     body = sum(p.numel() for name, p in model.hf_model.named_parameters() if p.dim() == 2 and "embed" not in name)
@@ -55,7 +59,7 @@ def least_seconds(llm: LLM, work: Workload) -> float:
         running = [prompt + step for prompt, out in lengths if out > step]
         read = 2 * (body + head) + per_token * sum(running)
         total += max(read / BANDWIDTH, (2 * (body + head) * len(running) + pairs * sum(running)) / MATRIX_RATE)
-    return total
+    return float(total)
 
 
 def figure(work: Workload, seconds: float) -> str:
@@ -104,11 +108,11 @@ def profiled(llm: LLM, work: Workload, count: int) -> None:
 
     engine.step = watched  # type: ignore[method-assign]
     bench_run._run(llm, work)
-    del engine.step  # type: ignore[attr-defined]
+    del engine.step
     by_kind, by_name = defaultdict[str, float](float), defaultdict[str, list[float]](list)
     spans = []
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Activity"):
+        if event.device_type == DeviceType.CUDA and not event.name.startswith("Activity"):
             by_kind["copies" if event.name.startswith("Mem") else kind_of(event.name)] += event.device_time
             by_name[event.name].append(event.device_time)
             spans.append((event.time_range.start, event.time_range.end))
@@ -153,13 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--workload", nargs="*", default=["nano", "latency", "prefill"])
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--profile", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--runs", type=positive, default=2)
+    parser.add_argument("--profile", type=at_least(0), default=0, metavar="STEPS")
     parser.add_argument("--phases", action="store_true", help="the host's time in the parts of a step, too")
     parser.add_argument("--by-requests", action="store_true", help="the median step by the number of requests, too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     parser.add_argument("--json", action="store_true", help="the figures as the last line")
     arguments = parser.parse_args()
+    require_gpus()
     llm, seconds = build(arguments.folder, arguments.settings)
     startup = ", ".join(f"{phase} {taken:.1f}" for phase, taken in llm.engine.startup.items())
     print(llm.plan.summary(), f"built in {seconds:.1f} s: {startup}", sep="\n")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from attrs import evolve
+from command_line import require_gpus
 
 from slotline.backends.flashinfer.modules import specs_of
 from slotline.registry.contracts.attention import AttentionContext
@@ -23,6 +24,8 @@ from slotline.testing import Level
 from slotline.testing.runner import run_case
 from slotline.testing.selection import select
 from slotline.testing.subject import subject_of
+
+SHORT = "--level L0"
 
 
 def contexts(level: Level, checks: Sequence[str]) -> Iterator[AttentionContext]:
@@ -44,7 +47,7 @@ def contexts(level: Level, checks: Sequence[str]) -> Iterator[AttentionContext]:
 def missing(level: Level, checks: Sequence[str]) -> dict[str, Any]:
     """Descriptions of modules that are not compiled yet, by name."""
     hopper = torch.cuda.get_device_capability()[0] == 9
-    found = {}
+    found = dict[str, Any]()
     for context in contexts(level, checks):
         kernels = ("fa2", "fa3") if hopper and context.dtype == context.kv_dtype else ("fa2",)
         found |= {spec.name: spec for spec in specs_of(context, kernels) if not spec.is_compiled}
@@ -56,6 +59,7 @@ def main() -> None:
     parser.add_argument("--level", type=Level.parse, default=Level.GRAPHS, help="up to which the suite will run")
     parser.add_argument("--check", action="append", default=[], metavar="ID", help="of these checks alone; repeatable")
     arguments = parser.parse_args()
+    require_gpus()
     os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
     begun = perf_counter()
     specs = missing(arguments.level, arguments.check)

@@ -23,6 +23,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
+from command_line import require_gpus
 from state_gpu import captured, copy_bandwidth
 from torch.nn import functional
 
@@ -30,6 +31,7 @@ from slotline.plugins.model_families.passes.kernels import FusedKernels, GatedNo
 from slotline.plugins.model_families.passes.target import target_of
 from slotline.registry.contracts.attention import CacheSlots, KVCache
 
+SHORT = "--only add_rms_norm"
 ROWS = (1, 64, 256, 8192)
 HIDDEN = (1024, 4096)
 INTERMEDIATE = (3072, 14336)
@@ -379,6 +381,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", nargs="+", choices=tuple(OPERATIONS), default=tuple(OPERATIONS))
     arguments = parser.parse_args()
+    require_gpus()
     torch.manual_seed(0)
     kernels = target_of("cuda:0", torch.bfloat16).fused
     if kernels is None:

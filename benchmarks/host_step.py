@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import positive
 
 from slotline.core import SamplingParams
 from slotline.core.cache.block_pool import BlockPool
@@ -34,6 +35,7 @@ from slotline.core.scheduling.admission import EngineLimits
 from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.scheduler import Scheduler
 
+SHORT = "--requests 2 --steps 5"
 VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_PROMPT = 32_000, 8, 16, 4096, 300
 
 
@@ -154,8 +156,8 @@ def measure(engine: Engine, num_requests: int, steps: int, *, detokenize: bool) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--requests", type=positive, default=256)
+    parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--detokenize", action="store_true")
     arguments = parser.parse_args()
     engine = build(arguments.requests, arguments.steps)

@@ -1,10 +1,11 @@
 """Hybrid models on a CPU beside transformers' `generate`: 16 requests together, same checkpoint, float32.
 
-    python benchmarks/hybrid_cpu.py [--families bamba qwen3_next] [--rounds 3] [--requests 16] [--json out.json]
+    python benchmarks/hybrid_cpu.py [--families bamba qwen3_next] [--rounds 3] [--requests 16] [--tokens 48]
+        [--json out.json]
 
 Checkpoints of a few ten million parameters with random weights. Each figure is the median over rounds, engines in turn,
-of generated tokens per second over whole calls: prompts of 64 tokens, all different, and 48 greedy tokens each. A last
-line repeats the prompts, so that slotline goes on from its checkpoints.
+of generated tokens per second over whole calls: prompts of 64 tokens, all different, and `--tokens` greedy tokens each.
+A last line repeats the prompts, so that slotline goes on from its checkpoints.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from typing import Any
 
 import torch
 import transformers
+from command_line import positive
 
 from slotline.core import LLM, SamplingParams
 
-PROMPT, NEW = 64, 48
+SHORT = "--families lfm2 bamba --requests 2 --rounds 1 --tokens 4"
+PROMPT = 64
 _SIZES = {
     "vocab_size": 8192,
     "hidden_size": 512,
@@ -74,24 +77,24 @@ def timed(call: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def measure(family: str, folder: Path, requests: int, rounds: int) -> dict[str, Any]:
+def measure(family: str, folder: Path, requests: int, rounds: int, new: int) -> dict[str, Any]:
     """Tokens per second of both, and of slotline once more with the same prompts."""
     path, rng = checkpoint(family, folder / family), Random(0)
     oracle = transformers.AutoModelForCausalLM.from_pretrained(
         path, dtype=torch.float32, trust_remote_code=False
     ).eval()
     llm = LLM(path, dtype="float32", max_model_len=256, max_num_seqs=requests, memory="1GiB")
-    params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
     seconds: dict[str, list[float]] = {"transformers": [], "slotline": [], "again": []}
     for _ in range(rounds + 1):  # the first round warms up
         prompts = [[rng.randint(3, 8_000) for _ in range(PROMPT)] for _ in range(requests)]
         ids = torch.tensor(prompts)
-        ask = {"attention_mask": torch.ones_like(ids), "max_new_tokens": NEW, "min_new_tokens": NEW}
+        ask = {"attention_mask": torch.ones_like(ids), "max_new_tokens": new, "min_new_tokens": new}
         with torch.inference_mode():
             seconds["transformers"].append(timed(lambda: oracle.generate(ids, do_sample=False, **ask)))  # noqa: B023
         for name in ("slotline", "again"):
             seconds[name].append(timed(lambda: llm.generate(prompts, params, progress=False)))  # noqa: B023
-    rates = {name: requests * NEW / statistics.median(times[1:]) for name, times in seconds.items()}
+    rates = {name: requests * new / statistics.median(times[1:]) for name, times in seconds.items()}
     checkpoints = llm.engine.scheduler.cache.checkpoints
     hits = checkpoints.counts.restored if checkpoints else 0
     ratio = rates["slotline"] / rates["transformers"]
@@ -105,12 +108,13 @@ def measure(family: str, folder: Path, requests: int, rounds: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--requests", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--requests", type=positive, default=16)
+    parser.add_argument("--rounds", type=positive, default=3)
+    parser.add_argument("--tokens", type=positive, default=48)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = [measure(family, Path(folder), args.requests, args.rounds) for family in args.families]
+        found = [measure(family, Path(folder), args.requests, args.rounds, args.tokens) for family in args.families]
     if args.json:
         args.json.write_text(json.dumps({"threads": torch.get_num_threads(), "families": found}))
 

@@ -17,16 +17,18 @@ from time import perf_counter
 
 import numpy as np
 import torch
+from command_line import positive, require_gpus
 from step_gpu import random_llm
 
 from slotline.core import LLM, SamplingParams
 
+SHORT = "--prompts 2 --length 40 --pool 1"
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
 
 def build(arguments: argparse.Namespace, settings: list[str]) -> LLM:
     """An engine without graphs, which prompts do not use."""
-    common = {"max_model_len": arguments.length + 64, "overrides": ["graphs.mode=none", *settings]}
+    common = {"max_model_len": arguments.length + 1, "overrides": ["graphs.mode=none", *settings]}
     if arguments.folder is not None:
         return random_llm(arguments.folder, **common)
     return LLM(device=arguments.device, **common)
@@ -59,10 +61,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--length", type=int, default=1500)
-    parser.add_argument("--pool", type=int, default=6)
+    parser.add_argument("--prompts", type=positive, default=12)
+    parser.add_argument("--length", type=positive, default=1500)
+    parser.add_argument("--pool", type=positive, default=6)
     arguments = parser.parse_args()
+    if arguments.folder is not None or arguments.device != "cpu":
+        require_gpus()
     rng = np.random.default_rng(0)
     prompts = rng.integers(100, 4000, (arguments.prompts, arguments.length)).tolist()
     warm = rng.integers(100, 4000, (2, arguments.length)).tolist()

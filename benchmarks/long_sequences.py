@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 import transformers
+from command_line import positive
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.cache.block_pool import NULL_BLOCK
 
+SHORT = "--tokens 1000"
 WINDOW = 64
 _SIZES = {
     "vocab_size": 384,
@@ -123,8 +125,8 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=100_000)
-    parser.add_argument("--prompt", type=int, default=3)
+    parser.add_argument("--tokens", type=positive, default=100_000)
+    parser.add_argument("--prompt", type=positive, default=3)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--json", type=Path)

@@ -21,10 +21,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import positive, require_gpus
 from safetensors.torch import save_file
 from step_gpu import engine, finish, kernels, wall
 
 from slotline.core import LLM, LoRARequest, SamplingParams
+
+SHORT = "benchmarks/models/llama-tiny --adapters 2 --requests 2 --prompt 16 --output 8 --rounds 1"
 
 
 def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], rank: int) -> None:
@@ -55,7 +58,7 @@ def run(llm: LLM, args: argparse.Namespace, adapters: Sequence[LoRARequest]) -> 
     start = perf_counter()
     finish(llm)
     torch.cuda.synchronize()
-    return args.requests * args.output / (perf_counter() - start)
+    return float(args.requests * args.output / (perf_counter() - start))
 
 
 def replay(llm: LLM, args: argparse.Namespace, adapters: Sequence[LoRARequest]) -> Any:
@@ -93,11 +96,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     for name, default in (("adapters", 16), ("rank", 16), ("requests", 64), ("prompt", 128), ("output", 256)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=3)
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--set", action="append", default=[])
     args = parser.parse_args()
+    require_gpus()
     settings = [
         "lora.name=triton",
         f"lora.max_adapters={args.adapters}",

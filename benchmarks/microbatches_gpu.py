@@ -6,16 +6,19 @@ each, in steps of 8,192. Prints tokens a second, the best of five runs, and whet
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
+from command_line import at_least, require_gpus
 
 from slotline.core import LLM, SamplingParams
 
+SHORT = ""
 COUNT, LENGTH, RUNS = 16, 2048, 5
 PARAMS = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
@@ -41,9 +44,16 @@ def checkpoint(folder: Path) -> Path:
 
 def measure(path: Path, stages: int, microbatches: int) -> tuple[float, list[list[int]]]:
     """Prompt tokens a second, and the tokens."""
-    settings = {"parallel.pipeline": stages, "scheduler.microbatches": microbatches, "cache.prefix_caching": False}
-    settings |= {"scheduler.max_batched_tokens": 8192, "scheduler.max_requests": 64, "memory": "8GiB"}
-    llm = LLM(path, device="cuda", max_model_len=4096, **{**settings, "observability.progress": False})
+    settings: dict[str, Any] = {
+        "parallel.pipeline": stages,
+        "scheduler.microbatches": microbatches,
+        "scheduler.max_batched_tokens": 8192,
+        "scheduler.max_requests": 64,
+        "cache.prefix_caching": False,
+        "memory": "8GiB",
+        "observability.progress": False,
+    }
+    llm = LLM(path, device="cuda", max_model_len=4096, **settings)
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(3, 32000, (COUNT, LENGTH), generator=generator).tolist()
     best, found = float("inf"), list[list[int]]()
@@ -55,7 +65,10 @@ def measure(path: Path, stages: int, microbatches: int) -> tuple[float, list[lis
 
 
 def main() -> None:
-    stages = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", type=at_least(2), nargs="?", default=2, help="as many GPUs")
+    stages = parser.parse_args().stages
+    require_gpus(stages)
     with tempfile.TemporaryDirectory() as folder:
         path, expected = checkpoint(Path(folder)), None
         for microbatches in (1, 2, 4):

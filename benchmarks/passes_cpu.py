@@ -18,12 +18,15 @@ from typing import Any
 
 import torch
 import transformers
+from command_line import positive
 from transformers import AttentionInterface
 
 from slotline.plugins.model_families.loops import LeanLoop
 from slotline.plugins.model_families.passes.pipeline import PASSES
 from slotline.plugins.model_families.passes.target import target_of
+from slotline.plugins.model_families.stages import parts_of
 
+SHORT = "--config benchmarks/models/llama-tiny --rounds 1"
 DEFAULT = Path(__file__).parent / "models" / "llama-100m"
 BATCHES = {"b1": (1, 1), "b16": (16, 16), "prefill": (512, 1)}
 """Number of tokens in the forward, and of rows that get logits."""
@@ -49,7 +52,7 @@ def build(config: Path, dtype: torch.dtype) -> Any:
 
 def step_of(model: Any, *, lean: bool) -> Step:
     """A forward of num_tokens tokens with logits for the last rows."""
-    loop = LeanLoop(model)
+    loop = LeanLoop(model, parts_of(model, "cpu", ()))
 
     def step(num_tokens: int, rows: int) -> Any:
         ids, positions = torch.randint(0, model.config.vocab_size, (num_tokens,)), torch.arange(num_tokens)
@@ -98,8 +101,8 @@ def report(dtype: str, found: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=positive, default=20)
     parser.add_argument("--config", type=Path, default=DEFAULT)
     args = parser.parse_args()
     print(f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}, tokens/s median (best)")

@@ -17,11 +17,13 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
+from command_line import positive, require_gpus
 
 from slotline.core.cuda_kernels import has_cuda_sources
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels, triton_kernels_for
 from slotline.plugins.model_families.passes.kernels import NormWeight
 
+SHORT = "--rows 64 --hidden 1024 --inner 1024 --qkv 1024 --vocab 1024"
 LAYERS, TURNS, SECONDS = 8, 3, 0.2
 
 
@@ -77,7 +79,7 @@ def sustained(graph: torch.cuda.CUDAGraph, replays: int) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / replays
+    return float(begin.elapsed_time(end) / replays)
 
 
 def report(name: str, rows: int, found: dict[str, float]) -> None:
@@ -87,10 +89,11 @@ def report(name: str, rows: int, found: dict[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[40, 64, 128, 144, 176, 192, 224, 256])
+    parser.add_argument("--rows", type=positive, nargs="+", default=[40, 64, 128, 144, 176, 192, 224, 256])
     for name, size in {"hidden": 4096, "inner": 14336, "qkv": 6144, "vocab": 128256}.items():
-        parser.add_argument(f"--{name}", type=int, default=size)
+        parser.add_argument(f"--{name}", type=positive, default=size)
     given = parser.parse_args()
+    require_gpus()
     kernels = {"without": triton_kernels_for("cuda:0"), "with": triton_kernels_for("cuda:0")}
     if kernels["with"]._cluster is None or not has_cuda_sources():
         raise SystemExit("this is no Hopper GPU, or CUDA C++ cannot be compiled for it (a warning says why)")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from command_line import positive
 from transformers.generation import logits_process as hf
 
 from slotline.core import SamplingParams
@@ -33,6 +34,7 @@ from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.registry.loading import resolve_factory
 
+SHORT = "--rows 2 --vocab-size 500 --rounds 2"
 Clock = Callable[[], float]
 PROMPT, OUTPUT = 256, 256
 PARAMS: dict[str, Any] = {
@@ -45,7 +47,7 @@ PARAMS: dict[str, Any] = {
 }
 
 
-class PresencePenalty(hf.LogitsProcessor):
+class PresencePenalty(hf.LogitsProcessor):  # type: ignore[misc]
     """What transformers lacks, in its way: the scores of the tokens in the output are lowered."""
 
     def __init__(self, penalty: float, prompt_length: int) -> None:
@@ -135,9 +137,9 @@ def theirs(history: torch.Tensor, params: SamplingParams) -> Callable[[torch.Ten
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--vocab-size", type=int, default=32_000)
-    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--rows", type=positive, default=16)
+    parser.add_argument("--vocab-size", type=positive, default=32_000)
+    parser.add_argument("--rounds", type=positive, default=50)
     parser.add_argument("--cpu-time", action="store_true")
     given = parser.parse_args()
     clock = time.thread_time if given.cpu_time else time.perf_counter

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import positive, require_gpus
 
 from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.sampling.sampler import SamplingBatch, sample
@@ -33,6 +34,7 @@ from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.testing.subject import subject_of
 
+SHORT = "--vocab-size 4096 --rows 4 --ours"
 BOTH = "top-k 50, top-p 0.9"
 PENALTIES = f"{BOTH}, penalties"
 CASES: dict[str, dict[str, float]] = {
@@ -108,7 +110,7 @@ def median(work: Callable[[int], Any], rounds: int = ROUNDS) -> float:
     events[rounds].record()
     torch.cuda.synchronize()
     times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
-    return 1e3 * times[rounds // 2]
+    return float(1e3 * times[rounds // 2])
 
 
 def on_host(work: Callable[[int], Any]) -> float:
@@ -162,13 +164,14 @@ def ours(case: str, sets: list[torch.Tensor]) -> tuple[float, float, float | Non
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab-size", type=int, default=128_256)
-    parser.add_argument("--rows", type=int, nargs="+", default=[256, 64, 1])
+    parser.add_argument("--vocab-size", type=positive, default=128_256)
+    parser.add_argument("--rows", type=positive, nargs="+", default=[256, 64, 1])
     parser.add_argument("--logits", nargs="+", default=["peaked", "flat"])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--ours", action="store_true", help="without FlashInfer, whose kernels take long to compile")
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    require_gpus()
     print(f"{torch.cuda.get_device_name()}, {arguments.vocab_size} tokens; microseconds", flush=True)
     shapes = [(n, kind) for n in arguments.rows for kind in arguments.logits]
     figures: dict[tuple[int, str, str], dict[str, Any]] = {}

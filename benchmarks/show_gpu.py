@@ -29,7 +29,9 @@ from threading import Lock, Thread
 
 import torch
 from attrs import field, frozen
+from command_line import require_gpus
 
+SHORT = "--only explain --seconds 60"
 HERE = Path(__file__).parent
 SMALL, LARGE = "qwen3-0.6b", "llama-3.1-8b"
 LONGEST = "attention:flashinfer"
@@ -88,7 +90,7 @@ class Session:
     def run(self, job: Job, gpu: str) -> None:
         """Run a job on a GPU to its end or the session's, and print what it printed."""
         began = time.monotonic()
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu} | job.environment
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, **job.environment}
         with tempfile.TemporaryFile("w+", errors="replace") as printed:
             # A session of its own: what the command started ends with it.
             with subprocess.Popen(
@@ -192,6 +194,7 @@ def main() -> None:
     parser.add_argument("--level", default="L4", help="of conformance")
     parser.add_argument("--backends", nargs="*", default=BACKENDS, help="of conformance")
     arguments = parser.parse_args()
+    require_gpus()
     backends = arguments.backends if "conformance" in arguments.only else ()
     session = Session(time.monotonic() + arguments.seconds)
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))).split(",")

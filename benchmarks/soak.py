@@ -21,10 +21,12 @@ from typing import Any
 
 import psutil
 import torch
+from command_line import positive, require_gpus
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.scheduling.request import Request
 
+SHORT = "--minutes 0.005 --compare 4"
 MAX_MODEL_LEN = 192
 PLAIN: dict[str, Any] = {"scheduler.async": False, "graphs.mode": "none", "enable_prefix_caching": False}
 
@@ -79,13 +81,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compare", type=int, help="how many requests to compare; all where it is not given")
+    parser.add_argument("--compare", type=positive, help="how many requests to compare; all where it is not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--check-every-step", action="store_true", help="run the integrity checker after every step")
     parser.add_argument(
         "--set", action="append", default=[], metavar="a.b=value", help="a setting of the engine under test"
     )
     arguments = parser.parse_args()
+    if arguments.device != "cpu":
+        require_gpus()
     common: dict[str, Any] = {
         "device": arguments.device,
         "dtype": "float32",

@@ -30,6 +30,8 @@ import counting_models
 import step_gpu
 import timeline_gpu
 import torch
+from command_line import at_least, positive, require_gpus
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
@@ -39,6 +41,7 @@ from slotline.proposers.eagle import drafter as eagle
 from slotline.proposers.eagle import heads
 from slotline.proposers.eagle.drafter import Eagle3Drafter
 
+SHORT = "benchmarks/models/llama-tiny benchmarks/models/llama-tiny --batches 1 --tokens 17 --right 1"
 PROMPT = 128
 ROOM = 32
 """Tokens that a request may have beyond those that are timed: near its limit fewer drafts fit than graphs hold."""
@@ -49,11 +52,11 @@ PROFILED = 8
 def counting_engine(folder: Path, draft: Path | None, longest: int, requests: int, settings: list[str]) -> LLM:
     """An engine of the folder's shape that counts, and a draft model of `draft`'s that does."""
 
-    def made(context: Any) -> Any:
+    def made(context: Any, *_: Any) -> Any:
         return counting_models.make_counting(step_gpu.random_model(context))
 
-    loading.load_transformers_model = made
-    eagle.read_weights = empty_head
+    loading.load_transformers_model = made  # type: ignore[assignment]
+    eagle.read_weights = empty_head  # type: ignore[attr-defined]
     with tempfile.TemporaryDirectory() as name:
         for kind, source in (("target", folder), ("draft", draft)):
             if source is not None:
@@ -191,7 +194,7 @@ def spans(work: Callable[[], Any]) -> list[timeline_gpu.Span]:
     found = [
         timeline_gpu.Span(event.name, event.time_range.start, event.time_range.end)
         for event in profiler.events()
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Activity")
+        if event.device_type == DeviceType.CUDA and not event.name.startswith("Activity")
     ]
     return sorted(found, key=lambda span: span.start)
 
@@ -200,10 +203,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("draft", type=Path, nargs="+")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 32, 64])
-    parser.add_argument("--drafts", type=int, default=4)
-    parser.add_argument("--right", type=int, nargs="+", default=[3, 0])
-    parser.add_argument("--tokens", type=int, default=257)
+    parser.add_argument("--batches", type=positive, nargs="+", default=[1, 4, 16, 32, 64])
+    parser.add_argument("--drafts", type=positive, default=4)
+    parser.add_argument("--right", type=at_least(0), nargs="+", default=[3, 0])
+    parser.add_argument("--tokens", type=positive, default=257)
     parser.add_argument(
         "--variants",
         nargs="+",
@@ -212,9 +215,10 @@ def main() -> None:
         help="settings of engines that draft, one engine for each",
     )
     parser.add_argument("--adaptive", action="store_true", help="each run again with draft lengths chosen as they pay")
-    parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
+    parser.add_argument("--profile", type=positive, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--set", dest="settings", action="append", default=[])
     arguments = parser.parse_args()
+    require_gpus()
     most, drafts, tokens = max(arguments.batches), arguments.drafts, arguments.tokens
     folder, longest = arguments.model, PROMPT + tokens + ROOM + drafts + 1
     sizes = sorted({length * number for length in (1, 1 + drafts) for number in arguments.batches})
@@ -234,9 +238,9 @@ def main() -> None:
     gc.collect()
     torch.cuda.empty_cache()
     for draft, variant in itertools.product(arguments.draft, arguments.variants):
-        own = [*settings, f"drafter.tokens={drafts}", "drafter.adaptive=false", variant]
+        asked = [*settings, f"drafter.tokens={drafts}", "drafter.adaptive=false", variant]
         print(f"\n{draft.name}, {variant}:")
-        show(counting_engine(folder, draft, longest, most, own), prompts, results, arguments)
+        show(counting_engine(folder, draft, longest, most, asked), prompts, results, arguments)
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -19,6 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from command_line import at_least
+
+SHORT = "--model benchmarks/models/llama-tiny --runs 0 --set attention.backend=torch --set optimize=false"
 CACHES = (
     "TRITON_CACHE_DIR",
     "TORCHINDUCTOR_CACHE_DIR",
@@ -66,7 +69,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a folder with a config.json; or a checkpoint, with --keep")
     parser.add_argument("--keep", action="store_true", help="use the folder's own weights")
-    parser.add_argument("--runs", type=int, default=1, help="starts with kernels cached")
+    parser.add_argument("--runs", type=at_least(0), default=1, help="starts with kernels cached")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--profile", metavar="FILE", help="profile one more cached start with cProfile into this file")

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from command_line import require_gpus
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slotline.registry.contracts.state import STATE_KINDS, StateBatch, StateContext, StateLayer, StateTensorSpec
@@ -35,6 +36,7 @@ from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.loading import resolve_factory
 
+SHORT = "--kind short_conv --only decode"
 FACTS: dict[str, dict[str, Any]] = {
     "short_conv": {"channels": 8192, "width": 4, "activation": "silu"},
     "mamba1": {"channels": 5120, "state_size": 16, "dt_softplus": True},
@@ -152,7 +154,7 @@ def median(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
     events[-1].record()
     torch.cuda.synchronize()
     times = sorted(a.elapsed_time(b) for a, b in pairwise(events))
-    return 1e3 * times[rounds // 2]
+    return float(1e3 * times[rounds // 2])
 
 
 def captured(work: Callable[[], Any], calls: int) -> float:
@@ -200,7 +202,7 @@ class Limits(NamedTuple):
         return cls(copy_bandwidth(), products, 256 * numbers.numel() / median(exponentials, 10))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def repeat_exp2(numbers, times: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0) * block + tl.arange(0, block)
     value = tl.load(numbers + place)
@@ -209,7 +211,7 @@ def repeat_exp2(numbers, times: tl.constexpr, block: tl.constexpr):  # type: ign
     tl.store(numbers + place, value)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def copy_words(source, target, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
     """Reads as soon as it starts, for no source is ever written, and writes when the kernel in front has ended."""
     gdc_launch_dependents()
@@ -249,10 +251,10 @@ def prefill_operations(kind: str, tokens: int) -> float:
     f, chunk = FACTS[kind], 64
     if kind == "mamba2":
         p, n = f["head_size"], f["state_size"]
-        return 2.0 * tokens * f["num_heads"] * (2 * p * n + chunk * (n + p) / 2)
+        return float(2.0 * tokens * f["num_heads"] * (2 * p * n + chunk * (n + p) / 2))
     if kind == "gated_delta":
         k, v = f["head_size_k"], f["head_size_v"]
-        return 2.0 * tokens * f["num_v_heads"] * (3 * k * v + chunk * (3 * k + 2 * v) / 2)
+        return float(2.0 * tokens * f["num_v_heads"] * (3 * k * v + chunk * (3 * k + 2 * v) / 2))
     return 0.0
 
 
@@ -463,6 +465,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("decode", "prefill"))
     parser.add_argument("--json")
     arguments = parser.parse_args()
+    require_gpus()
     torch.manual_seed(0)
     limits = Limits.measured()
     print(

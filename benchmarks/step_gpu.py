@@ -23,11 +23,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from command_line import require_gpus
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
 from slotline.plugins.model_families import binding, checkpoint, loading
 
+SHORT = "benchmarks/models/llama-tiny --decode 1:16 --prefill 1:16"
 BANDWIDTH, MATRIX_RATE = 4.3e12, 790e12
 ROOM = 64
 """Tokens that a request may give, so that none ends while others are still prefilled."""
@@ -46,11 +49,11 @@ class Kernel(NamedTuple):
     """All launches of one kernel: how many, and their time in microseconds."""
 
     name: str
-    count: int
+    count: int  # type: ignore[assignment]
     time: float
 
 
-def random_model(context: Any) -> Any:
+def random_model(context: Any, *_: Any) -> Any:
     """Stands in for reading a checkpoint: random weights, made where they will lie."""
     found = checkpoint.read(context.facts.path)
     binding.register(binding.ATTENTION_NAME, binding.slot_attention)
@@ -64,7 +67,7 @@ def random_model(context: Any) -> Any:
 
 def random_llm(folder: Path, **settings: Any) -> LLM:
     """An LLM over the folder's configuration, with random bfloat16 weights made on the device."""
-    loading.load_transformers_model = random_model
+    loading.load_transformers_model = random_model  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as name:
         shutil.copy(folder / "config.json", name)
         (Path(name) / "model.safetensors").touch()  # its header is never read
@@ -90,7 +93,7 @@ def kernels(work: Callable[[], Any]) -> list[Kernel]:
         torch.cuda.synchronize()
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Mem", "Activity")):
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Mem", "Activity")):
             found[event.name].append(event.device_time)
     return sorted((Kernel(n, len(t), sum(t)) for n, t in found.items()), key=lambda kernel: -kernel.time)
 
@@ -109,7 +112,7 @@ def wall(replay: Callable[[], Any], times: int = 50) -> float:
         end.record()
         end.synchronize()
         taken.append(1e3 * start.elapsed_time(end))
-    return median(taken)
+    return float(median(taken))
 
 
 def show(title: str, measured: float, found: list[Kernel], limit: float, *, each: bool) -> None:
@@ -180,8 +183,8 @@ def prefill(llm: LLM, requests: int, tokens: int) -> tuple[float, list[Kernel]]:
 
 def limit(llm: LLM, requests: int, context: int, tokens: int) -> float:
     """Microseconds at best: `tokens` new tokens of each request, the last at `context` keys."""
-    model, layers = llm.engine.runner.model, llm.engine.runner.model.facts.layers
-    config = model.hf_model.config
+    model: Any = llm.engine.runner.model
+    config, layers = model.hf_model.config, model.facts.layers
     head = config.vocab_size * config.hidden_size
     body = sum(p.numel() for name, p in model.hf_model.named_parameters() if p.dim() == 2 and "embed" not in name)
     body -= 0 if config.tie_word_embeddings else head
@@ -189,7 +192,7 @@ def limit(llm: LLM, requests: int, context: int, tokens: int) -> float:
     pairs = requests * (context * tokens - tokens * (tokens - 1) / 2)
     operations = 2 * body * requests * tokens + 2 * head * requests
     operations += sum(4 * layer.num_heads * layer.head_size for layer in layers) * pairs
-    return 1e6 * max(2 * (body + head + keys) / BANDWIDTH, operations / MATRIX_RATE)
+    return float(1e6 * max(2 * (body + head + keys) / BANDWIDTH, operations / MATRIX_RATE))
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -205,6 +208,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="the sixteen longest kernels of each step, too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    require_gpus()
     shapes = arguments.decode + arguments.prefill
     longest, largest = max(tokens for _, tokens in shapes) + ROOM, max((r for r, _ in arguments.decode), default=1)
     batch = max([8192, *(requests * tokens for requests, tokens in arguments.prefill)])

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import at_least, positive
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
 from slotline.core.frontend.tokenizer import Tokenizer
@@ -31,6 +32,7 @@ from slotline.core.sampling.bitmask import TokenBitmask
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.subject import subject_of
 
+SHORT = "--requests 2 --tokens 8"
 PLUGINS = ("xgrammar", "llguidance")
 ORDER: dict[str, Any] = {
     "type": "object",
@@ -56,8 +58,8 @@ PERSON: dict[str, Any] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--requests", type=positive, default=64)
+    parser.add_argument("--tokens", type=at_least(8), default=48)
     parser.add_argument("--tokenizer", type=Path, default=SMALL_MODEL)
     parser.add_argument("--plugins", nargs="+", default=PLUGINS)
     parser.add_argument("--short-strings", action="store_true", help="masks of a schema with a maxLength of 12")
@@ -178,7 +180,7 @@ def step_seconds(llm: LLM, params: list[SamplingParams], rng: Random) -> list[fl
 
 def step(name: str, requests: int, tokens: int) -> None:
     """An engine's steps with and without a constraint."""
-    settings = {
+    settings: dict[str, Any] = {
         "observability.profile": True,
         "observability.progress": False,
         "max_num_seqs": requests,

@@ -22,6 +22,7 @@ from random import Random
 from time import perf_counter
 from typing import Any
 
+from command_line import at_least, positive, require_gpus
 from step_gpu import random_llm
 from structured_cpu import ORDER, PLUGINS, compiling, masks, step_seconds
 
@@ -30,6 +31,7 @@ from slotline.core.frontend.tokenizer import Tokenizer
 from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
 
+SHORT = "benchmarks/models/llama-tiny --tokenizer core/slotline/core/small_model --requests 2 --tokens 8"
 CHARACTERS = 45_000_000
 
 
@@ -105,12 +107,13 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokenizer", type=Path, required=True)
     parser.add_argument("--train", action="store_true", help="make the tokenizer first")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--requests", type=positive, default=64)
+    parser.add_argument("--tokens", type=at_least(8), default=96)
     parser.add_argument("--plugins", nargs="+", default=PLUGINS)
     parser.add_argument("--decode-only", action="store_true", help="no masks and no compiling alone")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    require_gpus()
     if arguments.train:
         train(arguments.tokenizer)
     tokenizer = Tokenizer(arguments.tokenizer).transformers

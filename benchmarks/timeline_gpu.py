@@ -22,12 +22,15 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
+from command_line import at_least, positive, require_gpus
 from step_gpu import kind_of, random_llm
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.frontend.workloads import workload
 
+SHORT = "benchmarks/models/llama-tiny --first 2 --steps 1"
 PREFIX = "slotline."
 PAUSE = 5.0
 """Microseconds without a kernel from which on the device counts as pausing."""
@@ -93,7 +96,7 @@ def say_host_cost(llm: LLM, steps: int) -> None:
         engine.step()
         whole = perf_counter() - start
         figures.append((whole, whole - waited[0]))
-    del engine.profiler.scope  # type: ignore[method-assign]
+    del engine.profiler.scope
     whole, host = (1e6 * median(column) for column in zip(*figures, strict=True))
     most = 1e6 * sorted(own for _, own in figures)[9 * steps // 10]
     print(
@@ -106,7 +109,7 @@ def spans(events: Any, steps: int) -> tuple[list[Span], list[Span]]:
     host, device = [], []
     for event in events:
         begin, end = event.time_range.start, event.time_range.end
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == DeviceType.CUDA:
             if not event.name.startswith((PREFIX, "Activity")):
                 device.append(Span(_kind(event.name), begin, end))
         elif event.name.startswith(PREFIX):
@@ -171,7 +174,7 @@ def draw(host: list[Span], device: list[Span], path: Path) -> None:
 
     end = host[-1].end
     figure, axes = plt.subplots(figsize=(10, 2.6))
-    colours = plt.get_cmap("tab20").colors  # type: ignore[attr-defined]
+    colours = plt.get_cmap("tab20").colors
     names = list(dict.fromkeys(span.name for span in host))
     for span in host:
         colour = "#eeeeee" if span.name == "wait" else colours[names.index(span.name)]
@@ -191,11 +194,12 @@ def draw(host: list[Span], device: list[Span], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--first", type=int, default=60, help="steps of decoding before the trace")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--first", type=at_least(0), default=60, help="steps of decoding before the trace")
+    parser.add_argument("--steps", type=positive, default=2)
     parser.add_argument("--svg", type=Path)
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    require_gpus()
     llm = random_llm(arguments.folder, max_model_len=8192, overrides=arguments.settings)
     print(llm.plan.summary())
     host, device = trace(llm, arguments.first, arguments.steps)

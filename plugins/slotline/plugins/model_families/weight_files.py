@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -89,7 +88,7 @@ def loaded_files(path: Path, config: Any) -> list[Path]:
         if file.is_file() and name.endswith(".index.json"):
             if not _is_index(file):
                 raise ModelError(f"{file} is no index: it has no table weight_map of files", fix="download it again")
-            table = json.loads(file.read_text(encoding="utf-8"))["weight_map"]
+            table = read_json(file)["weight_map"]
             return [path / shard for shard in sorted(set(table.values()))]
         if file.exists():
             return [file]
