@@ -1,38 +1,108 @@
-"""Where in a JSON schema an error lies."""
+"""The parts of a JSON schema, and where in it an error lies."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from slotline.plugins.structured_output.regex import too_long
 from slotline.registry.errors import RequestError
 
-_SUBSCHEMAS = frozenset({"additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then"})
-_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_SUBSCHEMAS = frozenset(
+    {"additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items", "not"}
+    | {"propertyNames", "then", "unevaluatedItems", "unevaluatedProperties"}
+)
+_LISTS = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _DEFINITIONS = ("$defs", "definitions")
-_TABLES = frozenset({*_DEFINITIONS, "patternProperties", "properties"})
+_TABLES = frozenset({*_DEFINITIONS, "dependencies", "dependentSchemas", "patternProperties", "properties"})
 
 
-def subschemas(schema: Any, pointer: str = "#") -> Iterator[tuple[str, Any]]:
-    """Every schema inside `schema`, innermost first, with its JSON pointer; `schema` itself comes last.
+def subschemas(root: Any) -> list[tuple[str, Any]]:
+    """Return every schema inside a schema, innermost first, with its JSON pointer; the schema itself comes last.
 
-    Definitions come before what refers to them.
+    Definitions come before what refers to them, and so does what a reference finds at any other place.
     """
+    found = list(_inside(root, "#"))
+    known = {id(part) for _, part in found}
+    bases = [root, *(part for _, part in found if isinstance(part, Mapping) and "$id" in part)]
+    targets = (target for reference in _references(root) for target in _targets(reference, bases))
+    elsewhere = [(pointer, part) for pointer, part in targets if id(part) not in known]
+    values = set(map(id, _values(part for _, part in found))) if elsewhere else set()
+    for pointer, part in elsewhere:
+        if id(part) not in known and id(part) not in values:
+            more = list(_inside(part, pointer))
+            known |= {id(inner) for _, inner in more}
+            found = more + found
+    return found
+
+
+def refuse_values_as_schemas(text: str, place: str) -> None:
+    """Refuse a schema with a reference to what is a value elsewhere in it; `place` as for `refuse`.
+
+    Raises:
+        RequestError: naming the reference.
+    """
+    root = json.loads(text)
+    parts = subschemas(root)
+    known, values = {id(part) for _, part in parts}, set(map(id, _values(part for _, part in parts)))
+    for reference in _references(root):
+        for _, target in _targets(reference, [root]):
+            if id(target) in values and id(target) not in known:
+                raise RequestError(
+                    f"{place}: $ref {reference!r} names a value of enum or const", fix="put the schema under $defs"
+                )
+
+
+def _inside(schema: Any, pointer: str) -> Iterator[tuple[str, Any]]:
+    """Yield the schemas at the places that JSON Schema has for them, innermost first."""
     if isinstance(schema, Mapping):
         for key in sorted(schema, key=lambda key: key not in _DEFINITIONS):
             value = schema[key]
             at = f"{pointer}/{_escaped(key)}"
-            if key in _SUBSCHEMAS:
-                yield from subschemas(value, at)
-            elif key in _LISTS and isinstance(value, list):
+            if key in _LISTS and isinstance(value, list):
                 for index, item in enumerate(value):
-                    yield from subschemas(item, f"{at}/{index}")
+                    yield from _inside(item, f"{at}/{index}")
+            elif key in _SUBSCHEMAS:
+                yield from _inside(value, at)
             elif key in _TABLES and isinstance(value, Mapping):
                 for name, item in value.items():
-                    yield from subschemas(item, f"{at}/{_escaped(name)}")
+                    yield from _inside(item, f"{at}/{_escaped(name)}")
     yield pointer, schema
+
+
+def _targets(reference: str, bases: Sequence[Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the mappings that the JSON pointer of a reference finds, from any of the bases."""
+    fragment = reference.partition("#")[2]
+    for value in bases if fragment.startswith("/") else ():
+        for key in map(_unescaped, unquote(fragment).split("/")[1:]):
+            if isinstance(value, Mapping):
+                value = value.get(key)
+            elif isinstance(value, list) and key.isdecimal() and len(key) < 9 and int(key) < len(value):
+                value = value[int(key)]
+            else:
+                value = None
+        if isinstance(value, Mapping):
+            yield f"#{fragment}", value
+
+
+def _values(parts: Iterable[Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the mappings inside the values that schemas compare with."""
+    for part in parts:
+        for key in ("const", "enum"):
+            if isinstance(part, Mapping) and key in part:
+                yield from _mappings(part[key])
+
+
+def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield every mapping in JSON."""
+    if isinstance(value, Mapping):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for inner in value:
+            yield from _mappings(inner)
 
 
 def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str) -> None:
@@ -87,7 +157,7 @@ def _alone(part: Any, root: Any) -> Any:
             _, table, name = [*reference.split("/", 3)[:3], "", ""][:3]
             if table not in _DEFINITIONS:
                 return None
-            name = name.replace("~1", "/").replace("~0", "~")
+            name = _unescaped(name)
             known, found = root.get(table), needed.setdefault(table, {})
             if isinstance(known, Mapping) and name in known and name not in found:
                 found[name] = known[name]
@@ -109,3 +179,8 @@ def _references(value: Any) -> Iterator[str]:
 def _escaped(key: str) -> str:
     """A key as a part of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
+
+
+def _unescaped(key: str) -> str:
+    """Return the key that a part of a JSON pointer names."""
+    return key.replace("~1", "/").replace("~0", "~")

@@ -55,7 +55,7 @@ def _json_text(name: str, value: Any) -> str:
     """
     try:
         text = value if isinstance(value, str) else _json.dumps(value, ensure_ascii=False)
-        levels = _levels(_json.loads(text))
+        levels = _levels(_json.loads(text, parse_constant=_refuse_constant))
     except _json.JSONDecodeError as error:
         raise RequestError(
             f"structured_outputs.{name} is no JSON: line {error.lineno}, column {error.colno}: {error.msg}",
@@ -68,6 +68,15 @@ def _json_text(name: str, value: Any) -> str:
     if levels > _DEEPEST:
         raise RequestError(f"structured_outputs.{name} is nested more than {_DEEPEST} deep", fix="nest it less deeply")
     return text
+
+
+def _refuse_constant(name: str) -> None:
+    """Refuse NaN and the infinities, which Python reads and JSON does not have.
+
+    Raises:
+        ValueError: naming it.
+    """
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _levels(value: Any) -> int:

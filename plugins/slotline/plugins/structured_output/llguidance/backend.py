@@ -15,8 +15,10 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_fr
 from llguidance.hf import from_tokenizer
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse, refuse_long_patterns
+from slotline.plugins.structured_output.json_schema import refuse
+from slotline.plugins.structured_output.number_bounds import refuse_uncounted_multiples
 from slotline.plugins.structured_output.regex import MOST_FORCED, located, too_long
+from slotline.plugins.structured_output.screen import refuse_long_text, screened, screened_structure
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.registry.errors import ContractError, RequestError, SlotlineError
@@ -54,6 +56,7 @@ class LLGuidanceBackend:
     def check(self, constraint: Constraint) -> None:
         """See the contract: llguidance looks at a whole grammar in about the time that compiling takes."""
         kind, text = constraint.kind, constraint.text
+        refuse_long_text(constraint)
         if kind == "json":
             self._check_schema(text, "structured_outputs.json at #")
         elif kind == "structural_tag":
@@ -131,8 +134,10 @@ class LLGuidanceBackend:
                 raise _failure(state.matcher)
 
     def _check_schema(self, text: str, place: str) -> None:
-        refuse(text, lambda part: self._refusal(_grammar(Constraint("json", part))), _OTHER, place)
-        refuse_long_patterns(text, place)
+        if isinstance(schema := json.loads(text), dict) and "x-guidance" in schema:
+            raise RequestError(f"{place}: x-guidance sets options of llguidance", fix="leave it out")
+        refuse(screened(text, place), lambda part: self._refusal(_json_grammar(part)), _OTHER, place)
+        refuse_uncounted_multiples(text, place, _OTHER)
 
     def _refusal(self, grammar: str) -> str | None:
         """Why llguidance cannot take a grammar, or None."""
@@ -209,11 +214,13 @@ def _grammar(constraint: Constraint) -> str:
     grammar: str
     try:
         if kind in ("json", "json_object"):
-            options = {"whitespace_flexible": constraint.any_whitespace, "lenient": False}
-            schema = text if kind == "json" else '{"type": "object"}'
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)
+            schema = screened(text, "structured_outputs.json at #") if kind == "json" else '{"type": "object"}'
+            grammar = _json_grammar(schema, any_whitespace=constraint.any_whitespace)
         elif kind == "structural_tag":
-            tags = [StructTag(trigger=s.trigger, begin=s.begin, grammar=s.schema, end=s.end) for s in structures(text)]
+            tags = [
+                StructTag(trigger=s.trigger, begin=s.begin, grammar=json.loads(screened_structure(s)), end=s.end)
+                for s in structures(text)
+            ]
             grammar = StructTag.to_grammar(tags, assume_special=False)
         elif kind == "choice":  # one lexeme: a lexeme for each would meet llguidance's limit at 2,000
             grammar = LLMatcher.grammar_from_lark(
@@ -225,6 +232,17 @@ def _grammar(constraint: Constraint) -> str:
         raise
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
+    return grammar
+
+
+def _json_grammar(schema: str, *, any_whitespace: bool = True) -> str:
+    """Return a schema in llguidance's own form.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    options = {"whitespace_flexible": any_whitespace, "lenient": False}
+    grammar: str = LLMatcher.grammar_from_json_schema(schema, overrides=options)
     return grammar
 
 

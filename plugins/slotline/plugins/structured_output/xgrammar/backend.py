@@ -14,8 +14,9 @@ import xgrammar
 from attrs import define
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse, refuse_long_patterns, subschemas
+from slotline.plugins.structured_output.json_schema import refuse, subschemas
 from slotline.plugins.structured_output.regex import located, too_long
+from slotline.plugins.structured_output.screen import refuse_long_text, screened, screened_structure
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
@@ -23,6 +24,7 @@ from slotline.registry.errors import RequestError
 
 Int32 = npt.NDArray[np.int32]
 _OTHER = "change it, or try structured_output.backend = 'llguidance'"
+_JSON = "structured_outputs.json at #"
 _WORTH_A_THREAD = 2**19
 """Masks of this many tokens in all."""
 _CHARACTERS, _NO_CONTROLS = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
@@ -62,8 +64,9 @@ class XGrammarBackend:
     def check(self, constraint: Constraint) -> None:
         """See the contract: parses the constraint, which takes a small part of compiling it."""
         kind, text = constraint.kind, constraint.text
+        refuse_long_text(constraint)
         if kind == "json":
-            _check_schema(text, "structured_outputs.json at #")
+            _check_schema(text, _JSON)
         elif kind == "regex":
             self._refuse_regex(text)
         elif kind == "grammar" and (why := _refusal(xgrammar.Grammar.from_ebnf, text)):
@@ -77,6 +80,7 @@ class XGrammarBackend:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         try:
             if kind == "json":
+                text = screened(text, _JSON)
                 if grammar := _without_control_characters(text, any_whitespace=constraint.any_whitespace):
                     return compiler.compile_grammar(grammar)
                 return compiler.compile_json_schema(text, any_whitespace=constraint.any_whitespace, strict_mode=False)
@@ -208,11 +212,12 @@ def _check_schema(text: str, place: str) -> None:
     Raises:
         RequestError: with the place of the innermost part that it does not.
     """
-    for pointer, part in subschemas(json.loads(text)):
-        if why := unenforced(part):
+    asked = subschemas(json.loads(text))
+    text = screened(text, place)
+    for (pointer, wanted), (_, part) in zip(asked, subschemas(json.loads(text)), strict=True):
+        if why := unenforced(wanted) or unenforced(part):
             raise RequestError(f"{place}{pointer[1:]}: XGrammar does not enforce {why}", fix=_OTHER)
     refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER, place)
-    refuse_long_patterns(text, place)
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
@@ -239,7 +244,7 @@ def _without_control_characters(schema: str, *, any_whitespace: bool = True) -> 
 
     JSON strings hold no control characters, and XGrammar (0.2.8) lets them into those with `minLength` or `maxLength`.
     """
-    if "Length" not in schema:
+    if "Length" not in json.dumps(json.loads(schema)):  # also where the key is written with escapes
         return None
     grammar = str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=any_whitespace, strict_mode=False))
     return grammar.replace(_CHARACTERS, _NO_CONTROLS) if _CHARACTERS in grammar else None
@@ -259,7 +264,7 @@ def _triggered_tags(text: str) -> str:
         {
             "type": "tag",
             "begin": structure.begin,
-            "content": _content(structure.schema),
+            "content": _content(json.loads(screened_structure(structure))),
             "end": structure.end,
         }
         for structure in found

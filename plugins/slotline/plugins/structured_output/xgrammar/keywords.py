@@ -7,7 +7,9 @@ compiling each keyword alone and in pairs (XGrammar 0.2.8) and trying documents 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 _ANNOTATIONS = frozenset(
@@ -26,6 +28,9 @@ _ENFORCED: Mapping[str, tuple[frozenset[str], ...]] = {
     "object": (_OBJECT, frozenset({"patternProperties", "additionalProperties"}), frozenset({"propertyNames"})),
 }
 """By type, sets of keywords; a schema may have those of one set."""
+_DECIMALS = 6
+"""Digits behind the point of numbers with bounds, as XGrammar writes them: it takes a range without any for no text."""
+_MOST_MULTIPLE = 1024
 _NAMES: Mapping[type, tuple[str, ...]] = {
     str: ("string",),
     bool: ("boolean",),
@@ -90,8 +95,24 @@ def _of_types(types: list[str], keys: set[str], schema: Mapping[str, Any]) -> st
         own = keys & {key for group in _ENFORCED[name] for key in group}
         if not any(own <= group for group in _ENFORCED[name]):
             return f"{_words(own)} together"
+    if "number" in types and not _holds_a_decimal(schema):
+        return f"bounds that no number of {_DECIMALS} decimals lies between"
+    if "integer" in types and "multipleOf" in keys and schema["multipleOf"] not in range(1, _MOST_MULTIPLE + 1):
+        return f"multipleOf {schema['multipleOf']!r}, which is no whole number from 1 to {_MOST_MULTIPLE}"
     missing = set(schema.get("required", ())) - set(schema.get("properties", ()))
     return f"required property {min(missing)!r}, which has no schema" if missing else None
+
+
+def _holds_a_decimal(schema: Mapping[str, Any]) -> bool:
+    """Return whether a number that XGrammar writes lies between the bounds."""
+    steps: list[int] = []
+    for sign, side, exclusive in ((1, "minimum", "exclusiveMinimum"), (-1, "maximum", "exclusiveMaximum")):
+        value = schema.get(side, schema.get(exclusive))
+        if not isinstance(value, int | float):
+            return True
+        exact = sign * Fraction(repr(value)) * 10**_DECIMALS
+        steps.append(math.floor(exact) + 1 if exclusive in schema else math.ceil(exact))
+    return steps[0] <= -steps[1]
 
 
 def _words(keys: set[str]) -> str:
