@@ -68,21 +68,25 @@ class GrammarCompiler:
         done = [(request, future) for request, future in self._waiting.values() if future.done()]
         ready, failed = [], []
         for request, future in done:
-            del self._waiting[request.request_id]
             error = future.exception()
             if error is None:
                 self._ready[request.request_id] = future.result()
+                del self._waiting[request.request_id]
                 ready.append(request)
-            else:
+            else:  # it waits until it has ended, so that it is not lost on the way
                 failed.append((request, error))
                 self._compiled = OrderedDict((c, f) for c, f in self._compiled.items() if f is not future)
         return ready, failed
 
-    def take(self, request: Request) -> Any:
-        """The compiled grammar of a request that `collect` gave; once."""
-        return self._ready.pop(request.request_id)
+    def is_waiting(self, request: Request) -> bool:
+        """Whether a request's grammar is not compiled yet, or cannot be."""
+        return request.request_id in self._waiting
+
+    def grammar(self, request: Request) -> Any:
+        """The compiled grammar of a request that `collect` gave and that has not ended."""
+        return self._ready[request.request_id]
 
     def forget(self, request: Request) -> None:
-        """The request ends before it took its grammar; what is being compiled is kept for others."""
+        """The request ends; what is being compiled is kept for others."""
         self._waiting.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)
