@@ -394,7 +394,7 @@ class Engine:
     def _queue_compiled(self) -> list[Request]:
         """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
         idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
-        failed = self.intake.queue_compiled(waits=idle)
+        failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
         self.endings.fail(failed)

@@ -49,6 +49,8 @@ class Endings:
             if self.adapters is not None:
                 self.adapters.leave(request)
             del self.requests[request.request_id]
+            if self.grammars is not None:
+                self.grammars.compiler.forget(request)
         running = [request for request, _, _ in ending if request.status is Status.RUNNING]
         for request, _, _ in ending:
             if request.status is not Status.RUNNING:

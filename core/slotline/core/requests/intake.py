@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import define
 
 from slotline.core.adapters.source import AdapterSource
@@ -64,15 +66,18 @@ class Intake:
             raise
         self.arrivals += 1 if request.companion is None else 2
 
-    def queue_compiled(self, *, waits: bool) -> list[tuple[Request, BaseException]]:
+    def queue_compiled(
+        self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
+    ) -> list[tuple[Request, BaseException]]:
         """Queue the requests whose grammar has been compiled since; those whose cannot be, and why.
 
         Args:
             waits: whether there is nothing else to do before one is.
+            gives_way: whether another thread has something to do by now.
         """
         if self.grammars is None or not self.grammars.compiler.num_waiting:
             return []
-        ready, failed = self.grammars.compiler.collect(idle=waits)
+        ready, failed = self.grammars.compiler.collect(idle=waits, gives_way=gives_way)
         for request in ready:
             self._queue(request)
         return failed

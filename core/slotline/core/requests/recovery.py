@@ -56,6 +56,8 @@ class Recovery:
                 request.row = -1
             if request.leader is not None and self.requests.get(request.leader.request_id) is not request.leader:
                 del self.requests[request.request_id]
+        if self.grammars is not None:
+            self.grammars.compiler.retain(self.requests)
         known = rows.num_tokens - rows.num_pending
         if self.hand_out.num_known is not None:
             known = np.minimum(known, self.hand_out.num_known)

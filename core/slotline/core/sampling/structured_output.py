@@ -125,11 +125,9 @@ class StructuredOutputs:
         self.active[row] = False
 
     def release(self, request: Request) -> None:
-        """The request leaves, be it from a row or before it got one."""
-        if request.params.structured_outputs is not None:
-            self.compiler.forget(request)
-            if request.row >= 0:
-                self.clear(request.row)
+        """The request leaves, be it from a row or before it got one; its grammar is forgotten once it has ended."""
+        if request.params.structured_outputs is not None and request.row >= 0:
+            self.clear(request.row)
 
     def begin(self, inputs: StepInputs, *, beside: bool = False) -> StepMasks | None:
         """Ask for the masks of a step's logits; None where none of its rows has a grammar.
