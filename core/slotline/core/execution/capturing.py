@@ -182,9 +182,15 @@ def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: it might free a tensor of the device, or a graph, in the middle of a capture."""
+    """Collect no garbage: that might free a tensor of the device, or a graph, in the middle of a capture.
+
+    What the host process has frozen stays frozen: one call would unfreeze it together with what is frozen here, so
+    nothing is frozen then. A collection that a library asks for takes longer for it.
+    """
     gc.collect()
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -192,4 +198,5 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
