@@ -53,6 +53,7 @@ class KindContract:
         protocol: what a built object can do.
         context: a build context with declared values; `Subject.build` fills contract and options in.
         optional: method -> whether these capabilities ask for it; the others are always asked for.
+        protocol_of: capabilities -> protocol, for a kind that has several protocols.
         conditions: names that a `Limit` may be tied to besides capabilities.
     """
 
@@ -62,6 +63,7 @@ class KindContract:
     context: Callable[[Run], Any]
     optional: Mapping[str, Callable[[Any], bool]] = field(default=MappingProxyType({}))
     conditions: tuple[str, ...] = ()
+    protocol_of: Callable[[Any], type] | None = None
 
 
 def register_contract_checks(contract: KindContract) -> None:
@@ -265,7 +267,8 @@ def methods_fit(contract: KindContract, run: Run) -> None:
 
 
 def _expect_methods(contract: KindContract, subject: Subject, built: Any) -> None:
-    for name, wanted in _methods(contract.protocol):
+    protocol = contract.protocol if contract.protocol_of is None else contract.protocol_of(subject.capabilities)
+    for name, wanted in _methods(protocol):
         found = getattr(built, name, None)
         asked = contract.optional.get(name, lambda _: True)(subject.capabilities)
         if found is None and not asked:
