@@ -17,7 +17,6 @@ from slotline.testing.environments.state_spec import (
     declared_kinds,
     holds_states,
     layers_of,
-    refuse_blocks,
     refuse_states,
 )
 from slotline.testing.refusal_checks import (
@@ -29,6 +28,9 @@ from slotline.testing.refusal_checks import (
     undeclared,
 )
 from slotline.testing.subject import Subject
+
+FULL = "full"
+"""Kind of the layers that a spec of states never holds."""
 
 
 def base(subject: Subject, kind: str = "") -> PlanRequest:
@@ -84,9 +86,12 @@ def declared(run: Run) -> None:
 
 
 def undeclared_kinds(subject: Subject) -> list[Case]:
-    """Return a case for each kind of layer that is not declared, of states where the spec holds states."""
-    known = tuple(STATE_KINDS) if holds_states(subject) else KINDS
-    return [{"kind": kind} for kind in undeclared(subject, "kv_kinds", (*known, UNKNOWN))]
+    """Return a case for some kinds of layers that are not declared; a spec of states never holds full attention."""
+    if not holds_states(subject):
+        return [{"kind": kind} for kind in undeclared(subject, "kv_kinds", (*KINDS, UNKNOWN))]
+    everything = subject.capabilities.kv_kinds.values is None
+    kinds = [] if everything else undeclared(subject, "kv_kinds", (*STATE_KINDS, UNKNOWN))
+    return [{"kind": kind} for kind in (*kinds, FULL)]
 
 
 def undeclared_sizes(subject: Subject) -> list[Case]:
@@ -109,16 +114,6 @@ def once_for_blocks(subject: Subject) -> list[Case]:
     return [{}]
 
 
-def once_for_states(subject: Subject) -> list[Case]:
-    """Return one case of a spec of states.
-
-    Raises:
-        NotApplicable: if the spec holds blocks.
-    """
-    refuse_blocks(subject)
-    return [{}]
-
-
 @check(
     Kind.KV_SPEC,
     "kv_spec.refuse.kv_kinds",
@@ -129,7 +124,11 @@ def once_for_states(subject: Subject) -> list[Case]:
 )
 def kinds(run: Run) -> None:
     """Layers of a kind that is not declared are refused with N110."""
-    expect_refused(run.subject, base(run.subject, run["kind"]), code_of("kv_kinds"), f"{run['kind']} layers")
+    request = base(run.subject, run["kind"])
+    if holds_states(run.subject) and run["kind"] == FULL:
+        named = {FULL: Asked(run.subject.name, "the suite", True)}
+        request = evolve(_of_blocks(run.subject, FULL), kv_specs=named)
+    expect_refused(run.subject, request, code_of("kv_kinds"), f"{run['kind']} layers")
 
 
 @check(
@@ -157,21 +156,6 @@ def sizes(run: Run) -> None:
 def states(run: Run) -> None:
     """Layers that keep a state are refused with N110 where the spec holds blocks."""
     expect_refused(run.subject, _of_states(run.subject, "mamba2"), code_of("kv_kinds"), "states")
-
-
-@check(
-    Kind.KV_SPEC,
-    "kv_spec.refuse.blocks",
-    Level.CONTRACT,
-    family=Family.REFUSED,
-    cases=once_for_states,
-    cost=0.01,
-)
-def blocks(run: Run) -> None:
-    """Attention layers are refused with N110 where the spec holds states."""
-    named = {"full": Asked(run.subject.name, "the suite", True)}
-    request = evolve(_of_blocks(run.subject, "full"), kv_specs=named)
-    expect_refused(run.subject, request, code_of("kv_kinds"), "full layers")
 
 
 @check(

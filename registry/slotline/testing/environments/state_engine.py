@@ -14,7 +14,7 @@ from slotline.testing.environments.state_spec import declared_kinds
 from slotline.testing.subject import Subject
 
 UNIT = 16
-NEW_TOKENS = 8
+NEW_TOKENS = 5
 
 
 @frozen
@@ -102,9 +102,13 @@ def texts(subject: Subject, model: TinyModel, length: int) -> tuple[Answer, Answ
         subject: the spec.
         model: one of `models_of`.
         length: tokens of the longest prompt; the prompts come one after the other.
+
+    Raises:
+        NotApplicable: if no configuration could name the spec.
     """
     from slotline.core import LLM, SamplingParams
 
+    plugins = selection(subject)
     prompt = [(7 * i * i + 13 * i) % 240 + 4 for i in range(length)]
     other = [*prompt[: length // 2], *((5 * i) % 240 + 4 for i in range(length - length // 2))]
     prompts = [prompt, other, [*prompt, 9, 11], other]
@@ -136,5 +140,5 @@ def texts(subject: Subject, model: TinyModel, length: int) -> tuple[Answer, Answ
         write(model, Path(folder))
         return (
             answer({"cache.prefix_caching": False}),
-            answer({"plugins.inline": selection(subject), "cache.prefix_caching": True, **named}),
+            answer({"plugins.inline": plugins, "cache.prefix_caching": True, **named}),
         )
