@@ -26,7 +26,7 @@ def test_a_mandatory_check_kills_the_mutant_at_its_level(mutant):
 
 
 @pytest.mark.parametrize(
-    "target", [*(c.descriptor for c in CORRECT), "kv_spec:full"], ids=lambda t: getattr(t, "name", t)
+    "target", [*(c.descriptor for c in CORRECT), "kv_spec:full", "kv_spec:mamba"], ids=lambda t: getattr(t, "name", t)
 )
 def test_a_right_spec_passes_and_skips_only_what_it_does_not_declare(target):
     records = check_plugin(target)
@@ -47,6 +47,49 @@ def test_requests_really_share_prefixes_in_the_traffic():
     """Reading back would prove little if no request ever went on from another's blocks."""
     records = check_plugin(CORRECT[0].descriptor, only="kv_spec.fuzz.traffic")
     assert all(record.details["prefix_hits"] > 3 for record in records)
+
+
+def test_requests_with_states_go_on_from_checkpoints_in_the_traffic():
+    records = check_plugin("kv_spec:mamba", only="kv_spec.state.traffic")
+    assert all(record.details["prefix_hits"] > 0 for record in records)
+    assert len(records) == 6  # the contract's kinds, one of them in two dtypes, and one with several tensors
+
+
+STATES = [mutant for mutant in MUTANTS if mutant.descriptor.capabilities.state.support]
+
+
+@pytest.mark.parametrize("name", ["state-overlap", "state-one-slot", "state-keeps-everything", "state-hit-not-kept"])
+def test_traffic_of_states_sees_by_itself_what_the_other_checks_see(name):
+    mutant = next(item for item in STATES if item.name == name)
+    records = check_plugin(mutant.descriptor, only="kv_spec.state.traffic", stop_at_first=True)
+    assert records[-1].bad
+    assert len(STATES) >= 12
+
+
+@pytest.mark.parametrize("target", ["kv_spec:full", "kv_spec:mamba"])
+def test_a_spec_is_asked_about_what_it_holds_and_about_nothing_else(target):
+    """Blocks or states: no check of the other sort runs, and the contract's methods are those of its own protocol."""
+    records = check_plugin(target, level=Level.HOSTILE)
+    ran = {record.id for record in records if record.outcome is Outcome.PASSED}
+    assert "kv_spec.contract.methods" in ran
+    of_states = {name for name in ran if name.startswith("kv_spec.state.")}
+    of_blocks = {name for name in ran if name.startswith(("kv_spec.blocks", "kv_spec.free", "kv_spec.bind."))}
+    assert (bool(of_states), bool(of_blocks)) == ((True, False) if target == "kv_spec:mamba" else (False, True))
+
+
+def test_a_spec_of_states_in_a_file_gives_the_text_of_an_engine_without_prefix_caching(tmp_path):
+    file = tmp_path / "acme_states.py"
+    file.write_text(
+        "from attrs import evolve\n"
+        "from slotline.registry.capability import Set\n"
+        "from slotline.testing.reference import state_spec\n"
+        "offer = evolve(state_spec.descriptor.capabilities, kv_kinds=Set(('mamba2',)), exact_kinds=Set(('mamba2',)))\n"
+        "acme = evolve(state_spec.descriptor, name='acme_states', capabilities=offer)\n"
+    )
+    (record,) = check_plugin(f"{file}:acme", only="kv_spec.state.engine.text")
+    assert record.outcome is Outcome.PASSED, record.reason
+    assert record.details["cached_tokens"][:2] == [0, 0]
+    assert min(record.details["cached_tokens"][2:]) > 0
 
 
 def test_there_are_checks_at_each_level_that_a_spec_has():

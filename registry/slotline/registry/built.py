@@ -118,14 +118,14 @@ GRAMMAR_STATE = BuiltContract(protocol=contracts.GrammarState, attributes={"fini
 
 def misfits(descriptor: Descriptor[Any], built: Any) -> Iterator[str]:
     """Yield a sentence for each method of a built object that is missing, or cannot be called as the core calls it."""
-    yield from misfits_of(built_contract(descriptor), descriptor.capabilities, built)
+    yield from misfits_of(built_contract(descriptor.kind, descriptor.capabilities), descriptor.capabilities, built)
 
 
-def built_contract(descriptor: Descriptor[Any]) -> BuiltContract:
-    """Return what a plugin's built objects must be able to do."""
-    if descriptor.kind is Kind.KV_SPEC and descriptor.capabilities.state.support:
+def built_contract(kind: Kind, capabilities: Any) -> BuiltContract:
+    """Return what the built objects of a plugin with these capabilities must be able to do."""
+    if kind is Kind.KV_SPEC and capabilities.state.support:
         return STATE_SPEC
-    return BUILT[descriptor.kind]
+    return BUILT[kind]
 
 
 def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, strict: bool = False) -> Iterator[str]:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from attrs import define, evolve, fields, fields_dict, frozen, has
 
-from slotline.registry.built import BUILT, misfits_of, refused_call
+from slotline.registry.built import built_contract, misfits_of, refused_call
 from slotline.registry.capability import Flag
 from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
 from slotline.registry.errors import ConfigError, ContractError
@@ -260,7 +260,9 @@ def methods_fit(contract: KindContract, run: Run) -> None:
 
 
 def _expect_methods(contract: KindContract, subject: Subject, built: Any) -> None:
-    for text in misfits_of(BUILT[contract.kind], subject.capabilities, built, strict=True):
+    for text in misfits_of(
+        built_contract(contract.kind, subject.capabilities), subject.capabilities, built, strict=True
+    ):
         raise Failed(text)
 
 

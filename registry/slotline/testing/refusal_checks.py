@@ -11,6 +11,7 @@ from typing import Any
 from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.contracts.kv_spec import KVSpecCapabilities
+from slotline.registry.contracts.state import StateCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Candidate, Need, PlanRequest, negotiate, part_reasons
@@ -51,6 +52,19 @@ ANY_KV_SPEC = Candidate(
 )
 """A cache spec that stands in no backend's way."""
 
+ANY_STATE = Candidate(
+    descriptor=Descriptor(
+        kind=Kind.STATE,
+        name="advances_anything",
+        capabilities=StateCapabilities(
+            devices=Set(None), state_kinds=Set(None), dtypes=Set(None), rollback=Flag(True), checkpoints=Flag(True)
+        ),
+        factory="nowhere:nothing",
+    ),
+    distribution="the suite",
+)
+"""A state backend that stands in no cache spec's way."""
+
 
 def candidate_of(subject: Subject) -> Candidate:
     """The plugin under test as negotiation sees it."""
@@ -63,10 +77,12 @@ def candidate_of(subject: Subject) -> Candidate:
     )
 
 
-def candidates_with(subject: Subject) -> tuple[list[Candidate], list[Candidate]]:
-    """Attention backends and cache specs: the plugin alone in its kind, and one that takes anything in the other."""
+def candidates_with(subject: Subject) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
+    """Return attention backends, cache specs and state backends: the plugin in its kind, one for anything in others."""
     own = [candidate_of(subject)]
-    return (own, [ANY_KV_SPEC]) if subject.kind is Kind.ATTENTION else ([ANY_ATTENTION], own)
+    if subject.kind is Kind.ATTENTION:
+        return own, [ANY_KV_SPEC], [ANY_STATE]
+    return [ANY_ATTENTION], own, [ANY_STATE]
 
 
 def expect_accepted(subject: Subject, request: PlanRequest) -> None:

@@ -2,6 +2,34 @@
 
 from __future__ import annotations
 
-from slotline.conformance.kv_spec import contract, counts, engine, fuzz, pages, prefixes, refusals, underdeclared
+from slotline.conformance.kv_spec import (
+    contract,
+    counts,
+    engine,
+    fuzz,
+    pages,
+    prefixes,
+    refusals,
+    state_engine,
+    state_hits,
+    state_memory,
+    state_places,
+    state_traffic,
+    underdeclared,
+)
 
-__all__ = ["contract", "counts", "engine", "fuzz", "pages", "prefixes", "refusals", "underdeclared"]
+__all__ = [
+    "contract",
+    "counts",
+    "engine",
+    "fuzz",
+    "pages",
+    "prefixes",
+    "refusals",
+    "state_engine",
+    "state_hits",
+    "state_memory",
+    "state_places",
+    "state_traffic",
+    "underdeclared",
+]

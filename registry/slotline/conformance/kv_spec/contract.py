@@ -1,12 +1,17 @@
-"""L0 of cache specs: descriptor, capabilities, factory, methods."""
+"""L0 of cache specs, those of blocks and those of states: descriptor, capabilities, factory, methods."""
 
 from __future__ import annotations
 
 from slotline.registry.contracts.attention import AttentionLayer
-from slotline.registry.contracts.kv_spec import KVSpecCapabilities, KVSpecContext
+from slotline.registry.contracts.kv_spec import (
+    KVSpecCapabilities,
+    KVSpecContext,
+    StateSpecContext,
+)
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import NotApplicable, Run
 from slotline.testing.contract_checks import KindContract, register_contract_checks
+from slotline.testing.environments.state_spec import context_of, declared_kinds, holds_states
 from slotline.testing.subject import Subject
 
 KINDS = ("full", "sliding", "chunked", "mla", "mamba", "cross", "encoder_only")
@@ -30,7 +35,15 @@ def block_size_of(subject: Subject) -> int:
     return int(next(size for size in (*SIZES, *offer.exact, *base) if offer.refusal(size) is None))
 
 
-def _context(run: Run) -> KVSpecContext:
+def _context(run: Run) -> KVSpecContext | StateSpecContext:
+    return _state_context(run) if holds_states(run.subject) else _block_context(run)
+
+
+def _state_context(run: Run) -> StateSpecContext:
+    return context_of(declared_kinds(run.subject)[0], unit=16)
+
+
+def _block_context(run: Run) -> KVSpecContext:
     kind, size = kind_of(run.subject), block_size_of(run.subject)
     layer = AttentionLayer(
         name="model.layers.0.self_attn",

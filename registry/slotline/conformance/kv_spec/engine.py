@@ -5,11 +5,13 @@ from __future__ import annotations
 from slotline.registry.descriptor import Kind
 from slotline.testing.check import Case, Level, Run, check
 from slotline.testing.environments import engine
+from slotline.testing.environments.state_spec import refuse_states
 from slotline.testing.subject import Subject
 
 
-def schedules(_subject: Subject) -> tuple[Case, ...]:
-    """Prompts in one piece, and cut into pieces beside decoding requests."""
+def schedules(subject: Subject) -> tuple[Case, ...]:
+    """Return the cases: prompts in one piece, and cut into pieces next to decoding requests."""
+    refuse_states(subject)
     return ({"steps": "whole"}, {"steps": "chunked"})
 
 

@@ -7,11 +7,18 @@ from attrs import evolve
 from slotline.conformance.kv_spec.contract import KINDS, SIZES, block_size_of, kind_of
 from slotline.registry.capability import Align
 from slotline.registry.contracts.attention import AttentionLayer
+from slotline.registry.contracts.state import STATE_KINDS
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import NegotiationError
-from slotline.registry.negotiation import Asked, PlanRequest, group_layers, negotiate
+from slotline.registry.negotiation import Asked, PlanRequest, group_layers, group_states, negotiate
 from slotline.registry.negotiation.codes import code_of
-from slotline.testing.check import Failed, Family, Level, NotApplicable, Run, check
+from slotline.testing.check import Case, Failed, Family, Level, NotApplicable, Run, check
+from slotline.testing.environments.state_spec import (
+    declared_kinds,
+    holds_states,
+    layers_of,
+    refuse_states,
+)
 from slotline.testing.refusal_checks import (
     ANY_ATTENTION,
     UNKNOWN,
@@ -22,9 +29,27 @@ from slotline.testing.refusal_checks import (
 )
 from slotline.testing.subject import Subject
 
+FULL = "full"
+"""Kind of the layers that a spec of states never holds."""
+
 
 def base(subject: Subject, kind: str = "") -> PlanRequest:
-    """A request for one layer of a declared kind, or of `kind`."""
+    """Return a request for a layer of a declared kind, or of `kind`, that holds what the spec is for."""
+    return _of_states(subject, kind) if holds_states(subject) else _of_blocks(subject, kind)
+
+
+def _of_states(subject: Subject, kind: str = "") -> PlanRequest:
+    return PlanRequest(
+        device=subject.device,
+        groups=(),
+        state_groups=group_states(layers_of(kind or declared_kinds(subject)[0])),
+        graphs=Asked("none", "the suite", True),
+        prefix_caching=Asked(False, "the suite", True),
+    )
+
+
+def _of_blocks(subject: Subject, kind: str = "") -> PlanRequest:
+    size = 16 if holds_states(subject) else block_size_of(subject)
     layer = AttentionLayer(
         name="model.layers.0.self_attn",
         index=0,
@@ -48,7 +73,7 @@ def base(subject: Subject, kind: str = "") -> PlanRequest:
                 )
             ]
         ),
-        block_size=Asked(block_size_of(subject), "the suite", True),
+        block_size=Asked(size, "the suite", True),
         graphs=Asked("none", "the suite", True),
         prefix_caching=Asked(False, "the suite", True),
     )
@@ -60,17 +85,50 @@ def declared(run: Run) -> None:
     expect_accepted(run.subject, base(run.subject))
 
 
+def undeclared_kinds(subject: Subject) -> list[Case]:
+    """Return a case for some kinds of layers that are not declared; a spec of states never holds full attention."""
+    if not holds_states(subject):
+        return [{"kind": kind} for kind in undeclared(subject, "kv_kinds", (*KINDS, UNKNOWN))]
+    everything = subject.capabilities.kv_kinds.values is None
+    kinds = [] if everything else undeclared(subject, "kv_kinds", (*STATE_KINDS, UNKNOWN))
+    return [{"kind": kind} for kind in (*kinds, FULL)]
+
+
+def undeclared_sizes(subject: Subject) -> list[Case]:
+    """Return a case for each block size that is not declared.
+
+    Raises:
+        NotApplicable: if the spec holds states.
+    """
+    refuse_states(subject)
+    return [{"size": size} for size in undeclared(subject, "block_sizes", (*SIZES, 3, 17, 24))]
+
+
+def once_for_blocks(subject: Subject) -> list[Case]:
+    """Return one case of a spec of blocks.
+
+    Raises:
+        NotApplicable: if the spec holds states.
+    """
+    refuse_states(subject)
+    return [{}]
+
+
 @check(
     Kind.KV_SPEC,
     "kv_spec.refuse.kv_kinds",
     Level.CONTRACT,
     family=Family.REFUSED,
-    cases=lambda subject: [{"kind": kind} for kind in undeclared(subject, "kv_kinds", (*KINDS, UNKNOWN))],
+    cases=undeclared_kinds,
     cost=0.01,
 )
 def kinds(run: Run) -> None:
     """Layers of a kind that is not declared are refused with N110."""
-    expect_refused(run.subject, base(run.subject, run["kind"]), code_of("kv_kinds"), f"{run['kind']} layers")
+    request = base(run.subject, run["kind"])
+    if holds_states(run.subject) and run["kind"] == FULL:
+        named = {FULL: Asked(run.subject.name, "the suite", True)}
+        request = evolve(_of_blocks(run.subject, FULL), kv_specs=named)
+    expect_refused(run.subject, request, code_of("kv_kinds"), f"{run['kind']} layers")
 
 
 @check(
@@ -78,13 +136,26 @@ def kinds(run: Run) -> None:
     "kv_spec.refuse.block_sizes",
     Level.CONTRACT,
     family=Family.REFUSED,
-    cases=lambda subject: [{"size": size} for size in undeclared(subject, "block_sizes", (*SIZES, 3, 17, 24))],
+    cases=undeclared_sizes,
     cost=0.01,
 )
 def sizes(run: Run) -> None:
     """A block size that is not declared is refused with N141."""
     request = evolve(base(run.subject), block_size=Asked(run["size"], "the suite", True))
     expect_refused(run.subject, request, code_of("block_sizes"), f"blocks of {run['size']} tokens")
+
+
+@check(
+    Kind.KV_SPEC,
+    "kv_spec.refuse.state",
+    Level.CONTRACT,
+    family=Family.REFUSED,
+    needs={"state": True},
+    cost=0.01,
+)
+def states(run: Run) -> None:
+    """Layers that keep a state are refused with N110 where the spec holds blocks."""
+    expect_refused(run.subject, _of_states(run.subject, "mamba2"), code_of("kv_kinds"), "states")
 
 
 @check(
@@ -107,6 +178,7 @@ def prefix_caching(run: Run) -> None:
     Level.CONTRACT,
     family=Family.REFUSED,
     needs={"splittable": True},
+    cases=once_for_blocks,
     cost=0.01,
 )
 def splittable(run: Run) -> None:

@@ -13,6 +13,7 @@ from slotline.registry.capability import Align
 from slotline.registry.contracts import AttentionLayer, KVSpecContext
 from slotline.registry.errors import PluginError
 from slotline.testing.check import Case, Failed, NotApplicable, Run
+from slotline.testing.environments.state_spec import refuse_states
 from slotline.testing.subject import Subject
 
 SHAPES = {
@@ -65,7 +66,12 @@ def is_exact(subject: Subject, kind: str) -> bool:
 
 
 def block_sizes(subject: Subject) -> list[int]:
-    """Manager block sizes that are declared, up to three of them, or more if exhaustive."""
+    """Return the declared manager block sizes, up to three of them, or more if exhaustive.
+
+    Raises:
+        NotApplicable: if the spec holds states.
+    """
+    refuse_states(subject)
     offer: Align = subject.capabilities.block_sizes
     sizes = set(offer.exact)
     if offer.multiple_of is not None:

@@ -11,7 +11,7 @@ from slotline.registry.contracts import KVSpecCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import Level
 from slotline.testing.mutants import Correct, Mutant
-from slotline.testing.mutants.kv_spec import blocks, memory, right
+from slotline.testing.mutants.kv_spec import blocks, memory, right, states
 from slotline.testing.reference import kv_spec as reference
 
 
@@ -95,6 +95,7 @@ MUTANTS: tuple[Mutant, ...] = (
         Level.STATEFUL,
         blocks.TrustsTheLastBlock,
     ),
+    *states.MUTANTS,
 )
 
 CORRECT: tuple[Correct, ...] = (
@@ -133,4 +134,5 @@ CORRECT: tuple[Correct, ...] = (
             factory=right.OneBlock,
         ),
     ),
+    *states.CORRECT,
 )
