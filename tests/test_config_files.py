@@ -324,6 +324,15 @@ def test_a_file_in_a_folder_below_the_first_ones_may_name_plugins(shared: Path) 
     assert load().inline_plugins == ("../shared/plugin.py:descriptor",)
 
 
+def test_a_first_file_that_is_a_link_names_plugins_and_its_neighbours_do(shared: Path) -> None:
+    os.symlink(shared / "base.toml", "run.toml")
+    assert load().inline_plugins == ("plugin.py:descriptor",)
+    os.symlink("../own", shared / "back")
+    Path("near.toml").write_text('plugins = ["../shared/plugin.py:descriptor"]\n')
+    Path("next.toml").write_text('extends = "near.toml"\n')
+    assert load(f"{shared}/back/next.toml").config.plugins.inline
+
+
 def test_what_the_first_file_or_set_name_replaces_what_an_extended_file_names(shared: Path) -> None:
     Path("run.toml").write_text('extends = "../shared/base.toml"\nplugins = ["../shared/plugin.py:descriptor"]\n')
     assert load().inline_plugins == ("../shared/plugin.py:descriptor",)

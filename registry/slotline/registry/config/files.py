@@ -57,7 +57,6 @@ class FileReader:
 
     def read(self, path: Path) -> Table:
         """Return the file at `path` over what it extends."""
-        path = path.expanduser() if path.parts[:1] and path.parts[0].startswith("~") else path
         return self._layer(path, real_path(path), (), None).tree
 
     def _layer(self, path: Path, real: Path, chain: tuple[Path, ...], named: Origin | None) -> Layer:
@@ -154,6 +153,11 @@ class FileReader:
             self.faults.append(Fault(node.origin, "config_version", str(error)))
             return _without(tree, ("config_version",))
         return tree
+
+
+def expanded(path: Path) -> Path:
+    """Return a path with the home folder in place of `~`."""
+    return Path(os.path.expanduser(path))
 
 
 def folder_of(path: Path) -> Path:

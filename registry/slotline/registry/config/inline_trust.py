@@ -14,7 +14,7 @@ KEY: KeyPath = ("plugins", "allow_inline_from")
 """Only the first file, the environment, `--set` and arguments may set it: the person who starts the run decides."""
 
 
-def refused_inline(tree: Table, first: Path | None) -> Iterator[Fault]:
+def refused_inline(tree: Table, first: Path, folder: Path) -> Iterator[Fault]:
     """Return a fault if an extended file outside the trusted folders names inline plugins.
 
     What the environment, `--set` or an argument names comes from the person who starts the run. Folders are compared
@@ -22,14 +22,15 @@ def refused_inline(tree: Table, first: Path | None) -> Iterator[Fault]:
 
     Args:
         tree: the merged values.
-        first: the first file's folder; None without a file.
+        first: the first file, without symbolic links.
+        folder: from which its relative paths count.
     """
     node = find(tree, INLINE)
     file = None if node is None else node.origin.file
-    if node is None or file is None or first is None or (isinstance(node, Leaf) and not node.value):
+    if node is None or file is None or file == first or (isinstance(node, Leaf) and not node.value):
         return
-    own = Path(os.path.realpath(first))
-    if any(file.is_relative_to(folder) for folder in (own, *_trusted(tree))):
+    own = Path(os.path.realpath(folder))
+    if any(file.is_relative_to(trusted) for trusted in (own, *_trusted(tree))):
         return
     value = os.path.relpath(file.parent, own)
     yield Fault(

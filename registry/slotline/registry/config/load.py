@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from slotline.registry.config.faults import Fault, raise_faults
 from slotline.registry.config.fields import is_table, key_paths, rest_field, table_fields
-from slotline.registry.config.files import FileReader, folder_of, real_path
+from slotline.registry.config.files import FileReader, expanded, folder_of, real_path
 from slotline.registry.config.inline_trust import refused_inline
 from slotline.registry.config.plugin_tables import absent_plugins, options_path
 from slotline.registry.config.schema import Config, PluginsConfig
@@ -142,13 +142,15 @@ def load_config(
     warnings: list[str] = []
     strangers: list[Fault] = []
     tree = Table({}, DEFAULT)
-    if path is not None:
-        tree = merge(tree, FileReader(faults, warnings, files).read(Path(path)))
+    first = None if path is None else expanded(Path(path))
+    if first is not None:
+        tree = merge(tree, FileReader(faults, warnings, files).read(first))
     tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults, strangers))
     tree = merge(tree, overrides_layer(overrides, faults))
     tree = merge(tree, arguments_layer(values or {}, faults))
     config, found = structure(Config, tree, key_paths(Config))
-    found += refused_inline(tree, None if path is None else folder_of(Path(path)))
+    if first is not None:
+        found += refused_inline(tree, real_path(first), folder_of(first))
     if plain(find(tree, ("strict",)) or Leaf(False, DEFAULT)) is True:
         found += strangers
     raise_faults(faults + found)
