@@ -13,6 +13,7 @@ from attrs import frozen
 
 from slotline.registry.capability import Align, Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, KVCache
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +22,7 @@ BlockHash = bytes
 """The chained hash of a full block: of its tokens, all before it, and what else tells two prefixes apart."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class KVSpecCapabilities:
     """What a cache kind offers.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, field, frozen
 
 from slotline.registry.capability import Flag, Set
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class LogitsProcessorCapabilities:
     """What a logits processor offers.
 
