@@ -12,6 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from attrs import field, frozen
 
+from slotline.registry.declared import declared
+from slotline.registry.errors import ContractError
+
 T = TypeVar("T")
 L = TypeVar("L", bound=IntEnum)
 
@@ -57,14 +60,31 @@ def _support(value: Support | bool) -> Support:
 
 
 def _frozen(values: Iterable[T] | None) -> frozenset[T] | None:
-    return None if values is None else frozenset(values)
+    if isinstance(values, str):
+        raise ContractError(f"Set({values!r}) would be a set of letters", fix=f"write Set(({values!r},))")
+    try:
+        return None if values is None else frozenset(values)
+    except TypeError as error:
+        raise ContractError(f"Set({values!r:.60}) is no set: {error}", fix="give a tuple of values, or None") from error
 
 
 def _names(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
+    if isinstance(values, str):
+        raise ContractError(f"Choice({values!r}) would be a choice of letters", fix=f"write Choice(({values!r},))")
+    try:
+        return tuple(values)
+    except TypeError as error:
+        raise ContractError(f"Choice({values!r:.60}) is no list of names: {error}", fix="give a tuple") from error
 
 
-@frozen
+def _positive(instance: object, attribute: Any, value: int | None) -> None:
+    """Raise ContractError for a step that nothing is a multiple of."""
+    if value is not None and value < 1:
+        name = f"{type(instance).__name__}.{attribute.name}"
+        raise ContractError(f"{name} is {value}, expected 1 or more", fix=f"correct {attribute.name}")
+
+
+@frozen(field_transformer=declared)
 class Flag:
     """A yes or no. A need of False is always covered."""
 
@@ -80,7 +100,7 @@ class Flag:
         return self.support.value + (f" ({self.note})" if self.note else "")
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Set(Generic[T]):
     """A set of values, or of pairs where only certain combinations work. `None` accepts anything."""
 
@@ -95,7 +115,7 @@ class Set(Generic[T]):
         return "any" if self.values is None else _join(sorted(map(_show, self.values)))
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Level(Generic[L]):
     """A rung on an ordered scale; a need up to it is covered."""
 
@@ -110,7 +130,7 @@ class Level(Generic[L]):
         return self.value.name
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Max:
     """An upper limit; None is no limit."""
 
@@ -125,12 +145,12 @@ class Max:
         return "no limit" if self.limit is None else f"<= {self.limit}"
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Align:
     """Block sizes: exact values, multiples of a base, or both. Both empty accepts any positive size."""
 
     exact: tuple[int, ...] = ()
-    multiple_of: int | None = None
+    multiple_of: int | None = field(default=None, validator=_positive)
 
     def refusal(self, need: int) -> str | None:
         if need >= 1 and (not self.exact and self.multiple_of is None):
@@ -146,7 +166,7 @@ class Align:
         return _join(parts) if parts else "any"
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Choice:
     """An ordered preference among names, best first."""
 
@@ -161,13 +181,13 @@ class Choice:
         return " > ".join(self.options)
 
 
-@frozen
+@frozen(field_transformer=declared)
 class Range:
     """Integers from `minimum` to `maximum` in steps of `step` (counted from zero), plus `extra` values."""
 
     minimum: int = 1
     maximum: int | None = None
-    step: int = 1
+    step: int = field(default=1, validator=_positive)
     extra: tuple[int, ...] = ()
 
     def refusal(self, need: int) -> str | None:
@@ -185,7 +205,7 @@ class Range:
         return f"{self.minimum}{top or ' and up'}{step}{extra}"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class Limit:
     """A restriction that holds only together with another need: `capability` shrinks to `offer` when `when` is needed.
 

@@ -7,6 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from attrs import field, frozen
 
+from slotline.registry.declared import declared
+from slotline.registry.errors import ContractError
+
 C = TypeVar("C")
 
 
@@ -33,7 +36,15 @@ class Kind(StrEnum):
         return f"slotline_{self.value}"
 
 
-@frozen
+def _kind(value: Any) -> Kind:
+    try:
+        return Kind(value)
+    except ValueError as error:
+        kinds = ", ".join(kind.value for kind in Kind)
+        raise ContractError(f"Descriptor.kind is {value!r:.60}, expected one of {kinds}", fix="correct kind") from error
+
+
+@frozen(field_transformer=declared)
 class ContractRange:
     """The contract versions that a side speaks, both ends included."""
 
@@ -58,7 +69,7 @@ HOST_CONTRACTS: dict[Kind, ContractRange] = {kind: ContractRange(1, 1) for kind 
 """The versions that this slotline speaks, by kind."""
 
 
-@frozen(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, field_transformer=declared)
 class Descriptor(Generic[C]):
     """One plugin: who it is, what it can do, and where its factory lives.
 
@@ -76,19 +87,34 @@ class Descriptor(Generic[C]):
         summary: one line for tables.
     """
 
-    kind: Kind = field(converter=Kind)
+    kind: Kind = field(converter=_kind)
     name: str = field()
     capabilities: C
     factory: Any
     contract: ContractRange = ContractRange(1, 1)
-    options: Any = None
-    probe: Any = None
+    options: Any = field(default=None)
+    probe: Any = field(default=None)
     summary: str = ""
 
     @name.validator
     def _plain(self, _attribute: object, value: str) -> None:
         if not value or not value.replace("_", "a").replace("-", "a").isalnum():
             raise ValueError(f"plugin name {value!r}: use letters, digits, '_' and '-' only")
+
+    @options.validator
+    def _class_or_path(self, _attribute: object, value: Any) -> None:
+        if value is not None and not isinstance(value, (str, type)):
+            raise ContractError(
+                f"Descriptor.options is {value!r:.60}, expected a class or its path", fix="write options='module:Class'"
+            )
+
+    @probe.validator
+    def _callable_or_path(self, _attribute: object, value: Any) -> None:
+        if value is not None and not isinstance(value, str) and not callable(value):
+            raise ContractError(
+                f"Descriptor.probe is {value!r:.60}, expected a function or its path",
+                fix="write probe='module:function'",
+            )
 
 
 @frozen(kw_only=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from slotline.registry.errors import PluginLoadError
-from slotline.registry.loading import one_line, to_descriptor
+from slotline.registry.loading import load_fix, one_line, to_descriptor
 from slotline.registry.records import PluginRecord, PluginState
 
 
@@ -60,5 +60,7 @@ def _execute(path: Path, what: str) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise PluginLoadError(f"{what}: {path} fails while it is imported: {one_line(error)}") from error
+        raise PluginLoadError(
+            f"{what}: {path} fails while it is imported: {one_line(error)}", fix=load_fix(error)
+        ) from error
     return module

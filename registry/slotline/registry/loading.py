@@ -73,7 +73,7 @@ def import_dotted(target: str, what: str, *, module: bool = False) -> Any:
         for part in filter(None, attribute.split("[")[0].strip().split(".")):
             found = getattr(found, part)
     except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
-        raise PluginLoadError(f"{what}: cannot load {target!r}: {one_line(error)}", fix=_load_fix(error)) from error
+        raise PluginLoadError(f"{what}: cannot load {target!r}: {one_line(error)}", fix=load_fix(error)) from error
     return found
 
 
@@ -103,7 +103,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
-def _load_fix(error: BaseException) -> str:
+def load_fix(error: BaseException) -> str:
+    """Return what to do about a plugin whose import fails."""
     if isinstance(error, SlotlineError) and error.fix:
         return error.fix
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -141,7 +142,7 @@ def _called(target: Callable[[], Any], what: str) -> Any:
     try:
         return target()
     except (Exception, SystemExit) as error:
-        raise PluginLoadError(f"{what}: calling {target!r} failed: {one_line(error)}", fix=_load_fix(error)) from error
+        raise PluginLoadError(f"{what}: calling {target!r} failed: {one_line(error)}", fix=load_fix(error)) from error
 
 
 def capabilities_class(kind: Kind) -> type:

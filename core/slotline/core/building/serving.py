@@ -46,7 +46,7 @@ def load_tokenizer(planned: Planned) -> Tokenizer | None:
     return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
 
 
-def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
+def build_pipeline(planned: Planned, rows: Rows, tokenizer: Tokenizer | None = None) -> ProcessorPipeline:
     """The logits processors that the plan names, in their order.
 
     Raises:
@@ -63,6 +63,7 @@ def build_pipeline(planned: Planned, rows: Rows) -> ProcessorPipeline:
             max_model_len=rows.max_model_len,
             device=planned.device,
             options=planned.options(descriptor),
+            tokenizer=None if tokenizer is None else tokenizer.transformers,
         )
         processor = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
         active = np.zeros(rows.max_requests, bool)

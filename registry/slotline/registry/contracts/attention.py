@@ -74,6 +74,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from attrs import define, field, frozen
 
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set, Support
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class AttentionCapabilities:
     """What an attention backend offers.
 

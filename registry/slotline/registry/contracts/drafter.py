@@ -13,6 +13,7 @@ from attrs import define, frozen
 from slotline.registry.capability import Flag, Max, Set
 from slotline.registry.contracts.attention import AttentionLayer
 from slotline.registry.contracts.model_family import Model, ModelFacts
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from slotline.registry.contracts.model_family import Attend
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class DrafterCapabilities:
     """What a drafter offers and needs.
 

@@ -26,12 +26,13 @@ from attrs import frozen
 from slotline.registry.capability import Set
 from slotline.registry.contracts.attention import AttentionLayer, KVCache
 from slotline.registry.contracts.kv_spec import BlockHash
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import torch
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class KVConnectorCapabilities:
     """What a connector offers.
 

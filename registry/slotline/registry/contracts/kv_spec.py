@@ -20,6 +20,7 @@ from attrs import frozen
 from slotline.registry.capability import Align, Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, KVCache
 from slotline.registry.contracts.state import StateLayer
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,7 +37,7 @@ UNDIVIDED = (1 << 63) - 1
 """Number of tokens that stands for no place: a request's tokens may not be divided over steps."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class KVSpecCapabilities:
     """What a cache kind offers.
 

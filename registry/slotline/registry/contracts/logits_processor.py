@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, field, frozen
 
 from slotline.registry.capability import Flag, Set
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class LogitsProcessorCapabilities:
     """What a logits processor offers.
 
@@ -64,7 +65,12 @@ class LogitsProcessorCapabilities:
 
 @frozen(kw_only=True)
 class LogitsProcessorContext:
-    """What a processor's factory gets. `eos_token_ids` are the model's end-of-sequence tokens."""
+    """What a processor's factory gets.
+
+    Attributes:
+        eos_token_ids: the model's end-of-sequence tokens.
+        tokenizer: transformers' fast tokenizer of the model; None where there is none.
+    """
 
     contract: int
     vocab_size: int
@@ -73,6 +79,7 @@ class LogitsProcessorContext:
     max_model_len: int
     device: str
     options: Any = None
+    tokenizer: Any = None
 
 
 @define(kw_only=True, eq=False)
@@ -82,7 +89,8 @@ class LogitsBatch:
     Attributes:
         rows: [num_logits] int64 on the host, the permanent row of each logits row.
         draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row; 0 without speculation.
-        token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded.
+        token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded; it cannot be
+            written to.
         num_tokens: [num_logits] int64 on the host, tokens known for each row, drafts excluded.
         num_prompt_tokens: [num_logits] int64 on the host.
         draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed: the first `draft_positions` of

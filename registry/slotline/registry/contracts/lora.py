@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import torch
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class LoraCapabilities:
     """What a LoRA plugin offers.
 

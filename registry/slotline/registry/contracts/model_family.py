@@ -12,6 +12,7 @@ from slotline.registry.capability import Flag, Set
 from slotline.registry.contracts.attention import AttentionLayer, CacheSlots
 from slotline.registry.contracts.pooling import Pooler
 from slotline.registry.contracts.state import StateLayer
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +66,7 @@ class StoringAttend(Protocol):
         ...
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class ModelFamilyCapabilities:
     """What a model family offers.
 

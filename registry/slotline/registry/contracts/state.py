@@ -77,6 +77,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import define, field, frozen
 
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
+from slotline.registry.declared import declared
 
 if TYPE_CHECKING:
     import numpy as np
@@ -141,7 +142,7 @@ STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
 """The kinds of contract version 1; a plugin may declare others, which the conformance suite then cannot check."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class StateCapabilities:
     """What a state backend offers.
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from attrs import field, frozen
 
 from slotline.registry.capability import Set
+from slotline.registry.declared import declared
 from slotline.registry.errors import RequestError
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class StructuredOutputsParams:
         return value
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, field_transformer=declared)
 class StructuredOutputCapabilities:
     """What a structured-output plugin offers.
 
