@@ -376,6 +376,46 @@ def test_drafts_that_partly_stand_leave_the_states_of_those_that_do(
     assert found() == {1, 2, 3, 4}
 
 
+@pytest.mark.behaviour(47, 64, 72)
+@pytest.mark.parametrize("name", ["bamba", "lfm2"])
+def test_a_state_backend_is_told_how_many_tokens_of_the_step_before_were_accepted(
+    name: str, tiny: Tiny, engines: Engines, greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny(name)
+    llm = engines(path, **SMALL, **{"drafter.name": "ngram", "drafter.tokens": 3, "drafter.adaptive": False})
+    prompts = [SHARED + tail for tail in TAILS]
+    texts = [prompt + greedy(path, prompt, 20) for prompt in prompts]
+    assert llm.engine.drafting is not None
+    asked = 0
+
+    def propose(batch: DraftBatch) -> Draft:
+        nonlocal asked
+        guesses = []
+        for row, known in zip(batch.rows.tolist(), batch.num_tokens.tolist(), strict=True):
+            (text,) = (t for t in texts if t[:known] == batch.token_table[row, :known].tolist())
+            guess, asked = [*text[known : known + 3], 0, 0, 0][:3], asked + 1
+            guesses.append([token if place < asked % 4 else (token + 1) % 384 for place, token in enumerate(guess)])
+        return Draft(token_ids=torch.tensor(guesses))
+
+    monkeypatch.setattr(llm.engine.drafting.drafter, "propose", propose)
+    requests = [add(llm, f"told {index}", prompt, GREEDY) for index, prompt in enumerate(prompts)]
+    gained: dict[int, int] = {}  # row -> tokens that its last step gave, where one was known before
+    told = set[int]()
+    runner, lens, steps = llm.engine.runner, llm.engine.rows.num_tokens, list[Any]()
+    original = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda inputs: steps.append(inputs) or original(inputs))
+    while llm.engine.has_work:
+        rows = [(request.row, len(request.prompt_token_ids)) for request in requests if request.row >= 0]
+        before = {row: int(lens[row]) - prompt for row, prompt in rows}
+        llm.engine.step()
+        states, shown = steps[-1].states, steps[-1].rows.tolist()
+        found = states.num_accepted[: states.num_requests].tolist()
+        assert found == [gained.get(row, 1) for row in shown]
+        told.update(found)
+        gained = {row: max(1, int(lens[row]) - prompt - before[row]) if before[row] else 1 for row, prompt in rows}
+    assert told == {1, 2, 3, 4}
+
+
 def recorded_accepted(llm: LLM) -> Callable[[], set[int]]:
     """Every number of accepted tokens that a step's states were made for."""
     checkpoints, seen = checkpoints_of(llm), set[int]()

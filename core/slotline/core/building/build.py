@@ -326,26 +326,11 @@ class EngineBuilder:
     def _size(self, first: FirstSteps, specs: list[KVSpec], encoding: Encoding | None) -> MemoryReport:
         config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
         requests, most, runner = config.scheduler.max_requests, first.most_tokens, first.runner
-        tokens = most if device.startswith("cuda") else min(most, _CPU_PROFILE_TOKENS)
+        on_cuda = device.startswith("cuda")
+        tokens = most if on_cuda else min(most, _CPU_PROFILE_TOKENS)
 
         def profile() -> float:
-            on_cuda = device.startswith("cuda")
-            with fits(
-                "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
-            ):
-                held = encoding.profile() if encoding is not None and on_cuda else None
-            inputs = first.largest(tokens)
-            count = len(inputs.rows)
-            if encoding is not None and on_cuda:
-                inputs.encoder_states = encoding.made_up_states(count)
-            with fits(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
-                output = runner.run(inputs)
-                del inputs
-                if runner.drafting is not None:
-                    runner.drafting.rehearse(output.computed)
-            if runner.pooling is None:
-                warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, device)
-            del held
+            self._profile(first, encoding, tokens, on_cuda=on_cuda)
             return most / tokens
 
         held = [spec.max_blocks_held() for spec in specs]
@@ -365,6 +350,28 @@ class EngineBuilder:
                 fix="lower scheduler.max_model_len or scheduler.max_batched_tokens, or raise cache.memory",
             )
         return report
+
+    def _profile(self, first: FirstSteps, encoding: Encoding | None, tokens: int, *, on_cuda: bool) -> None:
+        """Run what takes most memory: the encoder, a step of so many tokens, the drafter and the sampler.
+
+        Args:
+            on_cuda: whether the encoder and the sampler run at their largest too.
+        """
+        with fits("encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"):
+            held = encoding.profile() if encoding is not None and on_cuda else None
+        inputs, runner = first.largest(tokens), first.runner
+        count = len(inputs.rows)
+        if encoding is not None and on_cuda:
+            inputs.encoder_states = encoding.made_up_states(count)
+        with fits(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
+            output = runner.run(inputs)
+            del inputs
+            if runner.drafting is not None:
+                runner.drafting.rehearse(output.computed)
+        if runner.pooling is None:
+            requests = self.planned.loaded.config.scheduler.max_requests
+            warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, self.planned.device)
+        del held  # until here: the encoder's cache lies beside a step
 
     def _scheduler(
         self, rows: Rows, cache: CacheManager, encoding: Encoding | None, adapters: AdapterSource | None
