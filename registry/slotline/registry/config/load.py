@@ -19,6 +19,9 @@ from slotline.registry.config.structure import dotted, structure
 from slotline.registry.config.toml_text import toml_value
 from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Origin, Table, find, leaves, merge
 from slotline.registry.descriptor import Kind
+from slotline.registry.errors import ConfigError
+from slotline.registry.named_path import as_path, explain_name
+from slotline.registry.safe_repr import safe_repr
 
 T = TypeVar("T")
 
@@ -131,8 +134,9 @@ def load_config(
     faults: list[Fault] = []
     files: list[str] = []
     tree = Table({}, DEFAULT)
+    overrides = _texts(overrides)
     if path is not None:
-        tree = merge(tree, file_layer(Path(path), faults, files))
+        tree = merge(tree, file_layer(_file(path), faults, files))
     tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults))
     tree = merge(tree, overrides_layer(overrides, faults))
     tree = merge(tree, arguments_layer(values or {}))
@@ -142,6 +146,39 @@ def load_config(
         raise RuntimeError("the configuration was not built, and no fault says why")
     origins = dict(_origins(config, Config, tree))
     return LoadedConfig(config=config, origins=origins, files=tuple(files), tree=tree)
+
+
+def _file(path: Any) -> Path:
+    """Return the path of a configuration file.
+
+    Raises:
+        ConfigError: if it is no path, or that of something else.
+    """
+    text = as_path(path)
+    if not text:
+        raise ConfigError(f"{safe_repr(path)} is no path", fix="name a TOML file or a checkpoint folder, or None")
+    if os.path.isdir(text):
+        raise ConfigError(
+            f"{text!r} is a folder and no configuration file", fix=f"name a model as such: model = {text!r}"
+        )
+    said = explain_name(text)
+    if said is None and not text.endswith(".toml") and not os.path.exists(text):
+        said = ("there is no such file or folder", "name a TOML file or a checkpoint's folder; nothing is downloaded")
+    if said is not None:
+        raise ConfigError(f"{text[:200]!r} is no configuration file: {said[0]}", fix=said[1])
+    return Path(text)
+
+
+def _texts(overrides: Any) -> list[str]:
+    try:
+        texts = None if isinstance(overrides, str | bytes) else list(overrides or ())
+    except Exception:
+        texts = None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"overrides={safe_repr(overrides)} is no list of texts", fix='give a list, as ["cache.block_size=32"]'
+        )
+    return texts
 
 
 def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iterator[tuple[str, Origin]]:

@@ -17,6 +17,9 @@ from slotline.registry.config.schema import CONFIG_VERSION, Config
 from slotline.registry.config.toml_text import parse_toml_value
 from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Node, Origin, Table, build, merge, single
 from slotline.registry.config.validators import version_is
+from slotline.registry.named_path import as_path
+from slotline.registry.plain_values import plain_list
+from slotline.registry.safe_repr import safe_repr
 
 PREFIX = "SLOTLINE_"
 SHORTHANDS: Mapping[str, KeyPath] = MappingProxyType({"SLOTLINE_PLUGINS": ("plugins", "allow")})
@@ -157,14 +160,16 @@ def arguments_layer(values: Mapping[str, Any]) -> Table:
     tree = _EMPTY
     for key, value in values.items():
         path = _parse_key(key) or (key,)
-        origin = Origin(kind="argument", where=f"argument {key}", text=repr(value))
+        origin = Origin(kind="argument", where=f"argument {key}", text=safe_repr(value, 200))
         tree = merge(tree, expand_short(single(path, _as_toml(value), origin)))
     return tree
 
 
 def _as_toml(value: Any) -> Any:
+    value = plain_list(value)
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        path = as_path(value)
+        return value if path is None else path
     if isinstance(value, Mapping):
         return {str(key): _as_toml(inner) for key, inner in value.items()}
     return [_as_toml(inner) for inner in value] if isinstance(value, (list, tuple)) else value

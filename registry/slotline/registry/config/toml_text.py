@@ -6,7 +6,10 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any
+
+from slotline.registry.safe_repr import safe_repr
 
 _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
@@ -28,7 +31,7 @@ def toml_value(value: Any) -> str:
         return "{" + ", ".join(f"{toml_key(str(k))} = {toml_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, (list, tuple, set, frozenset)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
-    return str(value)
+    return str(value) if isinstance(value, int | float | date | time) else safe_repr(value, 200)
 
 
 def parse_toml_value(text: str) -> Any:
