@@ -104,7 +104,10 @@ class Tokenizer:
         template = chat_template(self._template_source(options))
         places = {name: self._hf.convert_ids_to_tokens(token) for name, token in items.items() if name not in cross}
         text = template.render(
-            messages, options, template.format(options, places, frozenset(items)), self._hf.special_tokens_map
+            [dict(message) for message in messages],
+            options,
+            template.format(options, places, frozenset(items)),
+            self._hf.special_tokens_map,
         )
         return self._encode(text, add_special_tokens=False)
 
