@@ -511,10 +511,11 @@ def test_a_folder_without_config_or_weights_is_refused_with_a_fix(llama: Path) -
         TransformersDecoder().inspect(llama)
 
 
-def test_an_unknown_architecture_is_named_with_the_closest_served_one(llama: Path) -> None:
+def test_an_unknown_architecture_is_named_with_its_served_family(llama: Path) -> None:
     _edit(llama / "config.json", architectures=["Qwen4ForCausalLM"])
     with pytest.raises(
-        ModelError, match=r"'Qwen4ForCausalLM'[\s\S]*Starcoder2ForCausalLM[\s\S]*closest.*Qwen\dForCausalLM"
+        ModelError,
+        match=r"'Qwen4ForCausalLM'[\s\S]*Starcoder2For[\s\S]*of the same family are served Qwen\dForCausalLM",
     ):
         TransformersDecoder().inspect(llama)
 

@@ -17,6 +17,8 @@ from slotline.core.frontend.prompts import as_token_ids
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_number
+from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from slotline.core.frontend.beam_grammar import BeamGrammar, Candidates
@@ -41,32 +43,33 @@ class BeamSearchParams:
         RequestError: naming the parameter, its value and what is allowed.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    beam_width: int = field(converter=plain_number)
+    max_tokens: int = field(converter=plain_number)
+    ignore_eos: bool = field(default=False, converter=plain_number)
+    length_penalty: float = field(default=1.0, converter=plain_number)
+    early_stopping: bool | str = field(default=False, converter=plain_number)
     structured_outputs: StructuredOutputsParams | None = None
 
     def __attrs_post_init__(self) -> None:
         for name in ("beam_width", "max_tokens"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be an integer >= 1")
+                raise RequestError(f"{name}={safe_repr(value)} is not allowed", fix=f"{name} must be an integer >= 1")
         penalty = self.length_penalty
         if not isinstance(penalty, int | float) or isinstance(penalty, bool) or not -10 <= penalty <= 10:
             raise RequestError(
-                f"length_penalty={penalty!r} is not allowed", fix="length_penalty must be a number in [-10, 10]"
+                f"length_penalty={safe_repr(penalty)} is not allowed",
+                fix="length_penalty must be a number in [-10, 10]",
             )
-        if self.early_stopping not in (True, False, "never"):
+        if not (isinstance(self.early_stopping, bool) or self.early_stopping == "never"):
             raise RequestError(
-                f"early_stopping={self.early_stopping!r} is not allowed",
+                f"early_stopping={safe_repr(self.early_stopping)} is not allowed",
                 fix='early_stopping must be True, False or "never"',
             )
         wanted = self.structured_outputs
         if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
             raise RequestError(
-                f"structured_outputs={wanted!r:.60} is not allowed", fix="give a StructuredOutputsParams or None"
+                f"structured_outputs={safe_repr(wanted)} is not allowed", fix="give a StructuredOutputsParams or None"
             )
         if wanted is not None and self.ignore_eos:
             raise RequestError("ignore_eos beside structured_outputs in a beam search", fix="leave one of them out")

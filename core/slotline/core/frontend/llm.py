@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +36,9 @@ from slotline.core.scheduling.request import Request
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import ConfigError, RequestError
+from slotline.registry.named_path import as_path
 from slotline.registry.negotiation import Plan
+from slotline.registry.safe_repr import safe_repr
 
 _SHORT = {
     "backend": "attention.backend",
@@ -71,9 +74,12 @@ class LLM:
 
     def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
         values = {_SHORT.get(key, key): value for key, value in settings.items()}
-        if config is not None and Path(config).is_dir():
-            values.setdefault("model", str(config))
-            config = None
+        if config is not None and (folder := as_path(config)) is not None and os.path.isdir(folder):
+            if values.get("model"):
+                raise ConfigError(
+                    f"{folder!r} and model={safe_repr(values['model'])} name two models", fix="name one of them"
+                )
+            values["model"], config = folder, None
         self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
         self.engine: Engine = build_engine(self.loaded)
         self._ids = itertools.count()
@@ -105,7 +111,10 @@ class LLM:
         if fixed:
             raise ConfigError(f"{', '.join(fixed)} cannot change while the engine runs", fix="build a new LLM")
         if "model" in settings:
-            self._weights = Path(settings["model"])
+            folder = as_path(settings["model"])
+            if folder is None:
+                raise ConfigError(f"model={safe_repr(settings['model'])} is no path", fix="name a checkpoint's folder")
+            self._weights = Path(folder)
 
     @known_options
     def reload_weights(self) -> None:
@@ -130,7 +139,7 @@ class LLM:
             RequestError: if it cannot be held, or another one has its name or number.
         """
         if not isinstance(lora_request, LoRARequest):
-            raise RequestError(f"{lora_request!r:.60} is no adapter", fix="give LoRARequest(name, number, path)")
+            raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
         with self.engine.plugins.naming():
             known = self.engine.exclusively(self._know, lora_request)
         return not known
@@ -240,7 +249,7 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(
-                f"params={params!r:.60} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
+                f"params={safe_repr(params)} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
             )
         shown = as_progress(progress, use_tqdm)
         fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
@@ -466,7 +475,8 @@ class LLM:
         fields = self._fields(prompt)
         if adapter is not None:
             fields["lora_request"] = self._adapter(adapter)
-        request_id = fields.pop("request_id", None) or f"request-{next(self._ids)}"
+        given = fields.pop("request_id", None)
+        request_id = f"request-{next(self._ids)}" if given is None or given == "" else given
         if isinstance(params, PoolingParams):
             group.append(self.engine.add(request_id, params=params, **fields))
             return

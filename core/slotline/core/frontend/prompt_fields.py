@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from slotline.core.frontend.multimodal import refuse_items
 from slotline.core.frontend.prompts import PROMPT_KEYS, Prompt, as_token_ids
 from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_number
+from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from slotline.core.execution.encoding import Encoding
@@ -27,11 +29,11 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: 
         return {"prompt": prompt, "prompt_token_ids": _encoded(prompt, encode)}
     if not isinstance(prompt, Mapping):
         return {"prompt_token_ids": prompt}
-    fields = dict(prompt)
+    fields = {key: plain_number(value) for key, value in prompt.items()}
     unknown = set(fields) - PROMPT_KEYS
     if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
         raise RequestError(
-            f"a prompt with the keys {list(fields)} cannot be read",
+            f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
             fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
             "'request_id'",
         )
@@ -44,7 +46,7 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: 
 def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], encoding: Encoding | None) -> dict[str, Any]:
     """The prompt with its items in the place of their placeholders."""
     if not isinstance(data, Mapping):
-        raise RequestError(f"multi_modal_data={data!r:.60} is no mapping", fix="give {'image': ...}")
+        raise RequestError(f"multi_modal_data={safe_repr(data)} is no mapping", fix="give {'image': ...}")
     if encoding is None:
         refuse_items(data)
         return {}
@@ -54,7 +56,7 @@ def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], encoding: Enc
 
 def _encoded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
     if not isinstance(text, str):
-        raise RequestError(f"prompt={text!r:.60} is no text", fix="give a string, or 'prompt_token_ids'")
+        raise RequestError(f"prompt={safe_repr(text)} is no text", fix="give a string, or 'prompt_token_ids'")
     if not text:
         raise RequestError("the prompt is empty", fix="give at least one character")
     return encode(text)

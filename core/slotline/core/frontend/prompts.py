@@ -14,6 +14,7 @@ from attrs import evolve
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.contracts import PoolingParams
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 Params = TypeVar("Params", SamplingParams, PoolingParams)
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -26,8 +27,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
         return [prompts]
     try:
         listed: list[Any] = list(prompts)
-    except TypeError as error:
-        raise RequestError(f"prompts={prompts!r:.60} cannot be read", fix="give text, token ids, or a list") from error
+    except Exception as error:  # a stranger's object may raise anything
+        raise RequestError(
+            f"prompts={safe_repr(prompts)} cannot be read", fix="give text, token ids, or a list"
+        ) from error
     if not listed:
         raise RequestError("no prompt was given", fix="give at least one; an empty list of token ids is no prompt")
     return [listed] if isinstance(listed[0], Integral) else listed
@@ -50,10 +53,15 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
     if params is None or isinstance(params, kind):
         return [default if params is None else params] * count
     given: Any = params
-    listed = list(given) if isinstance(given, Iterable) else [given]  # parameters are none
+    try:
+        listed = list(given) if isinstance(given, Iterable) else [given]  # parameters are none
+    except Exception:  # what calls itself iterable need not be
+        listed = [given]
     wrong = [one for one in listed if not isinstance(one, kind)]
     if wrong:
-        raise RequestError(f"{what}_params={wrong[0]!r:.60} is no {kind.__name__}", fix=f"give {kind.__name__}(...)")
+        raise RequestError(
+            f"{what}_params={safe_repr(wrong[0])} is no {kind.__name__}", fix=f"give {kind.__name__}(...)"
+        )
     if len(listed) != count:
         raise RequestError(
             f"{len(listed)} {what} parameters for {count} prompts", fix="give one, or one for each prompt"
@@ -66,9 +74,9 @@ def as_token_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
     try:
         listed = values if isinstance(values, list) else iter(values)
         return np.frombuffer(array("q", listed), np.int64)  # of a list of integers twice as fast as numpy itself
-    except (TypeError, OverflowError) as error:
+    except Exception as error:  # a stranger's object may raise anything
         raise RequestError(
-            f"prompt_token_ids={values!r:.60} are no token ids", fix="give integers, or text as a string"
+            f"prompt_token_ids={safe_repr(values)} are no token ids", fix="give integers, or text as a string"
         ) from error
 
 

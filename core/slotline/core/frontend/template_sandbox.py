@@ -146,24 +146,24 @@ class _Counted:
         return len(self._values)
 
 
-@jinja2.pass_context
+@jinja2.pass_context  # type: ignore[untyped-decorator]
 def _counted(_context: Any, values: Any) -> _Counted:
     return _Counted(values)
 
 
-@jinja2.pass_context
+@jinja2.pass_context  # type: ignore[untyped-decorator]
 def _shown(_context: Any, value: Any) -> Any:
     _allowance.get().show(length_as_text(value))
     return value
 
 
-@jinja2.pass_context
+@jinja2.pass_context  # type: ignore[untyped-decorator]
 def _joined(context: Any, values: list[Any]) -> Any:
     _allowance.get().make(sum(map(length_as_text, values)))
     return (markup_join if context.eval_ctx.autoescape else str_join)(values)
 
 
-@jinja2.pass_context
+@jinja2.pass_context  # type: ignore[untyped-decorator]
 def _counted_text(_context: Any, length: int) -> str:
     _allowance.get().show(length)
     return ""
@@ -260,7 +260,7 @@ def _measured(result: Any) -> Any:
     return result
 
 
-class GenerationTag(Extension):
+class GenerationTag(Extension):  # type: ignore[misc]
     """The tag `{% generation %}` of transformers, which marks what an assistant wrote. Nothing is marked here."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own form
@@ -272,7 +272,7 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-class _Namespace(Namespace):
+class _Namespace(Namespace):  # type: ignore[misc]
     """A namespace without the names of Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
@@ -291,10 +291,12 @@ def _refuse_private(name: Any) -> None:
         raise jinja2.exceptions.SecurityError(f"a namespace cannot hold {name!r}, which begins with an underscore")
 
 
-class TemplateEnvironment(ImmutableSandboxedEnvironment):
+class TemplateEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
     """The environment in which transformers renders chat templates, with the bounds of an `Allowance`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
+    filters: dict[str, Any]
+    globals: dict[str, Any]
 
     def __init__(self) -> None:
         super().__init__(

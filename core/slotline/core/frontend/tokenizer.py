@@ -14,6 +14,7 @@ from slotline.core.frontend.detokenizer import Detokenizer
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.errors import ModelError, RequestError
 from slotline.registry.loading import one_line
+from slotline.registry.named_path import explain_name
 from slotline.registry.remote_code import remote_code
 from slotline.registry.safe_repr import safe_repr
 
@@ -30,6 +31,8 @@ class Tokenizer:
 
         self.path = path
         if not path.is_dir():
+            if (said := explain_name(str(path))) is not None:
+                raise ModelError(f"tokenizer = {str(path)!r} is no folder: {said[0]}", fix=said[1])
             raise ModelError(
                 f"there is no folder {str(path)!r}", fix="name one with tokenizer.json and tokenizer_config.json"
             )
@@ -53,7 +56,9 @@ class Tokenizer:
         """
         token_ids = self._encode(text)
         if text and not token_ids:
-            raise RequestError(f"the tokenizer makes no token of {text!r:.60}", fix="give another text, or token ids")
+            raise RequestError(
+                f"the tokenizer makes no token of {safe_repr(text)}", fix="give another text, or token ids"
+            )
         return token_ids
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -61,7 +66,7 @@ class Tokenizer:
             token_ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
         except Exception as error:
             raise RequestError(
-                f"the tokenizer cannot read {text!r:.60}: {_why(text, error)}",
+                f"the tokenizer cannot read {safe_repr(text)}: {_why(text, error)}",
                 fix="correct the text, or give token ids",
             ) from error
         return token_ids
@@ -97,7 +102,10 @@ class Tokenizer:
         template = chat_template(self._template_source(options))
         places = {name: self._hf.convert_ids_to_tokens(token) for name, token in items.items() if name not in cross}
         text = template.render(
-            messages, options, template.format(options, places, frozenset(items)), self._hf.special_tokens_map
+            [dict(message) for message in messages],
+            options,
+            template.format(options, places, frozenset(items)),
+            self._hf.special_tokens_map,
         )
         return self._encode(text, add_special_tokens=False)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 from typing import Any
 
+from slotline.registry.architectures import family_hint
 from slotline.registry.contracts import ModelFamily
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
+from slotline.registry.named_path import explain_name
 
 
 def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
@@ -28,8 +29,7 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
         if any(descriptor.capabilities.architectures.refusal(name) is None for name in architectures):
             return descriptor, registry.build(descriptor)
     served = sorted({name for d in candidates for name in d.capabilities.architectures.values or ()})
-    close = difflib.get_close_matches(architectures[0], served, n=1)
-    hint = f"; the closest served one is {close[0]}" if close else ""
+    hint = family_hint(architectures[0], served)
     raise ModelError(
         f"no model family serves {' / '.join(architectures)} of {str(path)!r}{hint}",
         fix=f"served: {', '.join(served)}; others need a model_family plugin",
@@ -45,6 +45,8 @@ def _architectures(path: Path, key: str) -> list[str]:
         raise ModelError(
             f"{key} = {str(path)[:200]!r} cannot be looked at: {error.strerror}", fix="correct it"
         ) from error
+    if not there and (said := explain_name(str(path))) is not None:
+        raise ModelError(f"{key} = {str(path)[:200]!r} is no folder: {said[0]}", fix=said[1])
     if not there:
         without = "; leave it out for the small model" if key == "model" else ""
         raise ModelError(

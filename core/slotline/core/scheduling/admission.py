@@ -7,6 +7,7 @@ from attrs import define
 from slotline.core.cache.manager import CacheManager
 from slotline.core.scheduling.request import Request
 from slotline.registry.errors import CapacityError, RequestError
+from slotline.registry.safe_repr import safe_repr
 
 
 @define(kw_only=True)
@@ -60,7 +61,9 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
     params, length = request.params, len(request.prompt_token_ids)
     for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
         if not isinstance(value := getattr(request, name), kind):
-            raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be of type {kind.__name__}")
+            raise RequestError(
+                f"{name}={safe_repr(value)} is not allowed", fix=f"{name} must be of type {kind.__name__}"
+            )
     check_salt(request.cache_salt)
     if length == 0:
         raise RequestError("the prompt is empty", fix="give at least one token")

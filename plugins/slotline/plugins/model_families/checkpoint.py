@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from attrs import frozen
 from slotline.plugins.model_families import rope_fields, sentence_transformers
 from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN_ATTENTION, SERVED
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
+from slotline.registry.architectures import family_hint
 from slotline.registry.errors import ModelError
 from slotline.registry.json_file import read_json
 
@@ -165,10 +165,10 @@ def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[st
         if architecture in served:
             return str(architecture)
     asked = named[0] if named else f"(none named; model_type {raw.get('model_type')!r})"
-    closest = difflib.get_close_matches(str(asked), served, n=1, cutoff=0.0)
+    near = family_hint(str(asked), served)
     raise ModelError(
-        f"architecture {asked!r} of {path} is not served; served are {', '.join(served)}",
-        fix=f"the closest served architecture is {closest[0]}; use such a checkpoint or a plugin that serves this one",
+        f"architecture {asked!r} of {path} is not served; served are {', '.join(served)}{near}",
+        fix="use a checkpoint of a served architecture, or a plugin that serves this one",
     )
 
 

@@ -21,6 +21,9 @@ from slotline.registry.config.structure import dotted, structure
 from slotline.registry.config.toml_text import toml_value
 from slotline.registry.config.tree import DEFAULT, KeyPath, Leaf, Origin, Table, find, leaves, merge, plain
 from slotline.registry.descriptor import Kind
+from slotline.registry.errors import ConfigError
+from slotline.registry.named_path import as_path, explain_name
+from slotline.registry.safe_repr import safe_repr
 
 T = TypeVar("T")
 
@@ -142,7 +145,8 @@ def load_config(
     warnings: list[str] = []
     strangers: list[Fault] = []
     tree = Table({}, DEFAULT)
-    first = None if path is None else expanded(Path(path))
+    overrides = _texts(overrides)
+    first = None if path is None else expanded(_file(path))
     if first is not None:
         tree = merge(tree, FileReader(faults, warnings, files).read(first))
     tree = merge(tree, environment_layer(os.environ if environ is None else environ, faults, strangers))
@@ -159,6 +163,39 @@ def load_config(
     origins = dict(_origins(config, Config, tree))
     warnings += [f"{fault}; {fault.fix}" for fault in strangers]
     return LoadedConfig(config=config, origins=origins, files=tuple(files), warnings=tuple(warnings), tree=tree)
+
+
+def _file(path: Any) -> Path:
+    """Return the path of a configuration file.
+
+    Raises:
+        ConfigError: if it is no path, or that of something else.
+    """
+    text = as_path(path)
+    if not text:
+        raise ConfigError(f"{safe_repr(path)} is no path", fix="name a TOML file or a checkpoint folder, or None")
+    if os.path.isdir(text):
+        raise ConfigError(
+            f"{text!r} is a folder and no configuration file", fix=f"name a model as such: model = {text!r}"
+        )
+    said = explain_name(text)
+    if said is None and not text.endswith(".toml") and not os.path.exists(text):
+        said = ("there is no such file or folder", "name a TOML file or a checkpoint's folder; nothing is downloaded")
+    if said is not None:
+        raise ConfigError(f"{text[:200]!r} is no configuration file: {said[0]}", fix=said[1])
+    return Path(text)
+
+
+def _texts(overrides: Any) -> list[str]:
+    try:
+        texts = None if isinstance(overrides, str | bytes) else list(overrides or ())
+    except Exception:
+        texts = None
+    if texts is None or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"overrides={safe_repr(overrides)} is no list of texts", fix='give a list, as ["cache.block_size=32"]'
+        )
+    return texts
 
 
 def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iterator[tuple[str, Origin]]:

@@ -17,6 +17,9 @@ from slotline.registry.config.schema import Config
 from slotline.registry.config.short_form import expand_short
 from slotline.registry.config.toml_text import parse_toml_value
 from slotline.registry.config.tree import DEFAULT, KeyPath, Origin, Table, merge, single
+from slotline.registry.named_path import as_path
+from slotline.registry.plain_values import plain_list
+from slotline.registry.safe_repr import safe_repr
 
 PREFIX = "SLOTLINE_"
 SHORTHANDS: Mapping[str, KeyPath] = MappingProxyType({"SLOTLINE_PLUGINS": ("plugins", "allow")})
@@ -90,7 +93,7 @@ def arguments_layer(values: Mapping[str, Any], faults: list[Fault]) -> Table:
         if too_deep_key(value) is not None:
             faults.append(Fault(origin, "", TOO_DEEP))
             continue
-        origin = attrs.evolve(origin, text=repr(value))
+        origin = attrs.evolve(origin, text=safe_repr(value, 200))
         tree = merge(tree, expand_short(single(path, _as_toml(value), origin)))
     return tree
 
@@ -108,8 +111,10 @@ def _brief(text: str) -> str:
 
 
 def _as_toml(value: Any) -> Any:
+    value = plain_list(value)
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        path = as_path(value)
+        return value if path is None else path
     if isinstance(value, Mapping):
         return {str(key): _as_toml(inner) for key, inner in value.items()}
     return [_as_toml(inner) for inner in value] if isinstance(value, (list, tuple)) else value

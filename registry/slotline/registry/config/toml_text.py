@@ -6,9 +6,11 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping
+from datetime import date, time
 from typing import Any
 
 from slotline.registry.config.nesting import too_deep_at
+from slotline.registry.safe_repr import safe_repr
 
 _LONGEST_INTEGER = 10_000
 _LONGEST_SHOWN = 400
@@ -34,7 +36,7 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
         return hex(value)  # Python refuses to write so many digits
-    return str(value)
+    return str(value) if isinstance(value, int | float | date | time) else safe_repr(value, 200)
 
 
 def brief_value(value: Any) -> str:

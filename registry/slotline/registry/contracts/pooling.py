@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from attrs import field, frozen
 
 from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_number
+from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +29,7 @@ _ONLY_FOR = {"dimensions": "embed", "normalize": "embed", "use_activation": "cla
 def _task(_instance: Any, _attribute: Any, value: Any) -> None:
     if value is not None and (not isinstance(value, str) or value == "generate"):
         raise RequestError(
-            f"task={value!r} is no pooling task",
+            f"task={safe_repr(value)} is no pooling task",
             fix=f"use one of {', '.join(POOLING_TASKS)}; for generation, SamplingParams",
         )
 
@@ -35,7 +37,7 @@ def _task(_instance: Any, _attribute: Any, value: Any) -> None:
 def _flag(_instance: Any, attribute: Any, value: Any) -> None:
     if value is not None and not isinstance(value, bool):
         raise RequestError(
-            f"{attribute.name}={value!r} is not allowed",
+            f"{attribute.name}={safe_repr(value)} is not allowed",
             fix=f"{attribute.name} must be True or False, or None for the model's own choice",
         )
 
@@ -43,7 +45,7 @@ def _flag(_instance: Any, attribute: Any, value: Any) -> None:
 def _dimensions(_instance: Any, _attribute: Any, value: Any) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
         raise RequestError(
-            f"dimensions={value!r} is not allowed", fix="dimensions must be an integer >= 1, or None for all"
+            f"dimensions={safe_repr(value)} is not allowed", fix="dimensions must be an integer >= 1, or None for all"
         )
 
 
@@ -62,9 +64,9 @@ class PoolingParams:
     """
 
     task: str | None = field(default=None, validator=_task)
-    dimensions: int | None = field(default=None, validator=_dimensions)
-    normalize: bool | None = field(default=None, validator=_flag)
-    use_activation: bool | None = field(default=None, validator=_flag)
+    dimensions: int | None = field(default=None, converter=plain_number, validator=_dimensions)
+    normalize: bool | None = field(default=None, converter=plain_number, validator=_flag)
+    use_activation: bool | None = field(default=None, converter=plain_number, validator=_flag)
 
     def __attrs_post_init__(self) -> None:
         for name, task in _ONLY_FOR.items():

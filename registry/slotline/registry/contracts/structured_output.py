@@ -19,6 +19,8 @@ from attrs import field, frozen
 from slotline.registry.capability import Set
 from slotline.registry.declared import declared
 from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_number
+from slotline.registry.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,7 +104,10 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _strings(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+    try:
+        return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
+    except Exception:  # what calls itself iterable need not be; it is refused below
+        return value
 
 
 @frozen(kw_only=True)
@@ -126,9 +131,9 @@ class StructuredOutputsParams:
     regex: str | None = None
     choice: Sequence[str] | None = field(default=None, converter=_strings)
     grammar: str | None = None
-    json_object: bool = False
+    json_object: bool = field(default=False, converter=plain_number)
     structural_tag: str | Mapping[str, Any] | None = None
-    disable_any_whitespace: bool = False
+    disable_any_whitespace: bool = field(default=False, converter=plain_number)
     constraint: Constraint = field(init=False, repr=False)
 
     @constraint.default
@@ -136,7 +141,7 @@ class StructuredOutputsParams:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(value := getattr(self, name), bool):
                 raise RequestError(
-                    f"structured_outputs.{name}={value!r:.60} is not allowed", fix=f"{name} must be True or False"
+                    f"structured_outputs.{name}={safe_repr(value)} is not allowed", fix=f"{name} must be True or False"
                 )
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None and getattr(self, name) != ""]
         given = [name for name in given if name != "json_object" or self.json_object]
@@ -157,13 +162,14 @@ class StructuredOutputsParams:
         if kind == "choice":
             if not isinstance(value, tuple) or not value or not all(isinstance(v, str) and v for v in value):
                 raise RequestError(
-                    f"structured_outputs.choice={value!r} is not allowed", fix="give a list of non-empty strings"
+                    f"structured_outputs.choice={safe_repr(value)} is not allowed",
+                    fix="give a list of non-empty strings",
                 )
             return _json.dumps(list(dict.fromkeys(value)), ensure_ascii=False)
         if kind in ("json", "structural_tag"):
             return _json_text(kind, value)
         if not isinstance(value, str):
-            raise RequestError(f"structured_outputs.{kind}={value!r} is not allowed", fix="give a string")
+            raise RequestError(f"structured_outputs.{kind}={safe_repr(value)} is not allowed", fix="give a string")
         return value
 
 

@@ -11,6 +11,7 @@ import torch
 
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 logger = logging.getLogger("slotline")
 
@@ -84,7 +85,7 @@ def _takes_prompt(function: _Function) -> bool:
         except TypeError:
             continue
     raise RequestError(
-        f"logits_processors holds {function!r}, which does not take two or three arguments",
+        f"logits_processors holds {safe_repr(function, 80)}, which does not take two or three arguments",
         fix="take (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)",
     )
 

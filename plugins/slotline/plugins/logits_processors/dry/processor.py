@@ -13,6 +13,7 @@ from slotline.core.uploads import sent
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 Int = npt.NDArray[np.int64]
 _LARGEST = 1e9
@@ -45,7 +46,7 @@ class Dry:
             isinstance(token, int) and 0 <= token < self._vocab_size for token in breakers
         ):
             raise RequestError(
-                f"dry_sequence_breaker_ids={breakers!r} is not allowed",
+                f"dry_sequence_breaker_ids={safe_repr(breakers, 80)} is not allowed",
                 fix=f"give a list of token ids from 0 to {self._vocab_size - 1}",
             )
 
@@ -111,10 +112,14 @@ class Dry:
 def _number(params: Mapping[str, Any], name: str, least: float, allowed: str) -> None:
     value = params.get(name, least)
     if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _LARGEST:
-        raise RequestError(f"{name}={value!r:.80} is not allowed", fix=f"give a number, {allowed}, up to {_LARGEST:g}")
+        raise RequestError(
+            f"{name}={safe_repr(value, 80)} is not allowed", fix=f"give a number, {allowed}, up to {_LARGEST:g}"
+        )
 
 
 def _whole(params: Mapping[str, Any], name: str, least: int) -> None:
     value = params.get(name, least)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise RequestError(f"{name}={value!r:.80} is not allowed", fix=f"give an integer from {least} to 2147483647")
+        raise RequestError(
+            f"{name}={safe_repr(value, 80)} is not allowed", fix=f"give an integer from {least} to 2147483647"
+        )

@@ -12,6 +12,7 @@ from slotline.core.uploads import sent
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 
 class LogitBias:
@@ -31,7 +32,7 @@ class LogitBias:
                 )
             if not isinstance(bias, int | float) or isinstance(bias, bool) or not -100 <= bias <= 100:
                 raise RequestError(
-                    f"logit_bias[{token}]={bias!r} is not allowed", fix="a bias is a number in [-100, 100]"
+                    f"logit_bias[{token}]={safe_repr(bias, 80)} is not allowed", fix="a bias is a number in [-100, 100]"
                 )
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:

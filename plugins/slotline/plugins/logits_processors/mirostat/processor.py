@@ -13,6 +13,7 @@ import torch
 from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.safe_repr import safe_repr
 
 Int = npt.NDArray[np.int64]
 _NEW = -1
@@ -46,7 +47,7 @@ class Mirostat:
                 not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e9
             ):
                 raise RequestError(
-                    f"{name}={value!r:.80} is not allowed", fix="give a number in (0, 1e9], or leave it out"
+                    f"{name}={safe_repr(value, 80)} is not allowed", fix="give a number in (0, 1e9], or leave it out"
                 )
         if params.get("mirostat_tau") is None:
             if params.get("mirostat_eta") is not None:

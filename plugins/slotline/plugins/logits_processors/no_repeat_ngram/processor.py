@@ -11,6 +11,7 @@ import torch
 from slotline.plugins.logits_processors.bans import ban
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 
 class NoRepeatNGram:
@@ -24,7 +25,7 @@ class NoRepeatNGram:
         size = params.get("no_repeat_ngram_size", 0)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
             raise RequestError(
-                f"no_repeat_ngram_size={size!r} is not allowed",
+                f"no_repeat_ngram_size={safe_repr(size, 80)} is not allowed",
                 fix="give an integer from 1 to 2147483647, or 0 for no limit",
             )
 

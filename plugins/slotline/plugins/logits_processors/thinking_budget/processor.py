@@ -13,6 +13,7 @@ from slotline.core.uploads import sent
 from slotline.plugins.logits_processors.thinking_budget.options import ThinkingBudgetOptions
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 Int = npt.NDArray[np.int64]
 _Marks = tuple[tuple[int, ...], tuple[int, ...]]
@@ -40,7 +41,7 @@ class ThinkingBudget:
             return
         if not isinstance(budget, int) or isinstance(budget, bool) or not 0 <= budget < 2**31:
             raise RequestError(
-                f"thinking_token_budget={budget!r:.80} is not allowed",
+                f"thinking_token_budget={safe_repr(budget, 80)} is not allowed",
                 fix="give an integer from 0 to 2147483647, or None",
             )
         for name, mark in zip(("start", "end"), self._marks_of(params), strict=True):

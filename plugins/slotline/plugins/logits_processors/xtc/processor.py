@@ -12,6 +12,7 @@ from slotline.core.sampling.sampler import uniforms
 from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
+from slotline.registry.safe_repr import safe_repr
 
 _CHANCE = np.uint64(0xC2B2AE3D27D4EB4F)
 """Sets the numbers that decide here apart from those that draw tokens."""
@@ -32,7 +33,7 @@ class Xtc:
         for name in ("xtc_probability", "xtc_threshold"):
             value = params.get(name, 0.0)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-                raise RequestError(f"{name}={value!r} is not allowed", fix="give a number in [0, 1]")
+                raise RequestError(f"{name}={safe_repr(value, 80)} is not allowed", fix="give a number in [0, 1]")
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
         """Write the row's numbers; above a threshold of 0.5 there is never a second token to take."""

@@ -1,0 +1,73 @@
+"""Say what a name is that was given for a checkpoint folder or a configuration file, and is neither."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".pte", ".mlmodel")
+
+
+def as_path(value: object) -> str | None:
+    """Return a path as text, `~` expanded; None for what is no path."""
+    try:
+        text = os.fspath(value)  # type: ignore[call-overload]
+    except Exception:  # a stranger's `__fspath__` too
+        return None
+    return os.path.expanduser(text) if isinstance(text, str) else None
+
+
+def explain_name(text: str) -> tuple[str, str] | None:
+    """Return what a name is instead of a folder or a TOML file, and what to do; None where nothing can be said."""
+    path = os.path.expanduser(text)
+    name, suffix = os.path.basename(path), os.path.splitext(path)[1].lower()
+    if "\0" in text:
+        return "it has a NUL character, which no path has", "correct it"
+    if address := re.match(r"https?:/+[^/]+/(.*)", text):  # a path keeps one slash of two
+        model = "/".join(address[1].split("/")[:2])
+        return "it is an address on the net, and nothing is downloaded here", _download(model)
+    if suffix == ".gguf":
+        return "it is a GGUF file, which is not read", "name a Hugging Face folder with config.json and safetensors"
+    if suffix in _WEIGHTS:
+        return "it is a file of weights", f"name its folder, which holds config.json: {_folder(path)}"
+    if suffix == ".json":
+        return f"it is the file {name} of a checkpoint", f"name its folder: {_folder(path)}"
+    if os.path.exists(path):
+        return None
+    if near := _near(path):
+        return "there is no such file or folder", f"did you mean {near!r}?"
+    if _HUB_ID.fullmatch(text) and not os.path.isdir(os.path.dirname(path)):
+        if folder := _in_hub_cache(text):
+            return "it is the name of a model on the Hugging Face Hub", f"it is in the Hub's cache: name {folder}"
+        return "it is the name of a model on the Hugging Face Hub, and nothing is downloaded here", _download(text)
+    return None
+
+
+def _folder(path: str) -> str:
+    return repr(os.path.dirname(path) or ".")
+
+
+def _download(model: str) -> str:
+    folder = model.rpartition("/")[2]
+    return f"download it, for instance with `hf download {model} --local-dir {folder}`, and name that folder"
+
+
+def _near(path: str) -> str | None:
+    """Return the file or folder beside it whose name is nearly the same."""
+    parent, name = os.path.split(path.rstrip("/"))
+    try:
+        found = difflib.get_close_matches(name, os.listdir(parent or "."), n=1, cutoff=0.8)
+    except (OSError, ValueError):
+        return None
+    return os.path.join(parent, found[0]) if found else None
+
+
+def _in_hub_cache(model: str) -> str | None:
+    home = os.environ.get("HF_HOME", os.path.join("~", ".cache", "huggingface"))
+    cache = os.environ.get("HF_HUB_CACHE", os.path.join(home, "hub"))
+    snapshots = Path(os.path.expanduser(cache), f"models--{model.replace('/', '--')}", "snapshots")
+    found = sorted(snapshots.glob("*/config.json"))
+    return str(found[-1].parent) if found else None
