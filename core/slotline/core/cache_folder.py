@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from threading import get_ident
 
 
 def cache_folder() -> Path:
-    """``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification."""
-    if named := os.environ.get("SLOTLINE_CACHE"):
-        return Path(named).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+    """Return ``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification.
+
+    Raises:
+        OSError: if the folder hangs on a home folder and the user has none.
+    """
+    try:
+        if named := os.environ.get("SLOTLINE_CACHE"):
+            return Path(named).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+    except RuntimeError as error:  # HOME is not set, and the system knows no such user
+        raise OSError(errno.ENOENT, str(error)) from error
 
 
 def keep(file: Path, content: bytes) -> None:
@@ -23,5 +32,10 @@ def keep(file: Path, content: bytes) -> None:
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     scratch = file.with_suffix(f".{os.getpid()}.{get_ident()}")
-    scratch.write_bytes(content)
-    scratch.replace(file)
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(file)
+    except OSError:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
