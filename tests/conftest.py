@@ -27,6 +27,8 @@ def pytest_configure() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("SLOTLINE_DEVICE", "cpu")
     os.environ["SLOTLINE_CACHE"] = mkdtemp(prefix="slotline-tests-")  # what was measured here decides nothing
+    # Compiled kernels serve all test processes, and later runs.
+    os.environ.setdefault("NUMBA_CACHE_DIR", str(Path(__file__).parent / "__pycache__" / "kernels"))
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, so before any test does
     torch.set_num_threads(1)

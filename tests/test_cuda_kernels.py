@@ -26,7 +26,7 @@ def test_what_was_compiled_is_kept_for_the_next_start(cached: Path, monkeypatch:
     image = cuda_kernels.compiled(KERNEL, "sm_90a")
     assert image.startswith(b"\x7fELF")
     (file,) = cached.iterdir()
-    assert file.read_bytes() == image
+    assert file.read_bytes().endswith(image)
     with monkeypatch.context() as patch:
         patch.setattr(cuda_kernels, "_compile", lambda *_: pytest.fail("compiled again"))
         assert cuda_kernels.compiled(KERNEL, "sm_90a") == image

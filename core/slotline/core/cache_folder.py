@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -22,11 +23,18 @@ _FOREIGN_S = 24 * 3600.0
 
 
 def cache_folder() -> Path:
-    """``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification."""
-    if named := os.environ.get("SLOTLINE_CACHE"):
-        return Path(named).expanduser()
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+    """Return ``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification.
+
+    Raises:
+        OSError: if the folder hangs on a home folder and the user has none.
+    """
+    try:
+        if named := os.environ.get("SLOTLINE_CACHE"):
+            return Path(named).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+    except RuntimeError as error:  # HOME is not set, and the system knows no such user
+        raise OSError(errno.ENOENT, str(error)) from error
 
 
 def keep(file: Path, content: bytes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.cache_folder import cache_folder, keep
+from slotline.core.kernel_files import read_kernel, write_kernel
 from slotline.registry.errors import PluginLoadError
 
 logger = logging.getLogger("slotline")
@@ -162,16 +162,11 @@ def compiled(source: str, architecture: str) -> bytes:
     options = [f"-arch={architecture}".encode(), b"-std=c++17"]
     _, major, minor = nvrtc.nvrtcVersion()
     digest = hashlib.sha256(repr((major, minor, options, source)).encode()).hexdigest()[:32]
-    file = cache_folder() / "kernels" / f"{digest}.cubin"
-    try:
-        return file.read_bytes()
-    except OSError:
-        pass
+    name = f"{digest}.cubin"
+    if (kept := read_kernel(name)) is not None:
+        return kept
     made = _compile(source, options)
-    try:
-        keep(file, made)
-    except OSError as error:
-        logger.warning("a compiled kernel is not kept for the next start: %s", error)
+    write_kernel(name, made)
     return made
 
 

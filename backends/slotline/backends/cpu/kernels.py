@@ -4,8 +4,8 @@ Tensors cross from Python as addresses, so that a call costs microseconds and bf
 detour. What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag
 is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, so n is a constant.
 
-All functions stay in this one file: numba's cache on disk notices a change of the file that a function lives in,
-but not of the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
+All functions stay in this one file: the cache on disk notices a change of the file that a function lives in, but not of
+the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
 slices could: both halve the time to compile. A function that is called in one place and holds most of the others is
 inlined before it is compiled, or LLVM would optimise its code once more by itself: a tenth of the time. Attention is
 compiled for one thread and called by its address from a loop over threads that is compiled once: inside a parallel loop
@@ -23,8 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import carray, cfunc, config, njit, prange, set_num_threads, types
+from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
+
+from slotline.core.numba_cache import cached_cfunc, cached_njit
 
 TILE = 32
 """Keys whose scores are computed before the running maximum is brought up to date once."""
@@ -58,7 +60,7 @@ SINKS, NUM_SINKS, QUERY, QUERY_STRIDE, OUT, OUT_STRIDE, LSE, LSE_STRIDE = range(
 
 _inner = partial(njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 _inlined = partial(_inner, inline="always")
-_entry = partial(njit, nogil=True, no_cfunc_wrapper=True, cache=True)
+_entry = partial(cached_njit, nogil=True, no_cfunc_wrapper=True)
 
 
 @intrinsic
@@ -590,7 +592,7 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
         else:
             _finish_partials(plan, layer, targets, tags)
 
-    return cfunc(types.void(types.int64, types.int64), cache=True)(share)
+    return cached_cfunc(types.void(types.int64, types.int64), share)
 
 
 @cache

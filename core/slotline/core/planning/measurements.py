@@ -42,7 +42,11 @@ def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype:
 
 
 def measurement_file(key: dict[str, Any]) -> Path:
-    """Where the measurement of a key lies."""
+    """Return where the measurement of a key lies.
+
+    Raises:
+        OSError: if there is no cache folder, see `cache_folder`.
+    """
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / "measurements" / f"{digest}.json"
 
@@ -50,11 +54,14 @@ def measurement_file(key: dict[str, Any]) -> Path:
 def load_measurements(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> Measured | None:
     """What was measured of this model on this device; None if nothing was, or with a warning if it is unreadable."""
     key = measurement_key(facts, device, dtype, kv_dtype)
-    file = measurement_file(key)
+    try:
+        file = measurement_file(key)
+    except OSError:  # there is no folder that anything could have been kept in
+        return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
         return from_json(record, str(file)) if record["key"] == key else None
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("the measurements in %s cannot be read and do not count: %s; run `slotline tune`", file, error)
@@ -68,9 +75,14 @@ def save_measurements(measured: Measured, facts: ModelFacts, device: DeviceInfo)
         ConfigError: if the cache folder cannot be written.
     """
     key = measurement_key(facts, device, measured.dtype, measured.kv_dtype)
-    file = measurement_file(key)
+    where = "the cache folder"
     try:
+        file = measurement_file(key)
+        where = str(file.parent)
         keep(file, json.dumps({"key": key, **to_json(measured)}, indent=1).encode())
     except OSError as error:
-        raise ConfigError(f"measurements cannot be kept in {file.parent}: {error}", fix="set SLOTLINE_CACHE") from error
+        raise ConfigError(
+            f"measurements cannot be kept in {where}: {error}",
+            fix="set SLOTLINE_CACHE to a folder that can be written",
+        ) from error
     return file

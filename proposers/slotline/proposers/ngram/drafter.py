@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 
+from slotline.core.numba_cache import cached_njit
 from slotline.proposers.ngram import NgramOptions
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 
@@ -42,7 +43,7 @@ class NgramDrafter:
         """Nothing to forget."""
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _place(tokens: Any, shortest: int, longest: int) -> int:
     """Index behind the earlier place of the longest possible end of `tokens`, the latest of equals; -1 for none."""
     count = len(tokens)
@@ -72,5 +73,5 @@ def _look_up(rows: Any, table: Any, known: Any, shortest: int, longest: int, dra
                 drafts[index, i] = tokens[place + i]
 
 
-look_up = njit(cache=True, nogil=True)(_look_up)
-look_up_on_all_cores = njit(cache=True, nogil=True, parallel=True)(_look_up)
+look_up = cached_njit(nogil=True)(_look_up)
+look_up_on_all_cores = cached_njit(nogil=True, parallel=True)(_look_up)

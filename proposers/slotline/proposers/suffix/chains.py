@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
+
+from slotline.core.numba_cache import cached_njit
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _hash(tokens: Any, end: int, count: int, buckets: int) -> int:
     """The bucket of the `count` tokens up to and with `end` of a ring."""
     size = len(tokens)
@@ -20,7 +21,7 @@ def _hash(tokens: Any, end: int, count: int, buckets: int) -> int:
     return int(value >> np.uint32(7)) & (buckets - 1)
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def extend(rows: Any, table: Any, known: Any, tokens: Any, before: Any, latest: Any, count: Any, shortest: int) -> None:
     """Take over what `rows` [n] got since the last call: tokens [.., length], `before` and `latest` by row.
 
@@ -40,7 +41,7 @@ def extend(rows: Any, table: Any, known: Any, tokens: Any, before: Any, latest: 
         count[row] = end
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def remember(text: Any, past: Any, gaps: Any, latest: Any, end: int, shortest: int) -> int:
     """Append `text` and -1 to the ring `past`, whose next token is number `end`; returns the next one after that."""
     size = len(past)
@@ -57,7 +58,7 @@ def remember(text: Any, past: Any, gaps: Any, latest: Any, end: int, shortest: i
     return end
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _match(text: Any, last: int, other: Any, place: int, room: int, longest: int) -> int:
     """How many tokens up to `last` of a text equal those up to `place` of a ring, of which `room` may be read."""
     size = len(other)
@@ -68,7 +69,7 @@ def _match(text: Any, last: int, other: Any, place: int, room: int, longest: int
     return length
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _keep(places: Any, kept: int, best: int, length: int, place: int) -> tuple[int, int]:
     """Note a place of a match; only those of the longest one stay. Returns how many there are, and its length."""
     if length > best:
@@ -79,7 +80,7 @@ def _keep(places: Any, kept: int, best: int, length: int, place: int) -> tuple[i
     return kept, best
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _vote(source: Any, end: int, places: Any, kept: int, most: int, least: float, wraps: bool, out: Any) -> float:
     """Fill `out` with the tokens that most places agree on and return the sum of their probabilities.
 
@@ -114,7 +115,7 @@ def _vote(source: Any, end: int, places: Any, kept: int, most: int, least: float
     return score
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def _behind(source: Any, size: int, number: int, end: int, wraps: bool, out: Any) -> int:
     """Token `number` of a ring; behind its end the draft if it `wraps`, else -1."""
     if number < end:
@@ -122,7 +123,7 @@ def _behind(source: Any, size: int, number: int, end: int, wraps: bool, out: Any
     return out[number - end] if wraps else -1
 
 
-@njit(cache=True, nogil=True)
+@cached_njit(nogil=True)
 def propose(
     rows: Any,
     known: Any,

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 from attrs import frozen
-from numba import carray, cfunc, njit, types
+from numba import carray, njit, types
+
+from slotline.core.numba_cache import cached_cfunc
 
 # Sums may be reordered and contracted; infinities and NaNs keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
@@ -46,7 +48,7 @@ class RowKernels:
 
 @cache
 def row_kernels(dtype: torch.dtype) -> RowKernels:
-    """The compiled kernels for float32 or bfloat16; compiling takes about a second once, then comes from numba's cache.
+    """Return the kernels for float32 or bfloat16, compiled in about a second or taken from the cache folder.
 
     Raises:
         KeyError: for other dtypes.
@@ -72,10 +74,7 @@ def _compile_bfloat16() -> tuple[Any, Any]:
 
 
 def _compile(signature: Any, function: Callable[..., None]) -> Any:
-    try:
-        return cfunc(signature, fastmath=_FAST, cache=True)(function)
-    except RuntimeError:  # numba found no folder that it may write its cache to
-        return cfunc(signature, fastmath=_FAST)(function)
+    return cached_cfunc(signature, function, fastmath=_FAST)
 
 
 @njit(inline="always")
