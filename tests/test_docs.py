@@ -104,6 +104,23 @@ def test_the_drafter_on_the_page_conforms_and_changes_no_text(tmp_path: Path) ->
     assert llm.engine.drafting.counts.accepted > 0
 
 
+def test_the_spec_of_states_on_the_page_conforms_and_gives_checkpoints(tmp_path: Path) -> None:
+    """docs/contracts.md: the block is taken from the page and run as an inline plugin, in an engine as well."""
+    (block,) = re.findall(
+        r"```python\n(# prompt_states.py.*?)```", (DOCS / "contracts.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    file = tmp_path / "prompt_states.py"
+    file.write_text(block, encoding="utf-8")
+    assert len([line for line in block.splitlines() if line.strip()]) <= 40
+    from slotline.testing import Outcome, check_plugin
+
+    records = check_plugin(f"{file}:descriptor", device="cpu")
+    assert [f"{record.key}: {record.reason}" for record in records if record.bad] == []
+    (text,) = [record for record in records if record.id == "kv_spec.state.engine.text"]
+    assert text.outcome is Outcome.PASSED, text.reason
+    assert min(text.details["cached_tokens"][2:]) > 0
+
+
 def sampling_page() -> list[str]:
     """The blocks of docs/sampling.md that make a processor and name it."""
     blocks = re.findall(r"```(?:python|toml)\n(.*?)```", (DOCS / "sampling.md").read_text(), re.DOTALL)

@@ -76,17 +76,19 @@ def _why_chosen(request: PlanRequest, kinds: tuple[str, ...], spec: Candidate, o
 
 
 def _why_not(request: PlanRequest, kinds: tuple[str, ...], chosen: Candidate, other: Candidate) -> tuple[Reason, ...]:
-    found = dict.fromkeys(reason for kind in kinds for reason in _reasons(request, kind, other))
-    if found:
-        return tuple(found)
+    own = (_reasons(request, kind, other) or (_why_lost(kind, chosen, other),) for kind in kinds)
+    return tuple(dict.fromkeys(reason for reasons in own for reason in reasons))
+
+
+def _why_lost(kind: str, chosen: Candidate, other: Candidate) -> Reason:
     theirs, ours = other.capabilities.priority, chosen.capabilities.priority
-    if any(_is_exact(chosen, kind) and not _is_exact(other, kind) for kind in kinds):
-        text = f"cache spec: {other.name} is not exact for these layers, {chosen.name} is"
+    if _is_exact(chosen, kind) and not _is_exact(other, kind):
+        text = f"cache spec: {other.name} is not exact for {kind} layers, {chosen.name} is"
     elif theirs != ours:
         text = f"priority: {theirs}, {chosen.name} has {ours}"
     else:
         text = f"name: equal in all that counts, and {chosen.name} comes first by name"
-    return (Reason(code="N191", text=text),)
+    return Reason(code="N191", text=text)
 
 
 def _reasons(request: PlanRequest, kind: str, spec: Candidate) -> tuple[Reason, ...]:
