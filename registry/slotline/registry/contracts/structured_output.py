@@ -274,8 +274,9 @@ class StructuredOutput(Protocol):
             places: for each, its first row of `bitmask`; the next ones are for each draft the tokens that may follow
                 it. Rows behind a draft that is not legal, and behind an end-of-sequence token, are left as they are.
             bitmask: [num_rows, ceil(vocab_size / 32)] int32, all ones. Bit ``t % 32`` of word ``t // 32`` is left 1
-                where token t may come next; an end-of-sequence token may where the text is complete, no other special
-                token and no token that the tokenizer does not have ever may. Where every text that is left goes on with
+                where token t may come next; an end-of-sequence token may where the text is complete, also one that is
+                ordinary text, such as a newline, and no other special token and no token that the tokenizer does not
+                have ever may. Where every text that is left goes on with
                 the same bytes, a plugin may leave fewer ways to cut them into tokens, one at least.
         """
         ...

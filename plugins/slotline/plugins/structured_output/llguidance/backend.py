@@ -11,11 +11,11 @@ from itertools import cycle
 import numpy as np
 import numpy.typing as npt
 from attrs import define, field
-from llguidance import LLExecutor, LLMatcher, LLTokenizer, StructTag, grammar_from
-from llguidance.hf import from_tokenizer
+from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
 
 from slotline.plugins.structured_output.cores import num_cores
 from slotline.plugins.structured_output.json_schema import refuse
+from slotline.plugins.structured_output.llguidance.tokenizer import build_tokenizer
 from slotline.plugins.structured_output.number_bounds import refuse_uncounted_multiples
 from slotline.plugins.structured_output.regex import MOST_FORCED, located, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened, screened_structure
@@ -28,9 +28,6 @@ _OTHER = "change it, or try structured_output.backend = 'xgrammar'"
 _MOST_THREADS = 4
 _WORTH_WAKING = 16
 """States: fewer are asked in less time than it takes to wake threads."""
-_SLICES = ("[0-9]+", "[1-9][0-9]*", "[a-z]+", "[a-zA-Z0-9_]+")
-"""Parts of the vocabulary beside llguidance's own, which are white space and what stands in JSON strings: where every
-token of one may come next, one look at the expression says so, and none of them is walked."""
 
 
 class LLGuidanceBackend:
@@ -43,12 +40,7 @@ class LLGuidanceBackend:
     def __init__(self, context: StructuredOutputContext) -> None:
         self.eos_token_ids = frozenset(context.eos_token_ids)
         width = max(context.vocab_size, len(context.tokenizer))  # llguidance wants a bit for each token that there is
-        self._tokenizer = from_tokenizer(
-            context.tokenizer,
-            n_vocab=width,
-            eos_token=list(context.eos_token_ids),
-            slices=[*LLTokenizer.general_slices(), *_SLICES],
-        )
+        self._tokenizer = build_tokenizer(context.tokenizer, context.eos_token_ids, width)
         self._words = -(-width // 32)
         self._threads = context.options.threads or min(_MOST_THREADS, num_cores())
         self._executor = LLExecutor(self._threads)
@@ -136,8 +128,15 @@ class LLGuidanceBackend:
     def _check_schema(self, text: str, place: str) -> None:
         if isinstance(schema := json.loads(text), dict) and "x-guidance" in schema:
             raise RequestError(f"{place}: x-guidance sets options of llguidance", fix="leave it out")
-        refuse(screened(text, place), lambda part: self._refusal(_json_grammar(part)), _OTHER, place)
+        refuse(screened(text, place), self._schema_refusal, _OTHER, place)
         refuse_uncounted_multiples(text, place, _OTHER)
+
+    def _schema_refusal(self, schema: str) -> str | None:
+        """Return why llguidance cannot take a schema, or None."""
+        try:
+            return self._refusal(_json_grammar(schema))
+        except ValueError as error:
+            return str(error)
 
     def _refusal(self, grammar: str) -> str | None:
         """Why llguidance cannot take a grammar, or None."""
