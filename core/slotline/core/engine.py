@@ -289,7 +289,7 @@ class Engine:
 
     @exclusive
     @on_device
-    def exclusively(self, call: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+    def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
         """Make a call while no step runs and no other thread is in the engine; for what belongs to its parts."""
         return call(*args, **options)
 
@@ -366,6 +366,7 @@ class Engine:
         self._stepping = self._closed = False
 
     def _step(self) -> StepResult:
+        """Schedule, launch and hand out; see `step`."""
         self._closed = True
         with self.profiler.scope("schedule"):
             unfit = self._queue_compiled()

@@ -5,34 +5,48 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from threading import Event, Lock, get_ident
+from threading import Event, get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+HOLDER = 0
+"""Key of the thread that is in the engine."""
 
 
 class EngineLock:
-    """A lock that its owner may take again, and that is handed on in the order of arrival.
+    """A lock that its holder may take again, and that is handed on in the order of arrival.
 
-    A plain lock is not fair. A thread that runs one step after the other would take it again before a waiting thread
-    wakes up.
+    A lock of Python's is not fair: a thread that runs one step after the other would take it again before a waiting
+    thread wakes up. And an exception of a signal's handler may come between taking it and noting that it is taken. Here
+    one operation on a dictionary does both.
 
     Attributes:
-        lock: held by the thread that is in the engine.
-        owner: that thread. A thread that reads its own number here holds the lock.
-        line: an event for each waiting thread, which is set when the thread is in, or has given up.
+        holder: `HOLDER` and the number of the thread that is in the engine; empty if there is none.
+        line: an event for each waiting thread, which is set when it may be that thread's turn.
     """
 
     def __init__(self) -> None:
-        self.lock = Lock()
-        self.owner: int | None = None
+        self.holder: dict[int, int] = {}
         self.line: deque[Event] = deque()
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread is in the engine already, as in a callback of a step."""
-        return self.owner == get_ident()
+    def wait(self, me: int) -> None:
+        """Wait until this thread holds the lock."""
+        turn = Event()
+        try:
+            self.line.append(turn)
+            while self.line[0] is not turn or self.holder.setdefault(HOLDER, me) != me:
+                turn.wait()
+                turn.clear()
+        finally:
+            if turn in self.line:
+                self.line.remove(turn)
+            self.wake_next()
+
+    def wake_next(self) -> None:
+        """Have the first of the line look whether it is its turn."""
+        for turn in tuple(self.line)[:1]:  # a copy: other threads come and go meanwhile
+            turn.set()
 
 
 class HasLock(Protocol):
@@ -53,28 +67,18 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
 
     @wraps(method)
     def guarded(self: S, /, *args: P.args, **options: P.kwargs) -> R:
-        lock, me, waiting = self.lock, get_ident(), None
-        if lock.owner == me:
+        lock, me = self.lock, get_ident()
+        if lock.holder.get(HOLDER) == me:
             return method(self, *args, **options)
         try:
-            if lock.owner is not None or lock.line:
-                before, waiting = tuple(lock.line), Event()
-                lock.line.append(waiting)
-                for earlier in before:
-                    earlier.wait()
-            with lock.lock:
-                lock.owner = me
-                if waiting is not None:
-                    waiting.set()
-                try:
-                    self.settle()
-                    return method(self, *args, **options)
-                finally:
-                    lock.owner = None
-        finally:
-            if waiting is not None:
-                waiting.set()
-                if waiting in lock.line:
-                    lock.line.remove(waiting)
+            if lock.line or lock.holder.setdefault(HOLDER, me) != me:
+                lock.wait(me)
+            self.settle()
+            return method(self, *args, **options)
+        finally:  # no call before it is given back: signals are handled behind calls
+            if HOLDER in lock.holder and lock.holder[HOLDER] == me:
+                del lock.holder[HOLDER]
+            if lock.line:
+                lock.wake_next()
 
     return guarded

@@ -254,7 +254,9 @@ class CacheManager:
             Rows whose state could not be copied, and why.
         """
         failed: list[tuple[int, Exception]] = []
-        for row in () if self.checkpoints is None else self.checkpoints.due(running).tolist():
+        if self.checkpoints is None:
+            return failed
+        for row in self.checkpoints.due(running).tolist():
             count = int(rows.num_computed_tokens[row]) // self.hash_block_size
             try:
                 self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])

@@ -14,8 +14,9 @@ import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.execution import compiling
+from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.replays import as_if_run
-from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.errors import CapacityError, ModelError, SlotlineError
 
 logger = logging.getLogger("slotline")
 WARM_UPS = 1
@@ -116,7 +117,7 @@ class Capturing:
             ModelError: if something cannot be captured.
         """
         self._around.close()
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error) and not isinstance(error, SlotlineError):
             raise CapacityError(
                 f"capturing {self.what} does not fit into memory",
                 fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
