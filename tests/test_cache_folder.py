@@ -66,7 +66,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_
         ("f.json.scratch-otherhost-1-1", 25, False),
         (f"f.{2**22 + 1}.140000", 2, False),
         (f"f.{2**22 + 1}.140000", 0.1, True),
-        (f"f.{os.getpid()}.140000", 1000, True),
+        ("f.{own}.140000", 1000, True),
         ("f.json", 1000, True),
         ("kernel.v2.cubin", 1000, True),
         ("f.tmp", 1000, True),
@@ -75,7 +75,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_
 def test_only_scratch_files_go_and_those_of_elsewhere_after_a_day(
     tmp_path: Path, name: str, hours: float, stays: bool
 ) -> None:
-    file = tmp_path / name
+    file = tmp_path / name.format(own=os.getpid())
     file.write_bytes(b"x")
     when = time.time() - 3600 * hours
     os.utime(file, (when, when))
