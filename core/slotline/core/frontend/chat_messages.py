@@ -98,7 +98,7 @@ def as_conversations(messages: Any) -> list[list[Message]]:
 def _listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, Mapping):
         raise RequestError(
-            f"{what} is one message and no list: {safe_repr(given)}", fix=f"put it into a list: {_EXAMPLE}"
+            f"{what} is one message and no list: {safe_repr(given)}", fix=f"put it into a list, and {_EXAMPLE}"
         )
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise RequestError(f"{what}={safe_repr(given)} is no list of messages", fix=_EXAMPLE)
