@@ -45,14 +45,15 @@ def _tuple_of_list(value: Any) -> Any:
 
 def _declared_type(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
     """Raise ContractError unless a value is of the type that its field declares."""
-    wanted = _hints(type(instance))[field.name]
+    cls: Any = type(instance)
+    wanted = _hints(cls)[field.name]
     if (expected := mismatch(value, wanted)) is not None:
         name = f"{type(instance).__name__}.{field.name}"
         raise ContractError(f"{name} is {value!r:.80}, expected {expected}", fix=_fix(field.name, value, wanted))
 
 
 @cache
-def _hints(cls: type) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 
@@ -81,15 +82,12 @@ def mismatch(value: Any, wanted: Any) -> str | None:
     return None if isinstance(value, kind) else _named(kind)
 
 
-def _unlike_elements(value: Any, kind: type, arguments: tuple[Any, ...]) -> str | None:
+def _unlike_elements(value: Any, kind: Any, arguments: tuple[Any, ...]) -> str | None:
     """Return the same for a tuple or a frozenset and its elements."""
     if kind is frozenset or arguments[1:] == (...,):
-        inner = (
-            next((text for one in value if (text := mismatch(one, arguments[0]))), None)
-            if (same := isinstance(value, kind))
-            else mismatch(object(), arguments[0])
-        )
-        return None if same and inner is None else f"a {kind.__name__} whose elements are each {inner}"
+        elements = value if isinstance(value, kind) else (object(),)
+        inner = next((text for one in elements if (text := mismatch(one, arguments[0]))), None)
+        return None if inner is None else f"a {kind.__name__} whose elements are each {inner}"
     pair = isinstance(value, kind) and len(value) == len(arguments)
     if pair and all(mismatch(one, wanted) is None for one, wanted in zip(value, arguments, strict=True)):
         return None

@@ -191,8 +191,9 @@ class AttentionRouter:
                 None if group.name in standing else plan(group, _seen_by(group, batches[group.batch]))
                 for group in self.groups
             ]
-        for group in self.groups if shown is not None else ():
-            shown[group.batch].check(group.plugin, "plan")
+        if shown is not None:
+            for group in self.groups:
+                shown[group.batch].check(group.plugin, "plan")
         return StepPlans(plans, batches, wanted)
 
     def under(self, plans: StepPlans) -> Attend:

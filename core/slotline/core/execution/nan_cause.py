@@ -13,8 +13,9 @@ def nan_cause(router: AttentionRouter, states: StateRouter | None) -> str:
     """
     if router.checks is not None and router.checks.found is not None:
         return f"PluginError: the model gave NaN: {router.checks.found}\n  fix: name another backend"
-    groups = [*router.groups, *(() if states is None else states.groups)]
-    names = " or ".join(dict.fromkeys(group.plugin for group in groups if group.plugin)) or "a backend"
+    plugins = [group.plugin for group in router.groups]
+    plugins += [] if states is None else [group.plugin for group in states.groups]
+    names = " or ".join(dict.fromkeys(filter(None, plugins))) or "a backend"
     return (
         f"PluginError: the model gave NaN: {names} made it, or the weights did\n"
         "  fix: set observability.check_integrity = true, which names the layer and its backend, or name another in "

@@ -63,7 +63,7 @@ class Rows:
         self.max_requests = max_requests
         self.max_model_len = max_model_len
         self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
-        self.shown_token_ids = np.asarray(memoryview(self.token_ids).toreadonly())
+        self.shown_token_ids = np.asarray(self.token_ids.data.toreadonly())
         self.num_tokens = np.zeros(max_requests, np.int64)
         self.num_pending = np.zeros(max_requests, np.int64)
         self.num_fallen = np.zeros(max_requests, np.int64)
