@@ -155,6 +155,19 @@ def test_layers_with_equal_needs_share_a_backend_and_every_layer_has_a_cache(tin
     assert len(router.caches()) == len(facts.layers)
 
 
+@pytest.mark.behaviour(29, 157, 159)
+def test_layers_that_read_anothers_keys_have_that_ones_cache(tiny: Callable[..., Path]) -> None:
+    builder = EngineBuilder(planned(tiny("gemma3n"), **{"scheduler.max_model_len": 64}))
+    router = builder.groups.router(builder.groups.attention_groups(None), builder.groups.specs(), num_blocks=3)
+    caches, layers = router.caches(), builder.planned.facts.layers
+    owners = {layer.index: layer.shares_kv_with for layer in layers if layer.shares_kv_with is not None}
+    assert owners
+    for reader, owner in owners.items():
+        assert caches[reader].key.data_ptr() == caches[owner].key.data_ptr()
+        assert caches[reader].value.data_ptr() == caches[owner].value.data_ptr()
+        assert caches[reader].key.numel() > 0
+
+
 @pytest.mark.behaviour(153, 157)
 def test_caches_are_zeroed_sized_by_the_spec_and_shared_where_a_layer_reads_anothers(tiny: Callable[..., Path]) -> None:
     plan = planned(tiny("llama"), **{"scheduler.max_model_len": 64})
