@@ -290,7 +290,7 @@ def test_the_first_file_may_trust_a_folder(shared: Path, entry: str, capsys: pyt
     entry = entry.format(shared=shared)
     Path("run.toml").write_text(f'extends = "../shared/base.toml"\n[plugins]\nallow_inline_from = ["{entry}"]\n')
     assert main(["config", "check", "run.toml"]) == 0
-    assert f"inline code: {shared}/plugin.py runs for descriptor, named in" in capsys.readouterr().out
+    assert "inline code: ../shared/plugin.py runs for descriptor, named in" in capsys.readouterr().out
     assert ran(shared)
     assert load().origins["plugins.allow_inline_from"].where == "run.toml:3"
 
@@ -343,13 +343,17 @@ def test_what_the_first_file_or_set_name_replaces_what_an_extended_file_names(sh
 
 def test_explain_names_the_file_of_each_inline_plugin(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_text('plugins = ["../shared/plugin.py:descriptor"]\n')
-    line = f"{shared}/plugin.py runs for descriptor, named in run.toml:1"
+    line = "../shared/plugin.py runs for descriptor, named in run.toml:1"
     assert main(["explain", "run.toml", "--width", "400"]) == 0
     assert f"inline code   {line}\n" in capsys.readouterr().out
     assert main(["explain", "run.toml", "--set=device=cpu", "--set=attention.backend=triton"]) == 1
     assert f"inline code: {line}\n" in capsys.readouterr().out
     assert main(["explain", "run.toml", "--json"]) == 0
     assert f'"{line}"' in capsys.readouterr().out
+    os.symlink("../shared/plugin.py", "link.py")
+    assert load(None, overrides=["plugins=['link.py:descriptor']"]).inline_files == (
+        f"link.py ({shared}/plugin.py) runs for descriptor, named in --set plugins=['link.py:descriptor']",
+    )
     assert main(["explain"]) == 0
     assert "inline code" not in capsys.readouterr().out
 

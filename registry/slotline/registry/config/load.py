@@ -60,9 +60,9 @@ class LoadedConfig:
     @property
     def inline_files(self) -> tuple[str, ...]:
         """A sentence for each inline plugin: its file, what is taken from it, and where it is named."""
-        found = (text.rpartition(":") for text in self.inline_plugins)
         where = self.origins["plugins.inline"].where
-        return tuple(f"{real_path(Path(file))} runs for {name}, named in {where}" for file, _, name in found)
+        found = (text.rpartition(":") for text in self.inline_plugins)
+        return tuple(f"{_with_target(Path(file))} runs for {name}, named in {where}" for file, _, name in found)
 
     def path(self, key: str) -> Path | None:
         """The path in a key such as ``model``, resolved against the file that names it; None if it is empty."""
@@ -218,6 +218,13 @@ def _origins(config: object, cls: type, tree: Table, path: KeyPath = ()) -> Iter
 def _resolved(text: str, origin: Origin) -> str:
     expanded = os.path.expanduser(text)
     return os.path.normpath(origin.folder / expanded) if origin.folder else expanded
+
+
+def _with_target(path: Path) -> str:
+    """Return a path, and where it leads if it goes through symbolic links."""
+    target = real_path(path)
+    direct = real_path(Path()) / path  # the current folder may lie behind a link itself
+    return f"{path}" if target == Path(os.path.normpath(direct)) else f"{path} ({target})"
 
 
 def _surplus(path: KeyPath, tree: Leaf | Table, message: str) -> list[Fault]:
