@@ -14,9 +14,12 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 from negotiation_cases import CPU, FULL_SPEC, explicit, spec
 
 from slotline.core import LLM
+from slotline.core.cache.checkpoints import Checkpoints
 from slotline.core.cache.state_rules import JointRules, rules_of
 from slotline.core.cli import main
+from slotline.core.execution.states import StateRouter
 from slotline.core.planning.plan import make_plan
+from slotline.core.scheduling.rows import Rows
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.plugins.kv_specs.state_slots import StateSlots
 from slotline.registry.capability import Flag, Set
@@ -308,6 +311,53 @@ def test_a_spec_that_lies_about_its_figures_is_a_contract_error_that_names_it(
     assert "kv_spec 'acme_lying'" in str(raised.value)
     assert part in str(raised.value)
     assert "cache.kv_spec.mamba2" in (raised.value.fix or "")
+
+
+WRONG_ANSWERS = {
+    "step of no token": ("def stops(self, computed, ends, last, branch): return computed", "ends a step at 0 tokens"),
+    "step beyond": ("def stops(self, computed, ends, last, branch): return ends + 3", "ends a step at 24 tokens"),
+    "state between units": (
+        "def keeps(self, computed, last, branch): return computed > 0",
+        "keeps a state at 21 tokens, which is no multiple of 4",
+    ),
+    "prefix that is not kept": ("def prefix_hit(self, hashes, is_kept): return 5", "goes on from a prefix of 5 units"),
+    "prefix beyond": ("def prefix_hit(self, hashes, is_kept): return 6", "goes on from a prefix of 6 units"),
+}
+
+
+@pytest.mark.parametrize(("body", "part"), WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+def test_an_answer_that_cannot_be_ends_the_run_with_an_error_that_names_the_spec(
+    body: str, part: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    code = LYING.format(body=body).replace('Set(("mamba2",))', "Set(None)")  # it holds short_conv as well
+    (tmp_path / "acme.py").write_text(code)
+    llm = LLM(
+        tiny("mamba2"),
+        dtype="float32",
+        block_size=4,
+        max_model_len=64,
+        max_num_seqs=4,
+        **{"plugins.inline": [f"{tmp_path / 'acme.py'}:acme"], "cache.kv_spec.mamba2": "acme_lying"},
+    )
+    with pytest.raises(ContractError) as raised:
+        llm.generate(random_prompts([21], seed=1)[0], GREEDY)
+    assert part in str(raised.value)
+    assert "acme_lying" in str(raised.value)
+
+
+def test_rules_are_asked_only_about_requests_that_compute_several_tokens() -> None:
+    """A request without room in the step has no `ends` above what it has computed, which the contract rules out."""
+
+    class Eager(PlainStates):
+        def stops(self, computed: Any, ends: Any, last: Any, branch: Any) -> Any:
+            assert (ends > computed).all()
+            return computed + 1
+
+    rows = Rows(4, 2048)
+    context = StateSpecContext(contract=1, layers=LAYERS, prefix_unit=16, max_model_len=2048)
+    found = Checkpoints(rows, StateRouter([], {}, 6, "cpu"), 16, Eager(context))
+    counts = found.cut(np.array([0, 1, 2]), np.array([16, 40, 7]), np.array([0, 9, 1]))
+    assert counts.tolist() == [0, 1, 1]
 
 
 def test_a_spec_without_checkpoints_runs_without_prefix_hits(tiny: Tiny, greedy: Greedy, tmp_path: Path) -> None:

@@ -332,7 +332,8 @@ class GroupBuilder:
         memory = self.planned.plan.states
         if states is None or memory is None:
             return None
-        return Checkpoints(rows, states, memory.unit, rules_of([held.spec for held in self.held_states]))
+        held = self.held_states
+        return Checkpoints(rows, states, memory.unit, rules_of([one.spec for one in held]), [one.name for one in held])
 
 
 def _everywhere(device: str) -> DeviceOf:

@@ -22,7 +22,7 @@ from slotline.core.cache.state_rules import StateRules
 from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import BlockHash
 from slotline.registry.contracts.kv_spec import UNDIVIDED
-from slotline.registry.errors import IntegrityError
+from slotline.registry.errors import ContractError, IntegrityError
 
 Int = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -65,6 +65,7 @@ class Checkpoints:
         states: in as many slots; those behind the rows' are for checkpoints.
         unit: tokens; a checkpoint stands at a multiple.
         rules: of the cache specs that hold the states.
+        names: of these specs, for messages.
 
     Attributes:
         lengths: [num_slots] int64, tokens that the state in each slot covers, counted step by step.
@@ -72,11 +73,12 @@ class Checkpoints:
         counts: see `CheckpointCounts`.
     """
 
-    def __init__(self, rows: Rows, states: States, unit: int, rules: StateRules) -> None:
+    def __init__(self, rows: Rows, states: States, unit: int, rules: StateRules, names: Sequence[str] = ()) -> None:
         num_slots = states.num_slots
         self.rows = rows
         self.unit = unit
         self.rules = rules
+        self._names = tuple(names)
         self.lengths = np.zeros(num_slots, np.int64)
         self.counts = CheckpointCounts()
         self.prefixes = np.zeros(num_slots, np.int64)
@@ -95,8 +97,18 @@ class Checkpoints:
         return len(self.lengths) - self.rows.max_requests
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
-        """The longest prefix, in units, whose state is kept; `hashes` are those of whole units from the first on."""
-        return self.rules.prefix_hit(hashes, self._slot_of.__contains__)
+        """Return the longest prefix, in units, whose state is kept.
+
+        Args:
+            hashes: those of whole units from the first on.
+
+        Raises:
+            ContractError: if a cache spec answers with a prefix that is not kept.
+        """
+        hit = self.rules.prefix_hit(hashes, self._slot_of.__contains__)
+        if hit and not (0 < hit <= len(hashes) and hashes[hit - 1] in self._slot_of):
+            raise self._unfit(f"goes on from a prefix of {hit} units, whose state is not kept")
+        return hit
 
     def aim(self, row: int, hashes: Sequence[BlockHash], hit: int, count: int, *, divisible: bool) -> int:
         """Choose where a request leaves checkpoints, and cut its first `count` tokens accordingly.
@@ -127,10 +139,26 @@ class Checkpoints:
             self._seen.popitem(last=False)
 
     def cut(self, rows: Int, computed: Int, counts: Int) -> Int:
-        """`counts` [n] tokens of `rows`, of which `computed` are computed, cut where a checkpoint is to be taken."""
-        if not self.num_slots or not (counts > 1).any():
+        """Return the `counts` [n] tokens of `rows`, cut where a checkpoint is to be taken.
+
+        Args:
+            rows: [n] row numbers.
+            computed: [n] tokens that are computed.
+            counts: [n] tokens that a step would compute.
+
+        Raises:
+            ContractError: if a cache spec ends a request's tokens where it computes none, or too many.
+        """
+        if not self.num_slots or not (several := counts > 1).any():
             return counts
-        return self.rules.stops(computed, computed + counts, self._last[rows], self._branch[rows]) - computed
+        first, ends, rows = computed[several], (computed + counts)[several], rows[several]
+        stops = self.rules.stops(first, ends, self._last[rows], self._branch[rows])
+        if (wrong := (stops <= first) | (stops > ends)).any():
+            at = int(np.argmax(wrong))
+            raise self._unfit(f"ends a step at {stops[at]} tokens, of which {first[at]} are computed, up to {ends[at]}")
+        cut = counts.copy()
+        cut[several] = stops - first
+        return cut
 
     def due(self, rows: Int) -> Int:
         """Those of `rows` whose states stand where one is to be kept."""
@@ -143,8 +171,14 @@ class Checkpoints:
         return due
 
     def keep(self, row: int, block_hash: BlockHash) -> None:
-        """Keep a copy of the row's state, unless there is one of its prefix."""
+        """Keep a copy of the row's state, unless there is one of its prefix.
+
+        Raises:
+            ContractError: if a cache spec wants a state that does not stand at a whole unit.
+        """
         self._kept[row] = self.rows.num_computed_tokens[row]
+        if self._kept[row] % self.unit:
+            raise self._unfit(f"keeps a state at {self._kept[row]} tokens, which is no multiple of {self.unit}")
         if block_hash in self._slot_of:
             self._slot_of.move_to_end(block_hash)
             return
@@ -179,6 +213,12 @@ class Checkpoints:
             if not done:
                 self._states.commit(np.where(back, rows, -1), accepted)
             self.lengths[rows] -= counts - accepted
+
+    def _unfit(self, text: str) -> ContractError:
+        return ContractError(
+            f"kv_spec {', '.join(self._names)}: a cache spec of states {text}",
+            fix="run `slotline conform` on the plugin, or name another one in cache.kv_spec",
+        )
 
     def reset(self) -> None:
         """Forget every checkpoint."""
