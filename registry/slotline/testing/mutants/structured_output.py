@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.check import Level
-from slotline.testing.mutants import Correct, Mutant
+from slotline.testing.mutants import Correct, Mutant, forged
 from slotline.testing.reference.structured_output import ChoiceBackend, Choices, ChoiceState, descriptor
 
 Bitmask = npt.NDArray[np.int32]
@@ -244,7 +244,7 @@ MUTANTS = (
         "the constraints are a list",
         Level.CONTRACT,
         ChoiceBackend,
-        capabilities=attrs.evolve(descriptor.capabilities, constraints=_LISTED),
+        capabilities=forged(descriptor.capabilities, constraints=_LISTED),
     ),
 )
 

@@ -19,7 +19,7 @@ from slotline.registry.contracts.attention import (
 )
 from slotline.registry.descriptor import Descriptor, DeviceInfo
 from slotline.testing.check import Level
-from slotline.testing.mutants import Mutant
+from slotline.testing.mutants import Mutant, forged
 from slotline.testing.mutants.attention.making import mutant, offer
 from slotline.testing.reference.attention import descriptor as reference
 from slotline.testing.reference.attention.backend import EagerAttention, Plan
@@ -206,7 +206,12 @@ MUTANTS = (
         kernel_block_sizes=Align(multiple_of=16),
         preferred_block_sizes=Align((24,)),
     ),
-    mutant("flag-is-a-bool", L0, "a capability is True instead of Flag(True)", EagerAttention, sliding_window=True),
+    _with(
+        "flag-is-a-bool",
+        "a capability is True instead of Flag(True)",
+        factory=EagerAttention,
+        capabilities=forged(reference.capabilities, sliding_window=True),
+    ),
     mutant("lse-base-10", L0, "the LSE is in a base that the contract lacks", EagerAttention, lse_base="10"),
     mutant("limit-misspelt", L0, "a limit's condition is misspelt", EagerAttention, limits=(_MISSPELT,)),
     mutant("limit-of-nothing", L0, "a limit narrows no capability", EagerAttention, limits=(_OF_NOTHING,)),
