@@ -59,7 +59,7 @@ class OutputChecks:
             return
         what = f"{plugin} left NaN in `out` of attention layer {layer.name!r}"
         if bool(own.isnan().all()):
-            what = f"{plugin} wrote nothing to `out` of attention layer {layer.name!r}"
+            what = f"{plugin} wrote nothing, or NaN only, to `out` of attention layer {layer.name!r}"
             if isinstance(returned, torch.Tensor) and returned.shape == out.shape:
                 what += ", and returned its output instead"
         self._tell(what)

@@ -108,7 +108,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: token id to a number added to its logit.
         allowed_token_ids: all other tokens are banned; None allows all.
-        bad_words: texts that never come out, whether a space stands before them or not.
+        bad_words: texts that never come out, whatever tokens spell them and whether a space stands before them or not.
+            One may begin in the prompt.
         bad_words_token_ids: the same as token ids; the engine adds those of `bad_words` at admission.
         logits_processors: functions of this request alone, called with its output tokens so far (list of int) and its
             logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments; each returns

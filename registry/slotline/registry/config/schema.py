@@ -333,7 +333,12 @@ class ObservabilityConfig:
     count_nans: bool = field(
         default=False, metadata=_doc("count NaN logits of each request, or NaNs in its embedding or class scores")
     )
-    check_integrity: bool = field(default=False, metadata=_doc("check rows, blocks and references after each step"))
+    check_integrity: bool = field(
+        default=False,
+        metadata=_doc(
+            "check rows, blocks and references after each step, and in it what attention and state backends write"
+        ),
+    )
     progress: bool = field(default=True, metadata=_doc("show a progress bar on long work"))
 
 
