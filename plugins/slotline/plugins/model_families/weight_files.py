@@ -99,7 +99,8 @@ def tensors_of(path: Path, config: Any, *, quick: bool = False) -> tuple[StoredT
     """Read what the files say of all tensors that transformers will load.
 
     Args:
-        quick: read headers of safetensors only, and say nothing of torch files.
+        quick: read headers of safetensors only, and say nothing of torch files and of files that cannot be read: a plan
+            needs no weights, and the loader says what is wrong.
 
     Raises:
         ModelError: if a file cannot be read.
@@ -112,6 +113,8 @@ def tensors_of(path: Path, config: Any, *, quick: bool = False) -> tuple[StoredT
         try:
             found += stored_tensors(file)
         except Exception as error:  # readers of two formats, each with errors of its own
+            if quick:
+                return ()
             raise unreadable(path, error, file=file) from error
     return tuple(found)
 
