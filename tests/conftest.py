@@ -46,6 +46,8 @@ LONGEST = (
     "test_mutants_attention.py",
     "test_training_heads.py",
     "test_tune.py",
+    "test_kernel_files.py",
+    "test_benchmarks.py",
     "test_state_memory.py",
     "test_triton_backend.py",
     "test_triton_state.py",
