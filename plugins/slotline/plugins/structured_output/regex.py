@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 _CARET = re.compile(r"regex parse error:\n {4}.*\n {4}( *)\^.*\nerror: (.*)")
 MOST_FORCED = 10_000
@@ -59,8 +60,61 @@ def shortest(expression: str) -> int:
     return whole if best is None else min(best, whole)
 
 
+def classes(expression: str) -> Iterator[tuple[int, str]]:
+    """Yield the classes of characters in an expression, in brackets or by property, with where each begins."""
+    for match in _PART.finditer(expression):
+        if match.lastgroup == "one" and match[0].startswith(("[", r"\p", r"\P")):
+            yield match.start(), match[0]
+
+
 def too_long(expression: str) -> str | None:
     """Why an expression asks for more text than an engine can look ahead, or None."""
     if (length := shortest(expression)) > MOST_FORCED:
         return f"its shortest text has {length:,} characters, more than {MOST_FORCED:,}"
     return None
+
+
+def misread(expression: str) -> str | None:
+    """Return what an engine would leave out of an expression that takes it for a whole text's, or None.
+
+    Anchors are such where something may stand outside of them, and assertions about what comes before or behind.
+    """
+    parts = list(_PART.finditer(expression))
+    outer: list[tuple[bool, set[str]]] = []  # of each open group: whether something stands before it, and its anchors
+    before, anchors = False, set[str]()
+    ended = False  # by a `$`, so that nothing may follow in this branch
+    for index, match in enumerate(parts):
+        kind, text, where = match.lastgroup, match[0], f"at position {match.start()}"
+        if kind == "open" and text == "(" and expression[match.end() : match.end() + 1] == "?":
+            return f"{where}: what stands around is not looked at"
+        if kind in ("one", "open") and ended:
+            return f"{where}: '$' is not at the end"
+        if kind == "one":
+            before = True
+        elif kind == "open":
+            outer.append((before, anchors))
+            anchors = set()
+        elif kind == "nothing" and text in ("^", "$"):
+            if text == "^" and before:
+                return f"{where}: '^' is not at the beginning"
+            anchors.add(text)
+            ended |= text == "$"
+        elif kind == "either":
+            before, ended = bool(outer) and outer[-1][0], False
+        elif kind == "close" and outer:
+            follows = parts[index + 1].lastgroup if index + 1 < len(parts) else None
+            if (anchors and follows == "times") or ("$" in anchors and _goes_on(parts, index + 1)):
+                return f"{where}: an anchor is in the middle"
+            anchors |= outer.pop()[1]
+            before, ended = True, False
+    return None
+
+
+def _goes_on(parts: list[re.Match[str]], index: int) -> bool:
+    """Return whether an expression has characters behind one of its groups, in the same branch."""
+    for match in parts[index:]:
+        if match.lastgroup in ("one", "open"):
+            return True
+        if match.lastgroup in ("either", "close"):
+            return False
+    return False

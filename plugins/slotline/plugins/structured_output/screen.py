@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from slotline.plugins.structured_output.json_schema import refuse_long_patterns, refuse_values_as_schemas
 from slotline.plugins.structured_output.number_bounds import with_kept_bounds
-from slotline.plugins.structured_output.structural_tags import Structure
 from slotline.registry.contracts import Constraint
 from slotline.registry.errors import RequestError
 
@@ -40,8 +37,3 @@ def screened(schema: str, place: str) -> str:
     refuse_values_as_schemas(schema, place)
     refuse_long_patterns(schema, place)
     return with_kept_bounds(schema, place)
-
-
-def screened_structure(structure: Structure) -> str:
-    """Return the schema of a structure as `screened` does."""
-    return screened(json.dumps(structure.schema), structure.place)

@@ -14,11 +14,12 @@ from attrs import define, field
 from llguidance import LLExecutor, LLMatcher, StructTag, grammar_from
 
 from slotline.plugins.structured_output.cores import num_cores
-from slotline.plugins.structured_output.json_schema import refuse
+from slotline.plugins.structured_output.json_schema import refuse, subschemas
+from slotline.plugins.structured_output.llguidance.patterns import keep_quotes_out, mistaken_name
 from slotline.plugins.structured_output.llguidance.tokenizer import build_tokenizer
 from slotline.plugins.structured_output.number_bounds import refuse_uncounted_multiples
 from slotline.plugins.structured_output.regex import MOST_FORCED, located, too_long
-from slotline.plugins.structured_output.screen import refuse_long_text, screened, screened_structure
+from slotline.plugins.structured_output.screen import refuse_long_text, screened
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.registry.errors import ContractError, RequestError, SlotlineError
@@ -128,6 +129,13 @@ class LLGuidanceBackend:
     def _check_schema(self, text: str, place: str) -> None:
         if isinstance(schema := json.loads(text), dict) and "x-guidance" in schema:
             raise RequestError(f"{place}: x-guidance sets options of llguidance", fix="leave it out")
+        for pointer, part in subschemas(schema):
+            if (name := mistaken_name(part)) is not None:
+                raise RequestError(
+                    f"{place}{pointer[1:]}: patternProperties {name!r:.60}: llguidance would let characters into names "
+                    "that a class in it leaves out",
+                    fix=_OTHER,
+                )
         refuse(screened(text, place), self._schema_refusal, _OTHER, place)
         refuse_uncounted_multiples(text, place, _OTHER)
 
@@ -213,11 +221,16 @@ def _grammar(constraint: Constraint) -> str:
     grammar: str
     try:
         if kind in ("json", "json_object"):
-            schema = screened(text, "structured_outputs.json at #") if kind == "json" else '{"type": "object"}'
+            schema = _prepared(text, "structured_outputs.json at #") if kind == "json" else '{"type": "object"}'
             grammar = _json_grammar(schema, any_whitespace=constraint.any_whitespace)
         elif kind == "structural_tag":
             tags = [
-                StructTag(trigger=s.trigger, begin=s.begin, grammar=json.loads(screened_structure(s)), end=s.end)
+                StructTag(
+                    trigger=s.trigger,
+                    begin=s.begin,
+                    grammar=json.loads(_prepared(json.dumps(s.schema), s.place)),
+                    end=s.end,
+                )
                 for s in structures(text)
             ]
             grammar = StructTag.to_grammar(tags, assume_special=False)
@@ -232,6 +245,17 @@ def _grammar(constraint: Constraint) -> str:
     except ValueError as error:
         raise RequestError(f"structured_outputs.{kind}: {error}", fix="correct it there") from error
     return grammar
+
+
+def _prepared(text: str, place: str) -> str:
+    """Return a schema as it is compiled.
+
+    Raises:
+        RequestError: with the JSON pointer of what cannot be.
+    """
+    root = json.loads(screened(text, place))
+    keep_quotes_out(root)
+    return json.dumps(root, ensure_ascii=False)
 
 
 def _json_grammar(schema: str, *, any_whitespace: bool = True) -> str:

@@ -15,10 +15,11 @@ from attrs import define
 
 from slotline.plugins.structured_output.cores import num_cores
 from slotline.plugins.structured_output.json_schema import refuse, subschemas
-from slotline.plugins.structured_output.regex import located, too_long
-from slotline.plugins.structured_output.screen import refuse_long_text, screened, screened_structure
+from slotline.plugins.structured_output.regex import located, misread, too_long
+from slotline.plugins.structured_output.screen import refuse_long_text, screened
 from slotline.plugins.structured_output.structural_tags import structures
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
+from slotline.plugins.structured_output.xgrammar.patterns import broken_by, in_ascii
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.registry.errors import RequestError
 
@@ -80,7 +81,7 @@ class XGrammarBackend:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         try:
             if kind == "json":
-                text = screened(text, _JSON)
+                text = _prepared(text, _JSON)
                 if grammar := _without_control_characters(text, any_whitespace=constraint.any_whitespace):
                     return compiler.compile_grammar(grammar)
                 return compiler.compile_json_schema(text, any_whitespace=constraint.any_whitespace, strict_mode=False)
@@ -145,6 +146,8 @@ class XGrammarBackend:
     def _refuse_regex(self, text: str) -> None:
         if why := _refusal(xgrammar.Grammar.from_regex, text):
             raise RequestError(f"structured_outputs.regex={text!r}: {located(text, why)}", fix=_OTHER)
+        if why := misread(text):
+            raise RequestError(f"structured_outputs.regex={text!r:.60}: {why}", fix=_OTHER)
         if why := too_long(text):
             raise RequestError(f"structured_outputs.regex={text!r:.60}: {why}", fix="repeat less")
 
@@ -213,11 +216,22 @@ def _check_schema(text: str, place: str) -> None:
         RequestError: with the place of the innermost part that it does not.
     """
     asked = subschemas(json.loads(text))
-    text = screened(text, place)
+    text = _prepared(text, place)
     for (pointer, wanted), (_, part) in zip(asked, subschemas(json.loads(text)), strict=True):
-        if why := unenforced(wanted) or unenforced(part):
+        if why := unenforced(wanted) or unenforced(part) or broken_by(part):
             raise RequestError(f"{place}{pointer[1:]}: XGrammar does not enforce {why}", fix=_OTHER)
     refuse(text, lambda part: _refusal(xgrammar.Grammar.from_json_schema, part), _OTHER, place)
+
+
+def _prepared(text: str, place: str) -> str:
+    """Return a schema as it is compiled.
+
+    Raises:
+        RequestError: with the JSON pointer of what cannot be.
+    """
+    root = json.loads(screened(text, place))
+    in_ascii(root)
+    return json.dumps(root, ensure_ascii=False)
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
@@ -264,7 +278,7 @@ def _triggered_tags(text: str) -> str:
         {
             "type": "tag",
             "begin": structure.begin,
-            "content": _content(json.loads(screened_structure(structure))),
+            "content": _content(json.loads(_prepared(json.dumps(structure.schema), structure.place))),
             "end": structure.end,
         }
         for structure in found
