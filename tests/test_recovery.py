@@ -18,6 +18,7 @@ from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 
 from slotline.core import LLM, SamplingParams
 from slotline.core.execution import runner as runner_module
+from slotline.core.scheduling.integrity import check_integrity
 from slotline.core.scheduling.request import Request
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import CapacityError, IntegrityError
@@ -311,19 +312,17 @@ def test_an_interrupted_recovery_is_made_up_for_by_the_next_call(
 
 @pytest.mark.parametrize("damage", ["all computed", "expecting a token"])
 def test_the_integrity_checker_finds_a_request_that_no_step_will_go_on_with(
-    damage: str, tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
+    damage: str, tiny: Tiny, engines: Engines
 ) -> None:
     llm = engine("sync", tiny, engines)
     request = add(llm, "stranded", [5, 6, 7], SHORT)
     llm.engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "settle", lambda: None)
-        if damage == "all computed":
-            llm.engine.rows.num_computed_tokens[request.row] += 1
-        else:
-            llm.engine.rows.num_pending[request.row] = 1
-        with pytest.raises(IntegrityError, match=r"'stranded' .* in flight"):
-            llm.engine._check()
-    llm.engine._damaged = True
+    if damage == "all computed":
+        llm.engine.rows.num_computed_tokens[request.row] += 1
+    else:
+        llm.engine.rows.num_pending[request.row] = 1
+    with pytest.raises(IntegrityError, match=r"'stranded' .* in flight"):
+        check_integrity(llm.engine.scheduler)
+    llm.engine.unsettled = True
     run_all(llm)
     assert len(request.output_token_ids) == 10

@@ -18,7 +18,7 @@ from slotline.core.cache.sizing import MemoryReport
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap, Proposal
 from slotline.core.engine_lock import EngineLock, exclusive
-from slotline.core.execution.compiling import Kernel, KernelLog, waited_for
+from slotline.core.execution.compiling import Kernel, log_to, waited_for
 from slotline.core.execution.encoding import Encoding
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.graphs import GraphRunner
@@ -111,6 +111,7 @@ class Engine:
         intake, joining, hand_out, endings: what happens to a request, in this order.
         recovery: restores the unfinished ones after an exception escaped.
         lock: held by the thread that is in the engine.
+        unsettled: whether a step runs. If none can be running, the last call was interrupted.
     """
 
     plan: Plan
@@ -148,10 +149,11 @@ class Engine:
     recovery: Recovery = field(init=False)
     lock: EngineLock = field(factory=EngineLock, init=False)
     _in_flight: InFlight | None = field(default=None, init=False)
+    _log: list[Kernel] = field(factory=list, init=False)  # of this step
     _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
-    _stepping: bool = field(default=False, init=False)
+    unsettled: bool = field(default=False, init=False)
+    _hurt: bool = field(default=False, init=False)  # a call was interrupted
     _closed: bool = field(default=False, init=False)  # while rows and requests change: no callback may step then
-    _damaged: bool = field(default=False, init=False)  # since a call was interrupted
     _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
 
     @cascade.default
@@ -268,7 +270,8 @@ class Engine:
         try:
             self.intake.add(request, stream=stream)
         except BaseException as error:
-            self._damaged |= not isinstance(error, Exception)
+            if not isinstance(error, Exception):
+                self._hurt = self.unsettled = True
             raise
         return request
 
@@ -318,7 +321,6 @@ class Engine:
 
     @names_plugins
     @exclusive
-    @on_device
     def step(self) -> StepResult:
         """Run one step over everything that is ready.
 
@@ -330,19 +332,17 @@ class Engine:
             raise RequestError(
                 "a step inside another step's bookkeeping", fix="step from a function on logits, or later"
             )
-        outermost = not self._stepping
+        outermost, self.unsettled = not self.unsettled, True
+        outer_log = log_to(self._log)
         try:
-            self._stepping = True
-            with KernelLog() as log:
-                result = self._step()
-            if late := log.kernels:
-                waited_for(late)
-                self.late_kernels += late
+            result = self._step_on_device() if ":" in self.device else self._step()
+            if self._log:
+                self._note_late()
             if self.check and outermost:
                 self._check()
             return result
         except BaseException as error:
-            self._damaged = True
+            self._hurt = True
             if is_out_of_memory(error) and not isinstance(error, SlotlineError):
                 raise CapacityError(
                     f"a step does not fit into memory beside the cache: {one_line(error)}",
@@ -350,20 +350,33 @@ class Engine:
                 ) from error
             raise
         finally:
+            log_to(outer_log)
             self._closed = False
-            if outermost:
-                self._stepping = False
+            if outermost and self._hurt:
                 self.settle()
-            self._abort_asked()
+            elif outermost:
+                self.unsettled = False
+            if self._aborts:
+                self._abort_asked()
 
+    @on_device
     def settle(self) -> None:
-        """Restore every unfinished request, if a call was interrupted since the last one; no step may be running."""
-        if self._damaged or self._stepping:
-            self._damaged = self._closed = True
-            self._in_flight = None
-            self._ended += self.recovery.run()
-            self._damaged = False
-        self._stepping = self._closed = False
+        """Restore every unfinished request, after a call was interrupted; no step may be running."""
+        self._hurt = self.unsettled = self._closed = True
+        self._in_flight = None
+        self._ended += self.recovery.run()
+        self._hurt = self.unsettled = self._closed = False
+
+    @on_device
+    def _step_on_device(self) -> StepResult:
+        return self._step()
+
+    def _note_late(self) -> None:
+        """Note the kernels that the step had to wait for."""
+        late = self._log.copy()
+        self._log.clear()
+        waited_for(late)
+        self.late_kernels += late
 
     def _step(self) -> StepResult:
         """Schedule, launch and hand out; see `step`."""
@@ -405,6 +418,8 @@ class Engine:
 
     def _queue_compiled(self) -> list[Request]:
         """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
+        if self.grammars is None:
+            return []
         idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
         failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
         for request, error in failed:
@@ -491,13 +506,13 @@ class Engine:
         """End the requests that `abort` was called for, unless rows and requests are changing."""
         if self._closed or not self._aborts:
             return
-        damaged = self._damaged
-        self._damaged = self._closed = True
+        before = self._hurt, self.unsettled
+        self._hurt = self.unsettled = self._closed = True
         while self._aborts:
             request = self._aborts.pop(0)
             if self.requests.get(request.request_id) is request:
                 self.endings.finish([request], ["abort"], [None])
-        self._damaged, self._closed = damaged, False
+        (self._hurt, self.unsettled), self._closed = before, False
 
     def _collect(self) -> StepResult:
         """Wait for the step in flight, if any, and hand its results out."""

@@ -50,9 +50,14 @@ class EngineLock:
 
 
 class HasLock(Protocol):
-    """An object that one thread at a time may use."""
+    """An object that one thread at a time may use.
+
+    Attributes:
+        unsettled: whether a call is under way, or was interrupted.
+    """
 
     lock: EngineLock
+    unsettled: bool
 
     def settle(self) -> None:
         """Repair what an interrupted call left, before the next call."""
@@ -73,7 +78,8 @@ def exclusive(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S,
         try:
             if lock.line or lock.holder.setdefault(HOLDER, me) != me:
                 lock.wait(me)
-            self.settle()
+            if self.unsettled:
+                self.settle()
             return method(self, *args, **options)
         finally:  # no call before it is given back: signals are handled behind calls
             if HOLDER in lock.holder and lock.holder[HOLDER] == me:

@@ -62,6 +62,17 @@ _logs: dict[int, list[Kernel]] = {}
 """What Triton was asked for, by the thread that asked."""
 
 
+def log_to(log: list[Kernel] | None) -> list[Kernel] | None:
+    """Have this thread's kernels logged in a list from now on, or nowhere; returns where they were before."""
+    me = get_ident()
+    before = _logs.get(me)
+    if log is not None:
+        _logs[me] = log
+    elif before is not None:
+        del _logs[me]
+    return before
+
+
 class KernelLog:
     """Log of the kernels that this thread asks Triton for inside a `with` statement; logs around it get none of them.
 
@@ -73,16 +84,11 @@ class KernelLog:
         self.kernels: list[Kernel] = []
 
     def __enter__(self) -> Self:
-        me = get_ident()
-        self._outer = _logs.get(me)
-        _logs[me] = self.kernels
+        self._outer = log_to(self.kernels)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._outer is None:
-            _logs.pop(get_ident(), None)
-        else:
-            _logs[get_ident()] = self._outer
+        log_to(self._outer)
 
 
 @define
