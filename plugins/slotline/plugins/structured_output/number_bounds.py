@@ -88,8 +88,8 @@ def _fits(values: Collection[Decimal], *, whole: bool, merged: bool = False) -> 
     scale = 10 ** max(0, *(-int(value.normalize().as_tuple().exponent) for value in values))
     scaled = [int(value * scale) for value in values]
     if not merged:
-        return scale <= 10**9 and math.prod(scaled) * (scale if whole else 1) < 2**32
-    return math.lcm(scale, *scaled) * max(scale, *scaled) < 2**32
+        return bool(scale <= 10**9) and math.prod(scaled) * (scale if whole else 1) < 2**32
+    return bool(math.lcm(scale, *scaled) * max(scale, *scaled) < 2**32)
 
 
 def _rewrite(part: dict[str, Any], place: str) -> bool:
