@@ -32,6 +32,7 @@ from slotline.core.frontend.prompts import as_token_array
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer, with_bad_words
 from slotline.core.planning.device import on_device
+from slotline.core.process import OwnProcess
 from slotline.core.requests.endings import Endings
 from slotline.core.requests.hand_out import HandOut, StepResult
 from slotline.core.requests.intake import Intake
@@ -127,6 +128,7 @@ class Engine:
     hand_out: HandOut = field(init=False)
     endings: Endings = field(init=False)
     _in_flight: InFlight | None = field(default=None, init=False)
+    _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
 
     @cascade.default
     def _no_common_prefixes(self) -> Cascade:
@@ -202,8 +204,9 @@ class Engine:
             stream: whether its text is read while it runs.
 
         Raises:
-            RequestError: naming what is wrong; nothing is queued then, and the engine goes on.
+            RequestError: naming what is wrong; nothing is queued then, and the engine goes on. Also in a forked child.
         """
+        self._own_process.refuse_others()
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
         if sampling.bad_words:
             sampling = with_bad_words(sampling, self.tokenizer)
@@ -258,6 +261,7 @@ class Engine:
     @on_device
     def step(self) -> StepResult:
         """Run one step over everything that is ready."""
+        self._own_process.refuse_others()
         compiled = Compiled()
         with self.profiler.scope("schedule"):
             unfit = self._queue_compiled()

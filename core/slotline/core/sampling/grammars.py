@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from slotline.core.process import OwnProcess
 from slotline.core.scheduling.request import Request
 from slotline.registry.contracts import Constraint, StructuredOutput
 
@@ -26,6 +27,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
         self._waiting: dict[str, tuple[Request, Future[Any]]] = {}
         self._ready: dict[str, Any] = {}
+        self._own_process = OwnProcess("the grammar compiler")
 
     @property
     def backend(self) -> StructuredOutput:
@@ -48,7 +50,12 @@ class GrammarCompiler:
         return constraint in self._compiled
 
     def submit(self, request: Request, constraint: Constraint) -> None:
-        """Compile a request's constraint, unless that is done or under way."""
+        """Compile a request's constraint, unless that is done or under way.
+
+        Raises:
+            RequestError: in a forked child.
+        """
+        self._own_process.refuse_others()
         future = self._compiled.pop(constraint, None)
         if future is None:
             future = self._pool.submit(self.backend.compile, constraint)
@@ -63,6 +70,7 @@ class GrammarCompiler:
         Args:
             idle: whether there is nothing else to do, so that waiting for the first one is right.
         """
+        self._own_process.refuse_others()
         if idle and self._waiting:
             wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
         done = [(request, future) for request, future in self._waiting.values() if future.done()]
