@@ -34,6 +34,7 @@ from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer, with_bad_words
 from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.planning.device import on_device
+from slotline.core.process import OwnProcess
 from slotline.core.requests.endings import Endings
 from slotline.core.requests.hand_out import HandOut, StepResult
 from slotline.core.requests.intake import Intake
@@ -155,6 +156,7 @@ class Engine:
     _hurt: bool = field(default=False, init=False)  # a call was interrupted
     _closed: bool = field(default=False, init=False)  # while rows and requests change: no callback may step then
     _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
+    _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
 
     @cascade.default
     def _no_common_prefixes(self) -> Cascade:
@@ -246,8 +248,9 @@ class Engine:
             stream: whether its text is read while it runs.
 
         Raises:
-            RequestError: naming what is wrong; nothing is queued then, and the engine goes on.
+            RequestError: naming what is wrong; nothing is queued then, and the engine goes on. Also in a forked child.
         """
+        self._own_process.refuse_others()
         sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
         if sampling.bad_words:
             sampling = with_bad_words(sampling, self.tokenizer)
@@ -328,6 +331,7 @@ class Engine:
             CapacityError: if memory ends in the step.
             RequestError: if the engine is in the middle of another step's bookkeeping, as in a signal's handler.
         """
+        self._own_process.refuse_others()
         if self._closed:
             raise RequestError(
                 "a step inside another step's bookkeeping", fix="step from a function on logits, or later"

@@ -8,6 +8,8 @@ from functools import wraps
 from threading import Event, get_ident
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from slotline.core.process import OwnProcess
+
 P = ParamSpec("P")
 R = TypeVar("R")
 HOLDER = 0
@@ -29,9 +31,15 @@ class EngineLock:
     def __init__(self) -> None:
         self.holder: dict[int, int] = {}
         self.line: deque[Event] = deque()
+        self._own_process = OwnProcess("the engine")
 
     def wait(self, me: int) -> None:
-        """Wait until this thread holds the lock."""
+        """Wait until this thread holds the lock.
+
+        Raises:
+            RequestError: in a forked child, where the thread that holds it does not run.
+        """
+        self._own_process.refuse_others()
         turn = Event()
         try:
             self.line.append(turn)

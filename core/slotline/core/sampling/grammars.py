@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from slotline.core.process import OwnProcess
 from slotline.core.scheduling.request import Request
 from slotline.registry.contracts import Constraint, StructuredOutput
 
@@ -29,6 +30,7 @@ class GrammarCompiler:
         self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
         self._waiting: dict[str, tuple[Request, Future[Any]]] = {}
         self._ready: dict[str, Any] = {}
+        self._own_process = OwnProcess("the grammar compiler")
 
     @property
     def backend(self) -> StructuredOutput:
@@ -51,7 +53,12 @@ class GrammarCompiler:
         return constraint in self._compiled
 
     def submit(self, request: Request, constraint: Constraint) -> None:
-        """Compile a request's constraint, unless that is done or under way."""
+        """Compile a request's constraint, unless that is done or under way.
+
+        Raises:
+            RequestError: in a forked child.
+        """
+        self._own_process.refuse_others()
         future = self._compiled.pop(constraint, None)
         if future is None:
             future = self._pool.submit(self.backend.compile, constraint)
@@ -69,6 +76,7 @@ class GrammarCompiler:
             idle: whether there is nothing else to do, so that waiting for the first one is right.
             gives_way: asked now and then while it waits, whether somebody else has something to do by now.
         """
+        self._own_process.refuse_others()
         futures = [future for _, future in self._waiting.values()]
         while idle and futures and not wait(futures, _LOOKS_UP, FIRST_COMPLETED).done:
             idle = not gives_way()

@@ -5,6 +5,7 @@ derivatives of regular expressions, which walks the vocabulary as a tree.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Sequence
 from itertools import cycle
 
@@ -45,6 +46,7 @@ class LLGuidanceBackend:
         self._words = -(-width // 32)
         self._threads = context.options.threads or min(_MOST_THREADS, num_cores())
         self._executor = LLExecutor(self._threads)
+        self._process = os.getpid()
 
     def check(self, constraint: Constraint) -> None:
         """See the contract: llguidance looks at a whole grammar in about the time that compiling takes."""
@@ -105,6 +107,8 @@ class LLGuidanceBackend:
             self.fill(states, drafts, places, wide)
             bitmask &= wide[:, : bitmask.shape[1]]
             return
+        if self._process != os.getpid():  # a forked child, in which the executor has no threads
+            self._executor, self._process = LLExecutor(self._threads), os.getpid()
         pointer, width, count = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask)
         plain, drafted = list(zip(states, places, strict=True)), []
         if any(drafts):

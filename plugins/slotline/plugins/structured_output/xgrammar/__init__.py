@@ -27,6 +27,13 @@ class XGrammarOptions:
     mask_threads: int = field(
         default=0, metadata={"doc": "threads that make the masks of a step; 0 for all cores but one, 16 at most"}
     )
+    compile_limit: float = field(
+        default=6.0,
+        metadata={
+            "doc": "seconds that a constraint may take to compile, as estimated from its grammar and the vocabulary's "
+            "size: a longer one is refused, since compiling cannot be stopped"
+        },
+    )
     cache_bytes: int = field(default=512 << 20, metadata={"doc": "memory for parts of grammars that others reuse"})
 
 

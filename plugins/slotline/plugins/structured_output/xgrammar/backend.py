@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,6 +19,7 @@ from slotline.plugins.structured_output.json_schema import refuse, subschemas
 from slotline.plugins.structured_output.regex import located, misread, too_long
 from slotline.plugins.structured_output.screen import refuse_long_text, screened
 from slotline.plugins.structured_output.structural_tags import structures
+from slotline.plugins.structured_output.xgrammar.cost import seconds
 from slotline.plugins.structured_output.xgrammar.keywords import unenforced
 from slotline.plugins.structured_output.xgrammar.patterns import broken_by, in_ascii
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
@@ -28,6 +30,10 @@ _OTHER = "change it, or try structured_output.backend = 'llguidance'"
 _JSON = "structured_outputs.json at #"
 _WORTH_A_THREAD = 2**19
 """Masks of this many tokens in all."""
+_SHORT = 10_000
+"""Characters of a constraint up to which its cost is estimated at admission, and not in the thread that compiles."""
+_MOST_PRINTED = 2_000_000
+"""Characters of a printed grammar that are looked at."""
 _CHARACTERS, _NO_CONTROLS = r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"
 """What XGrammar lets into strings of bounded length, and what JSON does."""
 _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) is false: )?")
@@ -46,10 +52,13 @@ class XGrammarBackend:
         )
         self.eos_token_ids = frozenset(context.eos_token_ids)
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compile_limit = context.options.compile_limit
         threads = context.options.mask_threads or min(16, max(1, num_cores() - 1))
         self._fewest = -(-_WORTH_A_THREAD // vocab_size)
         self._matchers = [xgrammar.BatchGrammarMatcher(max_threads=1) for _ in range(threads)]
-        self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="slotline-xgrammar")
+        self._pool = self._new_pool()
+        self._process = os.getpid()
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=context.options.compile_threads, cache_limit_bytes=context.options.cache_bytes
         )
@@ -75,11 +84,15 @@ class XGrammarBackend:
         elif kind == "structural_tag":
             for structure in structures(text):
                 _check_schema(json.dumps(structure.schema), structure.place)
+        if len(text) <= _SHORT:
+            self._refuse_slow(kind, _printed(constraint))
 
     def compile(self, constraint: Constraint) -> xgrammar.CompiledGrammar:
         """See the contract. XGrammar lets go of the interpreter while it compiles."""
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         try:
+            if len(text) > _SHORT:
+                self._refuse_slow(kind, _printed(constraint))
             if kind == "json":
                 text = _prepared(text, _JSON)
                 if grammar := _without_control_characters(text, any_whitespace=constraint.any_whitespace):
@@ -111,6 +124,8 @@ class XGrammarBackend:
         bitmask: Int32,
     ) -> None:
         """See the contract: the first masks in parallel, then those behind drafts."""
+        if self._process != os.getpid():  # a forked child, in which the pool has no threads
+            self._pool, self._process = self._new_pool(), os.getpid()
         size = max(self._fewest, -(-len(states) // len(self._matchers)))
         others = [
             self._pool.submit(_fill, batch, states[at : at + size], places[at : at + size], bitmask)
@@ -127,6 +142,9 @@ class XGrammarBackend:
             filled += range(place + 1, place + 1 + state.fill_behind(assumed, place, bitmask))
         bitmask[np.array(filled)[:, None], self._cleared] &= self._ordinary_bits[self._cleared]
 
+    def _new_pool(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(max(1, len(self._matchers) - 1), thread_name_prefix="slotline-xgrammar")
+
     def legal(self, matcher: xgrammar.GrammarMatcher) -> Int32:
         """The mask [words] of what may come next."""
         bitmask: Int32 = np.full((1, len(self._ordinary_bits)), -1, np.int32)
@@ -142,6 +160,25 @@ class XGrammarBackend:
         """A text's tokens as they stand inside a longer one."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
+
+    def _refuse_slow(self, kind: str, printed: Sequence[str]) -> None:
+        """Refuse a constraint that takes too long to compile, by its printed grammars.
+
+        Raises:
+            RequestError: with the estimate and the limit.
+        """
+        if (length := sum(map(len, printed))) <= _MOST_PRINTED:
+            estimate = sum(seconds(grammar, self._vocab_size) for grammar in printed)
+            if estimate <= self._compile_limit:
+                return
+            what = f"would take XGrammar about {estimate:,.0f} s to compile"
+        else:
+            what = f"has a grammar of {length:,} characters, which takes XGrammar long to compile"
+        raise RequestError(
+            f"structured_outputs.{kind} {what}, more than structured_output.xgrammar.compile_limit="
+            f"{self._compile_limit:g}",
+            fix="make it smaller, raise the limit, or try structured_output.backend = 'llguidance'",
+        )
 
     def _refuse_regex(self, text: str) -> None:
         if why := _refusal(xgrammar.Grammar.from_regex, text):
@@ -246,6 +283,23 @@ def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
 def _plain(error: RuntimeError) -> str:
     """The message without the place in XGrammar's sources."""
     return _PLACE_IN_SOURCE.sub("", str(error).strip()).rstrip(".")
+
+
+def _printed(constraint: Constraint) -> list[str]:
+    """Return the grammars of a constraint in XGrammar's notation, those of a structural tag apart."""
+    kind, text = constraint.kind, constraint.text
+    if kind == "json":
+        return [str(xgrammar.Grammar.from_json_schema(_prepared(text, _JSON), strict_mode=False))]
+    if kind == "regex":
+        return [str(xgrammar.Grammar.from_regex(text))]
+    if kind == "choice":
+        return [str(xgrammar.Grammar.from_ebnf(_alternatives(json.loads(text))))]
+    if kind == "grammar":
+        return [str(xgrammar.Grammar.from_ebnf(text))]
+    if kind == "structural_tag":
+        found = (_prepared(json.dumps(structure.schema), structure.place) for structure in structures(text))
+        return [str(xgrammar.Grammar.from_json_schema(schema, strict_mode=False)) for schema in found]
+    return []
 
 
 def _alternatives(choices: Sequence[str]) -> str:
