@@ -93,7 +93,6 @@ def test_a_value_of_another_type_says_what_to_write(values: dict[str, Any], fix:
         lambda: Descriptor(kind="attn", name="a", capabilities=None, factory="a:b"),  # type: ignore[arg-type]
         lambda: Descriptor(kind=Kind.LORA, name=5, capabilities=None, factory="a:b"),  # type: ignore[arg-type]
         lambda: Descriptor(kind=Kind.LORA, name="a", capabilities=None, factory="a:b", contract=1),  # type: ignore[arg-type]
-        lambda: Descriptor(kind=Kind.LORA, name="a", capabilities=None, factory="a:b", options=5),
         lambda: Descriptor(kind=Kind.LORA, name="a", capabilities=None, factory="a:b", probe=5),
     ],
 )

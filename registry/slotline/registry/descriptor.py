@@ -92,7 +92,7 @@ class Descriptor(Generic[C]):
     capabilities: C
     factory: Any
     contract: ContractRange = ContractRange(1, 1)
-    options: Any = field(default=None)
+    options: Any = None
     probe: Any = field(default=None)
     summary: str = ""
 
@@ -100,13 +100,6 @@ class Descriptor(Generic[C]):
     def _plain(self, _attribute: object, value: str) -> None:
         if not value or not value.replace("_", "a").replace("-", "a").isalnum():
             raise ValueError(f"plugin name {value!r}: use letters, digits, '_' and '-' only")
-
-    @options.validator
-    def _class_or_path(self, _attribute: object, value: Any) -> None:
-        if value is not None and not isinstance(value, (str, type)):
-            raise ContractError(
-                f"Descriptor.options is {value!r:.60}, expected a class or its path", fix="write options='module:Class'"
-            )
 
     @probe.validator
     def _callable_or_path(self, _attribute: object, value: Any) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.testing.check import WITHOUT_SUITE, Level
@@ -49,14 +49,6 @@ class Correct:
 
     summary: str
     descriptor: Descriptor[Any]
-
-
-def forged(capabilities: Any, **changes: Any) -> Any:
-    """Return a copy of capabilities with values that their class refuses, as a class of a plugin's own may hold."""
-    found = evolve(capabilities)
-    for name, value in changes.items():
-        object.__setattr__(found, name, value)
-    return found
 
 
 def all_mutants(kind: Kind | None = None) -> tuple[Mutant, ...]:
