@@ -17,7 +17,12 @@ def is_replayed() -> bool:
     Not so for a step that is captured to see what it launches, and dropped: then it chooses as it does when it runs.
     """
     # Asked for each layer; whether there is a GPU would be a question to the driver.
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not _alone.get()
+    return is_captured() and not _alone.get()
+
+
+def is_captured() -> bool:
+    """Return whether launches are captured, for replays or to see what they are: nothing may wait for the device then."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from slotline.core.cache.kv_scales import KVScaleTable
 from slotline.core.execution.output_checks import OutputChecks, ShownBatch
 from slotline.core.execution.wanted_tokens import WantedTokens
 from slotline.core.planning.device import device_scope
+from slotline.core.replays import is_captured
 from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
 from slotline.registry.errors import ModelError
 
@@ -239,7 +240,8 @@ class AttentionRouter:
         written: bool = False,
     ) -> torch.Tensor:
         """As `attend`; what the backend does not write is NaN, and its output and its batch are looked at."""
-        assert self.checks is not None
+        if self.checks is None or is_captured():
+            return self.attend(layer, query, key, value, sinks, written)
         position = self._routes[layer.index][3]
         group = self.groups[position]
         batch = self._step.batches[group.batch]
@@ -274,15 +276,16 @@ class AttentionRouter:
         if write is not None and not written:
             write(layer, key, value, cache, step.plans[position])
         out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
-        if self.checks is not None:
+        checks = None if self.checks is None or is_captured() else self.checks
+        if checks is not None:
             out.fill_(torch.nan)
         if step.wanted.num_tokens:
             plan = self._plan(group, step.wanted.batch(step.batches[group.batch]))
             key, value = key[step.wanted.index], value[step.wanted.index]
             returned = forward(layer, query, key, value, cache, plan, out, sinks)
-            if self.checks is not None:
+            if checks is not None:
                 batch = step.wanted.batch(step.batches[group.batch])
-                self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
+                checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
         return out
 
     def breaking(
