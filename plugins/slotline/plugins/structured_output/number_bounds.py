@@ -85,7 +85,7 @@ def _fits(values: Collection[Decimal], *, whole: bool, merged: bool = False) -> 
     """
     if any(v.adjusted() > 9 or v.adjusted() < -9 or len(v.normalize().as_tuple().digits) > 9 for v in values):
         return False
-    scale = 10 ** max(0, *(-int(value.normalize().as_tuple().exponent) for value in values))
+    scale: int = 10 ** max(0, *(-int(value.normalize().as_tuple().exponent) for value in values))
     scaled = [int(value * scale) for value in values]
     if not merged:
         return bool(scale <= 10**9) and math.prod(scaled) * (scale if whole else 1) < 2**32
