@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from slotline.core.execution.compiling import Kernel
 
 pytest.importorskip("triton")
 
-SCRIPT = """
+CARD = """
 from contextlib import nullcontext
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -41,6 +42,8 @@ def add_one(x, n, size: tl.constexpr, dtype: tl.constexpr):
     place = tl.program_id(0) * size + tl.arange(0, size)
     tl.store(x + place, (tl.load(x + place, mask=place < n) + 1).to(dtype), mask=place < n)
 
+"""
+SCRIPT = """
 @triton.jit
 def wrong(x, size: tl.constexpr):
     tl.store(x + tl.arange(0, size), nothing_of_this_name)
@@ -74,12 +77,105 @@ print("all of it")
 """
 
 
-def test_launches_that_lack_a_kernel_are_left_out_and_their_kernels_compiled_in_threads(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"  # Triton reads a kernel's source from its file
-    script.write_text(SCRIPT)
+TWO_THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Thread, get_ident
+
+x, knobs = torch.zeros(128), triton.knobs
+
+def kernel_of(size):
+    return add_one.warmup(x, 100, size=size, dtype=tl.float32, num_warps=2, grid=(1,))
+
+def elsewhere(call, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *arguments).result()
+
+mine, theirs = {}, {}
+with compiling.leaving_out(mine):
+    assert elsewhere(kernel_of, 16) is not None, "another thread's launch was left out"
+    assert kernel_of(32) is None
+assert len(mine) == 1 and knobs.runtime.jit_cache_hook is None
+
+# scopes that overlap, and the first one ends first
+begun, ended = Barrier(2), Barrier(2)
+
+def other():
+    begun.wait()
+    with compiling.leaving_out(theirs):
+        begun.wait()
+        ended.wait()
+        assert kernel_of(64) is None
+        ended.wait()
+
+thread = Thread(target=other)
+thread.start()
+with compiling.leaving_out(mine):
+    begun.wait()
+    begun.wait()
+ended.wait()
+ended.wait()
+thread.join()
+assert (len(mine), len(theirs)) == (1, 1) and knobs.runtime.jit_cache_hook is None
+
+# a hook of the host: asked first, and its answer holds where nothing is noted
+asked, answer = [], [None]
+
+def host(*, fn, **rest):
+    asked.append(get_ident())
+    return answer[0]
+
+knobs.runtime.jit_cache_hook = host
+with compiling.leaving_out(mine):
+    assert kernel_of(64) is None
+    assert elsewhere(kernel_of, 64) is not None
+    answer[0] = True
+    assert elsewhere(kernel_of, 128) is None
+    answer[0] = None
+assert len(mine) == 2 and len(asked) == 3 and knobs.runtime.jit_cache_hook is host
+
+# a hook of the host that calls ours, and stays longer
+with compiling.leaving_out(mine):
+    below = knobs.runtime.jit_cache_hook
+    knobs.runtime.jit_cache_hook = above = lambda **launch: below(**launch)
+assert knobs.runtime.jit_cache_hook is above
+assert add_one.warmup(x, 100, size=16, dtype=tl.float16, num_warps=2, grid=(1,)) is not None
+with compiling.leaving_out(again := {}):
+    assert add_one.warmup(x, 100, size=32, dtype=tl.float16, num_warps=2, grid=(1,)) is None
+assert len(again) == 1 and knobs.runtime.jit_cache_hook is above
+knobs.runtime.jit_cache_hook = None
+
+# two engines in two threads, each with a log, and one inside the other
+compiling.listen()
+with compiling.KernelLog() as outer:
+    def engine(dtype):
+        with compiling.KernelLog() as log:
+            compiling.listen()
+            add_one.warmup(x, 100, size=64, dtype=dtype, num_warps=2, grid=(1,))
+            return log.kernels
+    assert len(elsewhere(engine, tl.bfloat16)) == 1
+    assert len(engine(tl.float16)) == 1
+    listener = knobs.compilation.listener
+    knobs.compilation.listener = lambda **heard: listener(**heard)
+    compiling.listen()
+    assert outer.kernels == []
+    add_one.warmup(x, 100, size=128, dtype=tl.float16, num_warps=2, grid=(1,))
+    assert len(outer.kernels) == 1, "heard twice"
+    missing = {}
+    with compiling.leaving_out(missing):
+        add_one.warmup(x, 100, size=256, dtype=tl.float16, num_warps=2, grid=(1,))
+    compiling.compile_all(missing)
+    assert len(outer.kernels) == 2, "what is compiled in threads belongs to the engine that asked"
+print("all of it")
+"""
+
+
+@pytest.mark.parametrize("script", [SCRIPT, TWO_THREADS], ids=["compiled in threads", "two threads"])
+def test_launches_that_lack_a_kernel_are_left_out_for_the_thread_that_asks_alone(script: str, tmp_path: Path) -> None:
+    file = tmp_path / "script.py"  # Triton reads a kernel's source from its file
+    file.write_text(CARD + script)
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "cache")}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, str(file)], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "all of it" in done.stdout
 
@@ -109,7 +205,7 @@ def test_a_step_that_waits_for_the_compiler_says_so(
 
     def compiles(inputs: Any) -> Any:
         if not llm.engine.late_kernels:
-            compiling._heard.extend(kernels)  # as Triton's listener does
+            compiling._logs[get_ident()].extend(kernels)  # as Triton's listener does
         return launch(inputs)
 
     llm.generate([[5, 6]], GREEDY)

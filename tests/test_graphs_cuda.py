@@ -178,7 +178,7 @@ assert later == 0, f"captures compiled {later} kernels by themselves"
 params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 for lens in ((1, 2, 7, 20, 60), (60,), (33, 2)):
     llm.generate([list(range(1, 1 + n)) for n in lens], params)
-late = {kernel.name for kernel in compiled_in_turn[1].kernels if not kernel.on_disk}
+late = {kernel.name for kernel in llm.engine.late_kernels if not kernel.on_disk}
 assert not late, late
 """
 

@@ -74,7 +74,7 @@ def build_engine(loaded: LoadedConfig) -> Engine:
         logger.warning(warning)
     for note in planned.plan.warnings:
         logger.warning("%s %s [%s]", note.code, note.text, note.key)
-    with device_scope(planned.device):
+    with device_scope(planned.device), compiling.KernelLog():
         engine = EngineBuilder(planned, startup).build()
     logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
     logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))

@@ -4,6 +4,9 @@ Triton says through hooks of its own which kernel a launch would compile, and ta
 forward pass is gone through once with such launches left out, and what they lacked is compiled by several threads: the
 compiler releases Python's lock for most of its work. Nothing depends on it: what could not be compiled ahead is
 compiled by its launch, which also says what is wrong with it. And a step that has to wait for the compiler says so.
+
+Triton's hooks belong to the whole process. Ours act for the thread that asks, and only there: what other threads launch
+is neither left out nor counted. Hooks that were there before are called too.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Lock, get_ident
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from attrs import define, field
@@ -54,20 +58,54 @@ class Kernel(NamedTuple):
     on_disk: bool
 
 
-_heard: list[Kernel] = []
-"""By all engines of this process, in order."""
+_logs: dict[int, list[Kernel]] = {}
+"""What Triton was asked for, by the thread that asked."""
+
+
+def log_to(log: list[Kernel] | None) -> list[Kernel] | None:
+    """Have this thread's kernels logged in a list from now on, or nowhere; returns where they were before."""
+    me = get_ident()
+    before = _logs.get(me)
+    if log is not None:
+        _logs[me] = log
+    elif before is not None:
+        del _logs[me]
+    return before
+
+
+class KernelLog:
+    """Log of the kernels that this thread asks Triton for inside a `with` statement; logs around it get none of them.
+
+    Attributes:
+        kernels: in order.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+
+    def __enter__(self) -> Self:
+        self._outer = log_to(self.kernels)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        log_to(self._outer)
 
 
 @define
 class Compiled:
-    """What Triton was asked for since this was made."""
+    """What this thread's log got since this was made."""
 
-    _first: int = field(factory=lambda: len(_heard), init=False)
+    _log: list[Kernel] = field(factory=lambda: _logs.setdefault(get_ident(), []), init=False)
+    _first: int = field(init=False)
+
+    @_first.default
+    def _so_far(self) -> int:
+        return len(self._log)
 
     @property
     def kernels(self) -> list[Kernel]:
         """In order."""
-        return _heard[self._first :]
+        return self._log[self._first :]
 
     @property
     def count(self) -> int:
@@ -81,19 +119,25 @@ def _knobs() -> Any:
 
 
 class _Listener:
-    """What Triton tells of each kernel; whoever listened before is told too."""
+    """Writer of the logs; the listener that was there before is told too."""
 
     def __init__(self, before: Callable[..., None] | None) -> None:
         self._before = before
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
-        _heard.append(Kernel(getattr(src, "name", "a kernel"), times.total / 1e6, cache_hit))  # microseconds
-        if self._before is not None:
-            self._before(src=src, times=times, cache_hit=cache_hit, **rest)
+        log = _logs.pop(get_ident(), None)  # a second listener of ours, below one of the host's, finds none
+        try:
+            if log is not None:
+                log.append(Kernel(getattr(src, "name", "a kernel"), times.total / 1e6, cache_hit))  # microseconds
+            if self._before is not None:
+                self._before(src=src, times=times, cache_hit=cache_hit, **rest)
+        finally:
+            if log is not None:
+                _logs[get_ident()] = log
 
 
 def listen() -> Compiled:
-    """Listen to Triton's compiler from now on, where Triton is loaded; what it is asked for from here."""
+    """Listen to Triton's compiler from now on, if Triton is loaded; returns what this thread asks it for from here."""
     knobs = _knobs()
     if knobs is not None and not isinstance(knobs.compilation.listener, _Listener):
         knobs.compilation.listener = _Listener(knobs.compilation.listener)
@@ -112,24 +156,55 @@ def waited_for(kernels: Sequence[Kernel]) -> None:
     )
 
 
-@contextmanager
-def leaving_out(missing: MissingKernels) -> Iterator[None]:
-    """Inside, launches whose kernel this process has not loaded are left out and noted in `missing`."""
-    knobs = _knobs()
-    if knobs is None or knobs.runtime.jit_cache_hook is not None:
-        yield
-        return
+class _Notes:
+    """Hook for launches that lack a kernel: it leaves out those of the threads that have a place to note them.
 
-    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
+    Attributes:
+        before: the hook that was there before. It is asked too, and may leave out launches of any thread.
+        missing: where kernels are noted, by thread.
+    """
+
+    current: _Notes | None = None
+    changing = Lock()
+
+    def __init__(self, before: Callable[..., bool | None] | None) -> None:
+        self.before = before
+        self.missing: dict[int, MissingKernels] = {}
+
+    def __call__(self, *, fn: Any, compile: Any, **rest: Any) -> bool | None:
+        left_out = None if self.before is None else self.before(fn=fn, compile=compile, **rest)
+        missing = self.missing.get(get_ident())
+        if missing is None:
+            return left_out
         lacked = Missing(fn.jit_function, compile["specialization_data"])
         missing[id(lacked.kernel), lacked.specialization] = lacked
         return True
 
-    knobs.runtime.jit_cache_hook = note
+
+@contextmanager
+def leaving_out(missing: MissingKernels) -> Iterator[None]:
+    """Leave out this thread's launches whose kernel this process has not loaded, and note them in `missing`."""
+    knobs, me = _knobs(), get_ident()
+    if knobs is None:
+        yield
+        return
+    with _Notes.changing:
+        if (notes := _Notes.current) is None:
+            notes = _Notes.current = knobs.runtime.jit_cache_hook = _Notes(knobs.runtime.jit_cache_hook)
+        outer = notes.missing.get(me)
+        notes.missing[me] = missing
     try:
         yield
     finally:
-        knobs.runtime.jit_cache_hook = None
+        with _Notes.changing:
+            if outer is not None:
+                notes.missing[me] = outer
+            else:
+                del notes.missing[me]
+            if not notes.missing:
+                _Notes.current = None
+                if knobs.runtime.jit_cache_hook is notes:  # else another one stands above it, and it lets all pass
+                    knobs.runtime.jit_cache_hook = notes.before
 
 
 def compile_all(missing: MissingKernels, device: torch.device | None = None) -> None:
@@ -137,14 +212,18 @@ def compile_all(missing: MissingKernels, device: torch.device | None = None) -> 
     if not missing:
         return
     start, threads = perf_counter(), min(len(missing), MOST_THREADS, len(os.sched_getaffinity(0)))
+    log = _logs.get(get_ident(), [])
 
     def compile_one(lacked: Missing) -> bool:
+        _logs[get_ident()] = log
         try:
             with torch.cuda.device(device):  # a thread's current device is its own
                 lacked.kernel.preload(lacked.specialization)
         except Exception as error:  # whatever a compiler raises
             logger.debug("%s was not compiled ahead: %s", lacked.kernel, error)
             return False
+        finally:
+            _logs.pop(get_ident(), None)
         return True
 
     with ThreadPoolExecutor(threads, thread_name_prefix="slotline-compile") as pool:
