@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+from slotline.core.out_of_memory import is_out_of_memory
 from slotline.registry.descriptor import Descriptor
 from slotline.registry.discovery import PluginRegistry
-from slotline.registry.errors import CapacityError
+from slotline.registry.errors import CapacityError, SlotlineError
 from slotline.registry.loading import label_of
 
 
@@ -23,7 +22,9 @@ def fits(what: str, fix: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except Exception as error:
+        if isinstance(error, SlotlineError) or not is_out_of_memory(error):
+            raise
         raise CapacityError(f"{what} does not fit into memory", fix=fix) from error
 
 

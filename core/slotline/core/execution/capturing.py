@@ -14,8 +14,9 @@ import torch
 from attrs import asdict, define, frozen
 
 from slotline.core.execution import compiling
+from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.replays import as_if_run
-from slotline.registry.errors import CapacityError, ModelError
+from slotline.registry.errors import CapacityError, ModelError, SlotlineError
 
 logger = logging.getLogger("slotline")
 WARM_UPS = 1
@@ -116,7 +117,7 @@ class Capturing:
             ModelError: if something cannot be captured.
         """
         self._around.close()
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error) and not isinstance(error, SlotlineError):
             raise CapacityError(
                 f"capturing {self.what} does not fit into memory",
                 fix='lower cache.memory or the largest of graphs.sizes, or set graphs.mode = "none"',
@@ -182,9 +183,15 @@ def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage collection: it might free a tensor of the device, or a graph, in the middle of a capture."""
+    """Collect no garbage: that might free a tensor of the device, or a graph, in the middle of a capture.
+
+    What the host process has frozen stays frozen: one call would unfreeze it together with what is frozen here, so
+    nothing is frozen then. A collection that a library asks for takes longer for it.
+    """
     gc.collect()
-    gc.freeze()
+    freezes = gc.get_freeze_count() == 0
+    if freezes:
+        gc.freeze()
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -192,4 +199,5 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
 from slotline.core.sampling.likeliest import likeliest
 from slotline.core.sampling.torch_sampling import invert, sample_torch
@@ -58,7 +59,9 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
     params = torch.from_numpy(batch.packed()).to(device)
     try:
         sample(torch.randn(num_rows, vocab_size, device=device), batch, params, keep_final=True)
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         raise CapacityError(
             f"sampling {num_rows} rows of {vocab_size} logits does not fit into memory",
             fix="lower scheduler.max_requests or cache.memory",
