@@ -147,6 +147,17 @@ def test_the_last_by_priority_is_preempted_even_if_it_came_first() -> None:
     assert preempted == [unimportant]
 
 
+def test_a_preempted_request_returns_before_one_that_arrived_later() -> None:
+    bench, (_, b, c) = out_of_blocks()
+    later = bench.add("later", 1, max_tokens=1)  # would fit into what is left over, long before the other one does
+    assert bench.step().preempted == (c,)
+    admitted: list[Request] = []
+    while bench.scheduler.num_waiting:
+        admitted += bench.step().admitted
+    assert [request for request in admitted if request is not b] == [c, later]
+    assert later.arrival > c.arrival
+
+
 def test_nobody_is_admitted_in_a_step_that_preempts() -> None:
     bench = Bench(num_blocks=7, max_model_len=16, max_batched_tokens=32, prefix_caching=False)
     _, _, c = (bench.add(name, 7, max_tokens=9) for name in "abc")

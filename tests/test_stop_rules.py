@@ -111,6 +111,20 @@ def test_nothing_stops_before_the_minimum(llm: LLM) -> None:
     assert late.text.startswith("a b a ")
 
 
+@pytest.mark.parametrize("other", [[], ["never in the text"]], ids=["one", "beside a longer one"])
+def test_a_stop_string_that_is_completed_by_the_last_token_too_few_does_not_count(other: list[str], llm: LLM) -> None:
+    tokens = [ids(llm, letter)[-1] for letter in "abcd"]
+    for index, letter in enumerate("abc"):
+        ends = say(llm, tokens, stop=[letter, *other], min_tokens=index + 1)
+        assert (ends.token_ids, ends.finish_reason, ends.stop_reason) == (tokens[: index + 1], "stop", letter)
+        too_few = say(llm, tokens, stop=[letter, *other], min_tokens=index + 2)
+        assert (too_few.token_ids, too_few.finish_reason, too_few.stop_reason) == (tokens, "length", None)
+        assert too_few.text.strip() == "abcd"
+        assert [one.text.strip() for one in streamed(llm, tokens, stop=[letter, *other], min_tokens=index + 2)][
+            -1
+        ] == "abcd"
+
+
 @pytest.mark.behaviour(7, 110)
 def test_the_longest_output_is_max_tokens_or_what_the_model_length_allows(llm: LLM) -> None:
     assert len(say(llm, [9] * 5, max_tokens=1).token_ids) == 1

@@ -50,9 +50,9 @@ class Detokenizer:
         if not piece:
             return None
         self._held.clear()
-        searched = max(0, len(self.text) - self._longest_stop + 1)
+        before = len(self.text)
         self.text += piece
-        return self._cut_at_stop(searched) if may_stop else None
+        return self._cut_at_stop(before) if may_stop else None
 
     def finish(self) -> None:
         """Show what was held back because it did not end at a character."""
@@ -69,8 +69,13 @@ class Detokenizer:
             piece = self._tokenizer.decode(self._held, skip_special_tokens=self._skip_special)
         return piece
 
-    def _cut_at_stop(self, start: int) -> str | None:
-        found = [(position, stop) for stop in self._stop if (position := self.text.find(stop, start)) >= 0]
+    def _cut_at_stop(self, before: int) -> str | None:
+        """Cut the text at the first stop string that ends behind its first `before` characters."""
+        found = [
+            (position, stop)
+            for stop in self._stop
+            if (position := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+        ]
         if not found:
             return None
         position, stop = min(found)
