@@ -372,7 +372,7 @@ def test_an_interruption_in_a_step_leaves_no_request_behind(
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.profiler, "scope", failing)
-        with pytest.raises(error):
+        with pytest.raises(CapacityError if error is torch.OutOfMemoryError else error):
             llm.generate(prompts, GREEDY)
     everything_returned(llm)
     assert tokens_of(llm, prompts) == expected

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,8 @@ from slotline.core.cache.cascade import Cascade
 from slotline.core.cache.sizing import MemoryReport
 from slotline.core.drafting.drafting import Drafting
 from slotline.core.drafting.overlap import Overlap, Proposal
-from slotline.core.execution.compiling import Compiled, Kernel, waited_for
+from slotline.core.engine_lock import EngineLock, exclusive
+from slotline.core.execution.compiling import Kernel, log_to, waited_for
 from slotline.core.execution.encoding import Encoding
 from slotline.core.execution.graph_shapes import GraphShape
 from slotline.core.execution.graphs import GraphRunner
@@ -31,12 +32,14 @@ from slotline.core.frontend.outputs import PoolingOutput, PoolingRequestOutput, 
 from slotline.core.frontend.prompts import as_token_array
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer, with_bad_words
+from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.planning.device import on_device
 from slotline.core.requests.endings import Endings
 from slotline.core.requests.hand_out import HandOut, StepResult
 from slotline.core.requests.intake import Intake
 from slotline.core.requests.joining import Joining
 from slotline.core.requests.outputs import request_output
+from slotline.core.requests.recovery import Recovery
 from slotline.core.requests.stops import StopRules
 from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_output
 from slotline.core.sampling.processors import ProcessorPipeline
@@ -48,12 +51,15 @@ from slotline.core.scheduling.rows import Rows
 from slotline.core.scheduling.schedule import Schedule
 from slotline.core.scheduling.scheduler import Scheduler
 from slotline.registry.contracts import CacheBlock, PoolingParams
-from slotline.registry.errors import RequestError
+from slotline.registry.errors import CapacityError, RequestError, SlotlineError
+from slotline.registry.loading import one_line
 
 if TYPE_CHECKING:
     from slotline.registry.negotiation import Plan
 
 Int = npt.NDArray[np.int64]
+P = ParamSpec("P")
+R = TypeVar("R")
 logger = logging.getLogger("slotline")
 
 
@@ -86,6 +92,11 @@ class Engine:
     drafts stood, and known on the device alone. A request that turns out to have ended took part in one step too many,
     whose result is dropped.
 
+    Several threads may use an engine: each call waits until no other thread is in it. A callback of a step, for
+    instance a function on logits, may call it again.
+
+    Whatever escapes from a step, Ctrl-C included, every unfinished request is restored before it is raised again.
+
     Attributes:
         notes: what whoever reads the plan should know beside it.
         device: the current one while the engine works.
@@ -94,6 +105,9 @@ class Engine:
         late_kernels: what steps had to wait for Triton to compile, or to load from its cache on disk.
         requests: the unfinished, by id.
         intake, joining, hand_out, endings: what happens to a request, in this order.
+        recovery: restores the unfinished ones after an exception escaped.
+        lock: held by the thread that is in the engine.
+        unsettled: whether a step runs. If none can be running, the last call was interrupted.
     """
 
     plan: Plan
@@ -126,7 +140,15 @@ class Engine:
     joining: Joining = field(init=False)
     hand_out: HandOut = field(init=False)
     endings: Endings = field(init=False)
+    recovery: Recovery = field(init=False)
+    lock: EngineLock = field(factory=EngineLock, init=False)
     _in_flight: InFlight | None = field(default=None, init=False)
+    _log: list[Kernel] = field(factory=list, init=False)  # of this step
+    _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
+    unsettled: bool = field(default=False, init=False)
+    _hurt: bool = field(default=False, init=False)  # a call was interrupted
+    _closed: bool = field(default=False, init=False)  # while rows and requests change: no callback may step then
+    _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
 
     @cascade.default
     def _no_common_prefixes(self) -> Cascade:
@@ -173,12 +195,26 @@ class Engine:
             grammars=self.grammars,
             overlapped=self.overlap is not None,
         )
+        self.recovery = Recovery(
+            requests=self.requests,
+            scheduler=self.scheduler,
+            gatherer=self.gatherer,
+            hand_out=self.hand_out,
+            endings=self.endings,
+            tokenizer=self.tokenizer,
+            pipeline=self.pipeline,
+            encoding=self.encoding,
+            grammars=self.grammars,
+            drafting=self.drafting,
+            adapters=self.adapters,
+        )
 
     @property
     def has_work(self) -> bool:
         """Whether any request is unfinished."""
         return bool(self.requests)
 
+    @exclusive
     @on_device
     def add(
         self,
@@ -223,17 +259,35 @@ class Engine:
             index=index,
             arrival=self.intake.arrivals,
         )
-        self.intake.add(request, stream=stream)
+        try:
+            self.intake.add(request, stream=stream)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._hurt = self.unsettled = True
+            raise
         return request
 
+    @exclusive
     @on_device
     def abort(self, request_id: str) -> Request | None:
-        """End a request now; what it sampled so far stays in it. None if no such request is unfinished."""
+        """End a request now; what it sampled so far stays in it. None if no such request is unfinished.
+
+        Where a signal's handler or a plugin asks for it in the middle of a step's bookkeeping, the request ends with
+        the step.
+        """
         request = self.requests.get(request_id)
         if request is not None:
-            self.endings.finish([request], ["abort"], [None])
+            self._aborts.append(request)
+            self._abort_asked()
         return request
 
+    @exclusive
+    @on_device
+    def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
+        """Make a call while no step runs and no other thread is in the engine; for what belongs to its parts."""
+        return call(*args, **options)
+
+    @exclusive
     @on_device
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place, and forget the prefixes that the old ones computed.
@@ -255,45 +309,108 @@ class Engine:
         if self.adapters is not None:
             self.adapters.reloaded()
 
-    @on_device
+    @exclusive
     def step(self) -> StepResult:
-        """Run one step over everything that is ready."""
-        compiled = Compiled()
+        """Run one step over everything that is ready.
+
+        Raises:
+            CapacityError: if memory ends in the step.
+            RequestError: if the engine is in the middle of another step's bookkeeping, as in a signal's handler.
+        """
+        if self._closed:
+            raise RequestError(
+                "a step inside another step's bookkeeping", fix="step from a function on logits, or later"
+            )
+        outermost, self.unsettled = not self.unsettled, True
+        outer_log = log_to(self._log)
+        try:
+            result = self._step_on_device() if ":" in self.device else self._step()
+            if self._log:
+                self._note_late()
+            if self.check and outermost:
+                self._check()
+            return result
+        except BaseException as error:
+            self._hurt = True
+            if is_out_of_memory(error) and not isinstance(error, SlotlineError):
+                raise CapacityError(
+                    f"a step does not fit into memory beside the cache: {one_line(error)}",
+                    fix="lower cache.memory, scheduler.max_batched_tokens or scheduler.max_requests",
+                ) from error
+            raise
+        finally:
+            log_to(outer_log)
+            self._closed = False
+            if outermost and self._hurt:
+                self.settle()
+            elif outermost:
+                self.unsettled = False
+            if self._aborts:
+                self._abort_asked()
+
+    @on_device
+    def settle(self) -> None:
+        """Restore every unfinished request, after a call was interrupted; no step may be running."""
+        self._hurt = self.unsettled = self._closed = True
+        self._in_flight = None
+        self._ended += self.recovery.run()
+        self._hurt = self.unsettled = self._closed = False
+
+    @on_device
+    def _step_on_device(self) -> StepResult:
+        return self._step()
+
+    def _note_late(self) -> None:
+        """Note the kernels that the step had to wait for."""
+        late = self._log.copy()
+        self._log.clear()
+        waited_for(late)
+        self.late_kernels += late
+
+    def _step(self) -> StepResult:
+        """Schedule, launch and hand out; see `step`."""
+        self._closed = True
         with self.profiler.scope("schedule"):
             unfit = self._queue_compiled()
             schedule = self.scheduler.schedule()
         schedule, refused = self.joining.prepare(schedule)
+        self._ended += unfit + refused
         generations = self.rows.generation.copy()
         loads = self._start_transfers(schedule)
         launched = self._launch(schedule, loads) if schedule.num_tokens else None
         result = self._collect()  # of the step before, if it is still in flight
         if launched is not None:
-            self._in_flight = self._sample(launched, schedule, generations, loads)
+            started = self._sample(launched, schedule, generations, loads)
+            if self._in_flight is not None:  # a step that was run by a callback of this one
+                self._collect()
+            self._in_flight = started
             if not self.asynchronous:
                 result = self._collect()
-        result.finished += unfit + refused
-        if late := compiled.kernels:
-            waited_for(late)
-            self.late_kernels += late
-        if self.check:
-            check_integrity(self.scheduler)
-            for part in (self.encoding, self.adapters):
-                if part is not None:
-                    part.check()
+        result.finished, self._ended = self._ended, []
         return result
 
+    def _check(self) -> None:
+        check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
+        for part in (self.encoding, self.adapters):
+            if part is not None:
+                part.check()
+
+    @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
         """The public form of a prompt's requests (one per output)."""
         return request_output(requests, self.rows, self.tokenizer)
 
+    @exclusive
     def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
         """The public form of a pooling request."""
         return pooling_output(request)
 
     def _queue_compiled(self) -> list[Request]:
         """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
+        if self.grammars is None:
+            return []
         idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
-        failed = self.intake.queue_compiled(waits=idle)
+        failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
         for request, error in failed:
             logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
         self.endings.fail(failed)
@@ -350,13 +467,13 @@ class Engine:
         """Start sampling behind a forward pass; the tokens before are known by now."""
         inputs, overlap, proposal = launched.inputs, self.overlap, None
         if overlap is None:
-            sampling, rows, verified = self.runner.sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
+            sampling, rows, verified = self._open_sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
         else:
             if inputs.pending is not None:
                 fallen = np.where(inputs.pending, self.rows.num_fallen[schedule.rows], 0)
                 schedule = evolve(schedule, num_computed=schedule.num_computed - fallen)
             settled = overlap.settle(inputs, generations)
-            sampling, rows, verified = self.runner.sample(launched), settled.rows, settled.verified
+            sampling, rows, verified = self._open_sample(launched), settled.rows, settled.verified
             assert isinstance(sampling, Sampling)
             with self.profiler.scope("draft"):
                 proposal = overlap.propose(settled, sampling)
@@ -366,6 +483,25 @@ class Engine:
                 rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
             self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
         return InFlight(schedule=schedule, generations=generations, sampling=sampling, proposal=proposal, loads=loads)
+
+    def _open_sample(self, launched: Launched) -> Sampling | Answers:
+        """Start sampling; functions on logits may use the engine meanwhile."""
+        self._closed = False
+        sampling = self.runner.sample(launched)
+        self._closed = True
+        return sampling
+
+    def _abort_asked(self) -> None:
+        """End the requests that `abort` was called for, unless rows and requests are changing."""
+        if self._closed or not self._aborts:
+            return
+        before = self._hurt, self.unsettled
+        self._hurt = self.unsettled = self._closed = True
+        while self._aborts:
+            request = self._aborts.pop(0)
+            if self.requests.get(request.request_id) is request:
+                self.endings.finish([request], ["abort"], [None])
+        (self._hurt, self.unsettled), self._closed = before, False
 
     def _collect(self) -> StepResult:
         """Wait for the step in flight, if any, and hand its results out."""
@@ -381,6 +517,7 @@ class Engine:
             result = self.hand_out(step.schedule.without(given_up), output.without(given_up))
         if transfers is not None:
             transfers.save_filled()
+        self._ended += result.finished
         if self.overlap is not None:
             if step.proposal is not None:
                 self.overlap.place(step.proposal)

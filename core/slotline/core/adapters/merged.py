@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -120,6 +120,10 @@ class MergedAdapter:
     def leave(self, request: Request) -> None:
         """See `Adapters.leave`."""
         self._users -= 1
+
+    def recount(self, unfinished: Sequence[Request]) -> None:
+        """See `AdapterSource.recount`."""
+        self._users = len(unfinished)
 
     def acquire(self, request: Request) -> bool:
         """There is nothing to wait for."""

@@ -8,7 +8,7 @@ be. Rows hold their request's slot, so a step gathers the slots of its tokens as
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +224,14 @@ class Adapters:
         """The request has left the batch."""
         if request.lora_request is not None:
             self._adapter(request.lora_request).holders -= 1
+
+    def recount(self, unfinished: Sequence[Request]) -> None:
+        """See `AdapterSource.recount`."""
+        for adapter in self._known.values():
+            mine = [
+                r for r in unfinished if r.lora_request and r.lora_request.lora_int_id == adapter.request.lora_int_id
+            ]
+            adapter.users, adapter.holders = len(mine), sum(r.row >= 0 for r in mine)
 
     def check(self) -> None:
         """Raise IntegrityError unless slots, holders and rows agree."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -55,6 +56,10 @@ class AdapterSource(Protocol):
 
     def release(self, request: Request) -> None:
         """The request has left the batch."""
+        ...
+
+    def recount(self, unfinished: Sequence[Request]) -> None:
+        """Count users and holders again; rows and slots are as the unfinished requests say."""
         ...
 
     def reloaded(self) -> None:

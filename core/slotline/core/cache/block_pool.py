@@ -117,6 +117,17 @@ class BlockPool:
         self._hash_of.clear()
         self._block_of.clear()
 
+    def restore(self) -> None:
+        """Take all references away, whatever was going on; what blocks cache stays findable."""
+        self.ref_count[:] = 0
+        self._block_of = {key: block for block, key in self._hash_of.items()}
+        self._hash_of = {block: key for key, block in self._block_of.items()}
+        for block in range(1, self.num_blocks):
+            if block not in self._free:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
     def check(self) -> None:
         """Raise IntegrityError unless counts, free list and hash index agree."""
         free = {int(b) for b in np.flatnonzero(self.ref_count == 0)} - {NULL_BLOCK}

@@ -194,6 +194,11 @@ class Checkpoints:
         self._slot_of.clear()
         self._seen.clear()
 
+    def restore(self) -> None:
+        """Free all slots that no checkpoint is found in, whatever was being kept."""
+        used = set(self._slot_of.values())
+        self._free = [slot for slot in range(len(self.lengths) - 1, self.rows.max_requests - 1, -1) if slot not in used]
+
     def check(self) -> None:
         """Raise IntegrityError unless slots, rows and checkpoints agree."""
         first, kept = self.rows.max_requests, list(self._slot_of.values())

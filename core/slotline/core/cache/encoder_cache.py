@@ -87,6 +87,11 @@ class EncoderCache:
         """Forget everything that nobody holds."""
         self.forget(list(self._idle))
 
+    def restore(self) -> None:
+        """Forget everything, also what requests hold, whatever was being scheduled."""
+        for kept in (self._entries, self._idle, self._held, self._new, self._dropped):
+            kept.clear()
+
     def check(self) -> None:
         """Raise IntegrityError unless entries, holders and requests agree."""
         held: dict[str, int] = {}

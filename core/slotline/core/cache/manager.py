@@ -142,6 +142,13 @@ class CacheGroup:
         self.num_freed[row] = last
         return freed
 
+    def restore(self) -> None:
+        """Empty the tables of all rows, whatever was being written to them."""
+        self.table[:] = NULL_BLOCK
+        self.versions += 1
+        self.blocks[:] = [[] for _ in self.blocks]
+        self.capacity[:] = self.num_freed[:] = self.num_held[:] = 0
+
     def clear(self, row: int) -> list[int]:
         """Empty the row's table and return what it held."""
         held, self.blocks[row] = self.blocks[row], []
@@ -240,13 +247,23 @@ class CacheManager:
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
 
-    def keep_states(self, rows: Rows, running: Int) -> None:
-        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from."""
+    def keep_states(self, rows: Rows, running: Int) -> list[tuple[int, Exception]]:
+        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from.
+
+        Returns:
+            Rows whose state could not be copied, and why.
+        """
+        failed: list[tuple[int, Exception]] = []
         if self.checkpoints is None:
-            return
+            return failed
         for row in self.checkpoints.due(running).tolist():
             count = int(rows.num_computed_tokens[row]) // self.hash_block_size
-            self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
+            try:
+                self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
+            except Exception as error:  # a plugin's code may raise anything
+                self.checkpoints.restore()
+                failed.append((row, error))
+        return failed
 
     def reset(self) -> None:
         """Forget all cached prefixes; what requests hold stays theirs."""
@@ -256,6 +273,17 @@ class CacheManager:
             self.checkpoints.reset()
         if self.transfers is not None:
             self.transfers.reset()
+
+    def restore(self) -> None:
+        """Take all blocks from all rows, whatever was going on; what is known to be computed stays findable."""
+        for group in self.groups:
+            group.restore()
+        self._full[:] = self._findable[:] = 0
+        if self.transfers is not None:
+            self.pool.drop(self.transfers.give_up())
+        self.pool.restore()
+        if self.checkpoints is not None:
+            self.checkpoints.restore()
 
     def lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
         """Forget blocks whose load failed; the rows that hold one, each with the tokens in front of its first one."""
@@ -368,8 +396,9 @@ class CacheManager:
         for index, block in enumerate(blocks):
             if block == TO_LOAD:
                 given[index] = next(new)
-                self.pool.remember(group.index, [given[index]], [own[index]])
+                # Wanted before it can be found: whoever finds it may rely on it being loaded, or given up.
                 self.transfers.want(CacheBlock(group.index, own[index], given[index]))
+                self.pool.remember(group.index, [given[index]], [own[index]])
         return given
 
     def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
@@ -414,5 +443,5 @@ class CacheManager:
 
 def _root(request: Request) -> bytes:
     """Where a request's chain of hashes begins: prefixes are shared with equal salts and equal adapters."""
-    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()
+    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # which was checked at admission
     return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

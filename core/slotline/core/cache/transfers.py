@@ -101,6 +101,14 @@ class Transfers:
                 del self._unsure[one.block]
         return lost
 
+    def give_up(self) -> list[CacheBlock]:
+        """Forget all loads that are not known to be good, and return them."""
+        unsure = list(self._unsure.values())
+        self._loads.clear()
+        self._unsure.clear()
+        self._failed.clear()
+        return unsure
+
     def reset(self) -> None:
         """Forget everything, here and in the connector."""
         self._saves.clear()

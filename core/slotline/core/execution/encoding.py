@@ -153,6 +153,11 @@ class Encoding:
         self.cache.reset()
         self.outputs.clear()
 
+    def restore(self) -> None:
+        """Forget all embeddings, whoever holds them; requests that need them have them made again."""
+        self.cache.restore()
+        self.outputs.clear()
+
     def check(self) -> None:
         """Raise IntegrityError unless the embeddings kept are those that the cache counts, after a step."""
         if differ := self.outputs.keys() ^ self.cache.hashes:

@@ -82,7 +82,7 @@ class BeamSearchSequence:
         cum_logprob: the sum of its own tokens' log-probabilities.
         score: the same with the length penalty; what sequences are ordered by.
         text: of `tokens`, without special tokens; empty if the model has no tokenizer.
-        finish_reason: `stop` or `length`.
+        finish_reason: `stop`, `length`, or `abort` if a request of the search was aborted while it was running.
         stop_reason: the end-of-sequence token that ended it.
     """
 
@@ -142,9 +142,20 @@ class Beams:
         self.running = [beam for beam in candidates if not beam.finish_reason][:width]
         self.done = not self.running or (len(self.finished) == width and not self._can_improve())
 
+    def abort(self) -> None:
+        """End the search; the running beams are as far as they got."""
+        for beam in self.running:
+            self._score(beam)
+            beam.finish_reason = "abort"
+        self.finished = sorted(self.finished + self.running, key=lambda beam: -beam.score)[: self.params.beam_width]
+        self.running, self.done = [], True
+
+    def _score(self, beam: BeamSearchSequence) -> None:
+        beam.score = beam.cum_logprob / max(1, len(beam.logprobs)) ** self.params.length_penalty
+
     def _end(self, beam: BeamSearchSequence) -> None:
         """See whether a candidate ends, and score it."""
-        beam.score = beam.cum_logprob / len(beam.logprobs) ** self.params.length_penalty
+        self._score(beam)
         if beam.tokens[-1] in self.eos_token_ids:
             beam.finish_reason, beam.stop_reason = "stop", beam.tokens[-1]
         elif len(beam.logprobs) == self.params.max_tokens:
@@ -193,7 +204,7 @@ class BeamSearch:
         if params.structured_outputs is not None:
             from slotline.core.frontend.beam_grammar import BeamGrammar
 
-            self._grammar = BeamGrammar(engine, params.structured_outputs)
+            self._grammar = engine.exclusively(BeamGrammar, engine, params.structured_outputs)
         elif wanted > engine.limits.max_logprobs:
             raise RequestError(
                 f"beam_width={params.beam_width} needs {wanted} log-probabilities a token, above "
@@ -225,13 +236,17 @@ class BeamSearch:
         found = [one.entry for one in candidates] or [one.logprobs[0] if one.logprobs else {} for one in outputs]
         beams = iter(zip(outputs, found, strict=True))
         for i in which:
-            entries = []
+            entries, aborted = [], False
             for _ in self._searches[i].running:
                 output, entry = next(beams)
-                if output.finish_reason == "error" or not entry:
+                aborted |= output.finish_reason == "abort"
+                if not aborted and (output.finish_reason == "error" or not entry):
                     raise RequestError(f"a beam of prompt {i} failed: {output.stop_reason}")
                 entries.append(entry)
-            self._searches[i].advance(entries)
+            if aborted:
+                self._searches[i].abort()
+            else:
+                self._searches[i].advance(entries)
 
     def _candidates(self, which: Sequence[int]) -> list[Candidates]:
         """What looks at the logits of the searches' beams in turn, under a constraint; empty without one."""
@@ -239,7 +254,7 @@ class BeamSearch:
             return []
         searches = [self._searches[i] for i in which]
         outputs = [beam.tokens[-len(beam.logprobs) or len(beam.tokens) :] for s in searches for beam in s.running]
-        return self._grammar.candidates(outputs, searches[0].num_candidates)
+        return self._llm.engine.exclusively(self._grammar.candidates, outputs, searches[0].num_candidates)
 
     def _output(self, search: Beams) -> BeamSearchOutput:
         tokenizer = self._llm.engine.tokenizer

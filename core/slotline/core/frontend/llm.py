@@ -28,7 +28,6 @@ from slotline.core.frontend.prompt_fields import prompt_fields
 from slotline.core.frontend.prompts import Prompt, as_params, as_prompts, of_task
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.core.frontend.tokenizer import Tokenizer
-from slotline.core.planning.device import device_scope
 from slotline.core.scheduling.request import Request
 from slotline.registry.config import LoadedConfig, load_config
 from slotline.registry.contracts import PoolingParams
@@ -60,6 +59,8 @@ class LLM:
         overrides: settings in the form `a.b=value`, as on the command line.
         settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
             mapping, `**{"cache.block_size": 32}`.
+
+    Several threads may call the methods of one `LLM`: each gets its own outputs, and their requests share the steps.
 
     Raises:
         SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
@@ -125,9 +126,7 @@ class LLM:
         """
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{lora_request!r:.60} is no adapter", fix="give LoRARequest(name, number, path)")
-        known = lora_request.lora_int_id in self._adapters.numbers
-        with device_scope(self.engine.device):
-            self._adapters.add(lora_request)
+        known = self.engine.exclusively(self._know, lora_request)
         return not known
 
     def remove_lora(self, lora_id: int) -> bool:
@@ -136,8 +135,7 @@ class LLM:
         Raises:
             RequestError: if a request uses it.
         """
-        with device_scope(self.engine.device):
-            return self._adapters.remove(lora_id)
+        return self.engine.exclusively(self._adapters.remove, lora_id)
 
     def pin_lora(self, lora_id: int) -> bool:
         """Have a known adapter keep its slot on the device until it is removed.
@@ -145,13 +143,12 @@ class LLM:
         Raises:
             RequestError: if it is not known, or no slot can be had for it.
         """
-        with device_scope(self.engine.device):
-            self._adapters.pin(lora_id)
+        self.engine.exclusively(self._adapters.pin, lora_id)
         return True
 
     def list_loras(self) -> set[int]:
         """The numbers of the known adapters, on the device or in host memory."""
-        return self._adapters.numbers
+        return self.engine.exclusively(lambda: self._adapters.numbers)
 
     def generate(
         self,
@@ -270,18 +267,22 @@ class LLM:
         return cast(list[ClassificationRequestOutput], outputs)
 
     def _run(self, groups: list[list[Request]], progress: bool | None) -> None:
-        """Step until the requests have ended; abort them if that is interrupted."""
-        wanted = {request.request_id for group in groups for request in group}
+        """Step until the requests have ended; abort them if that is interrupted.
+
+        They may end in another thread's step, or be aborted by a callback, so each is asked whether it has ended.
+        """
+        unfinished = [request for group in groups for request in group]
         shown = self.loaded.config.observability.progress if progress is None else progress
-        with progress_bar(len(wanted), enabled=shown, forced=progress is True) as bar:
+        with progress_bar(len(unfinished), enabled=shown, forced=progress is True) as bar:
             try:
-                while wanted:
+                while unfinished:
+                    if unfinished[-1].finished:
+                        unfinished.pop()
+                        continue
                     result = self.engine.step()
                     bar.advance(len(result.finished), tokens=len(result.token_ids))
-                    wanted.difference_update(request.request_id for request in result.finished)
             except BaseException:
-                for request_id in wanted:
-                    self.engine.abort(request_id)
+                self._abort(unfinished)
                 raise
 
     def chat(
@@ -336,8 +337,7 @@ class LLM:
                 finished = output.finished
                 yield output
         finally:
-            for request in group:
-                self.engine.abort(request.request_id)
+            self._abort(group)
 
     def _add_all(
         self,
@@ -354,8 +354,7 @@ class LLM:
                 groups.append([])
                 self._add(prompt, one, adapter, groups[-1], stream=stream)
         except BaseException as error:
-            for request in itertools.chain.from_iterable(groups):
-                self.engine.abort(request.request_id)
+            self._abort(itertools.chain.from_iterable(groups))
             if isinstance(error, RequestError) and len(prompts) > 1:
                 raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
             raise
@@ -384,9 +383,23 @@ class LLM:
             name = f"{request_id}/{index}" if index else request_id
             group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
 
+    def _abort(self, requests: Iterable[Request]) -> None:
+        """Abort those of a call's requests that have not ended."""
+        for request in requests:
+            if self.engine.requests.get(request.request_id) is request:
+                self.engine.abort(request.request_id)
+
+    def _know(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; whether it was known before."""
+        known = lora_request.lora_int_id in self._adapters.numbers
+        self._adapters.add(lora_request)
+        return known
+
     def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
         """An adapter that may be named by the name of a loaded one."""
-        return self._adapters.named(adapter) if isinstance(adapter, str) else adapter
+        if isinstance(adapter, str):
+            return self.engine.exclusively(self._adapters.named, adapter)
+        return adapter
 
     @property
     def _adapters(self) -> AdapterSource:

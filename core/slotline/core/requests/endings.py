@@ -49,6 +49,8 @@ class Endings:
             if self.adapters is not None:
                 self.adapters.leave(request)
             del self.requests[request.request_id]
+            if self.grammars is not None:
+                self.grammars.compiler.forget(request)
         running = [request for request, _, _ in ending if request.status is Status.RUNNING]
         for request, _, _ in ending:
             if request.status is not Status.RUNNING:
@@ -73,13 +75,14 @@ class Endings:
 
     def _finish_text(self, request: Request) -> None:
         """The whole text of a request that nobody read on the way, or the rest of one that was."""
-        if request.detokenizer is None:
+        detokenizer = request.detokenizer
+        if detokenizer is None:
             if self.tokenizer is None or not request.params.detokenize:
                 return
-            request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
             tokens = request.output_token_ids
             for token in tokens[:-1] if self.stops.ends_outside_text(request) else tokens:
-                request.detokenizer.append(token)
+                detokenizer.append(token)
         if not isinstance(request.stop_reason, str):
-            request.detokenizer.finish()
-        request.text = request.detokenizer.text if request.params.detokenize else ""
+            detokenizer.finish()
+        request.text = detokenizer.text if request.params.detokenize else ""

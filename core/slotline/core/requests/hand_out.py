@@ -44,6 +44,7 @@ class HandOut:
 
     Attributes:
         overlapped: whether steps overlap beside a drafter, so that a step in flight has counted this one's drafts.
+        num_known: [max_requests] int64, tokens of each row before the step that is being handed out; None between two.
     """
 
     rows: Rows
@@ -52,9 +53,11 @@ class HandOut:
     endings: Endings
     grammars: StructuredOutputs | None
     overlapped: bool
+    num_known: Int | None = field(default=None, init=False)
 
     def __call__(self, schedule: Schedule, output: StepOutput) -> StepResult:
         """Write the step's results into rows, cache and requests, and let finished requests go."""
+        self.num_known = self.rows.num_tokens - self.rows.num_pending
         self._count(schedule, output)
         self._record(output)
         ended = self._answer(output)
@@ -66,6 +69,7 @@ class HandOut:
                 ended[row] = ("error", cause)
         finished = [self.rows.request(row) for row in ended]
         self.endings.finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
+        self.num_known = None
         return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))
 
     def _count(self, schedule: Schedule, output: StepOutput) -> None:

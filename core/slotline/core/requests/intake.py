@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from attrs import define
 
 from slotline.core.adapters.source import AdapterSource
@@ -50,25 +52,32 @@ class Intake:
             self._add_companion(request, companion)
         if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
             request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
-        for one in (request, request.companion):
-            if one is not None:
-                self._take_adapter(one)
-                self.requests[one.request_id] = one
-        if params.structured_outputs is not None and self.grammars is not None:
-            self.grammars.compiler.submit(request, params.structured_outputs.constraint)
-        else:
-            self._queue(request)
+        try:
+            for one in (request, request.companion):
+                if one is not None:
+                    self._take_adapter(one)
+                    self.requests[one.request_id] = one
+            if params.structured_outputs is not None and self.grammars is not None:
+                self.grammars.compiler.submit(request, params.structured_outputs.constraint)
+            else:
+                self._queue(request)
+        except BaseException:
+            self._withdraw(request)
+            raise
         self.arrivals += 1 if request.companion is None else 2
 
-    def queue_compiled(self, *, waits: bool) -> list[tuple[Request, BaseException]]:
+    def queue_compiled(
+        self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
+    ) -> list[tuple[Request, BaseException]]:
         """Queue the requests whose grammar has been compiled since; those whose cannot be, and why.
 
         Args:
             waits: whether there is nothing else to do before one is.
+            gives_way: whether another thread has something to do by now.
         """
         if self.grammars is None or not self.grammars.compiler.num_waiting:
             return []
-        ready, failed = self.grammars.compiler.collect(idle=waits)
+        ready, failed = self.grammars.compiler.collect(idle=waits, gives_way=gives_way)
         for request in ready:
             self._queue(request)
         return failed
@@ -109,6 +118,17 @@ class Intake:
         self.scheduler.add(request)
         if request.companion is not None:
             self.scheduler.add(request.companion)
+
+    def _withdraw(self, request: Request) -> None:
+        """Take out a request that could not be queued, and its companion."""
+        if self.grammars is not None:
+            self.grammars.compiler.forget(request)
+        for one in (request, request.companion):
+            if one is not None and self.requests.get(one.request_id) is one:
+                del self.requests[one.request_id]
+                self.scheduler.remove(one)
+                if self.adapters is not None:
+                    self.adapters.leave(one)
 
     def _take_adapter(self, request: Request) -> None:
         """Check a request's adapter, which is read now if it is new."""

@@ -43,7 +43,9 @@ class Joining:
         Returns:
             The step that is left, and the requests that ended.
         """
-        refused: list[tuple[Request, Exception]] = []
+        refused: list[tuple[Request, Exception]] = list(schedule.failed)
+        for request, error in refused:
+            logger.error("request %r cannot be scheduled", request.request_id, exc_info=error)
         for request in schedule.admitted:
             try:
                 self._admit(request)
@@ -62,7 +64,7 @@ class Joining:
 
     def _admit(self, request: Request) -> None:
         """What a request needs when it joins for the first time; after preemption it has it."""
-        if request.metrics.num_preemptions > 0:
+        if request.joined:
             return
         if self.adapters is not None:
             self.adapters.activate(request)
@@ -75,6 +77,7 @@ class Joining:
             self.grammars.admit(request)
         if self.drafting is not None:
             self.drafting.admit(request)
+        request.joined = True
 
     def _without(self, schedule: Schedule, refused: Sequence[tuple[Request, Exception]]) -> Schedule:
         """The step without requests that end with an error."""

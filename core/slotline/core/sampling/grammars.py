@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from slotline.core.scheduling.request import Request
 from slotline.registry.contracts import Constraint, StructuredOutput
+
+_LOOKS_UP = 0.02
+"""Seconds after which an idle engine looks whether another thread wants to use it."""
 
 
 class GrammarCompiler:
@@ -57,32 +60,47 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         self._waiting[request.request_id] = (request, future)
 
-    def collect(self, *, idle: bool) -> tuple[list[Request], list[tuple[Request, BaseException]]]:
+    def collect(
+        self, *, idle: bool, gives_way: Callable[[], bool] = lambda: False
+    ) -> tuple[list[Request], list[tuple[Request, BaseException]]]:
         """The requests whose grammar has been compiled since the last call, and those whose cannot be.
 
         Args:
             idle: whether there is nothing else to do, so that waiting for the first one is right.
+            gives_way: asked now and then while it waits, whether somebody else has something to do by now.
         """
-        if idle and self._waiting:
-            wait([future for _, future in self._waiting.values()], return_when=FIRST_COMPLETED)
+        futures = [future for _, future in self._waiting.values()]
+        while idle and futures and not wait(futures, _LOOKS_UP, FIRST_COMPLETED).done:
+            idle = not gives_way()
         done = [(request, future) for request, future in self._waiting.values() if future.done()]
         ready, failed = [], []
         for request, future in done:
-            del self._waiting[request.request_id]
             error = future.exception()
             if error is None:
                 self._ready[request.request_id] = future.result()
+                del self._waiting[request.request_id]
                 ready.append(request)
-            else:
+            else:  # it waits until it has ended, so that it is not lost on the way
                 failed.append((request, error))
                 self._compiled = OrderedDict((c, f) for c, f in self._compiled.items() if f is not future)
         return ready, failed
 
-    def take(self, request: Request) -> Any:
-        """The compiled grammar of a request that `collect` gave; once."""
-        return self._ready.pop(request.request_id)
+    def is_waiting(self, request: Request) -> bool:
+        """Whether a request's grammar is not compiled yet, or cannot be."""
+        return request.request_id in self._waiting
+
+    def grammar(self, request: Request) -> Any:
+        """The compiled grammar of a request that `collect` gave and that has not ended."""
+        return self._ready[request.request_id]
+
+    def retain(self, unfinished: Mapping[str, Request]) -> None:
+        """Forget all but the unfinished requests, by id."""
+        for request_id, (request, _) in list(self._waiting.items()):
+            if unfinished.get(request_id) is not request:
+                del self._waiting[request_id]
+        self._ready = {request_id: grammar for request_id, grammar in self._ready.items() if request_id in unfinished}
 
     def forget(self, request: Request) -> None:
-        """The request ends before it took its grammar; what is being compiled is kept for others."""
+        """The request ends; what is being compiled is kept for others."""
         self._waiting.pop(request.request_id, None)
         self._ready.pop(request.request_id, None)

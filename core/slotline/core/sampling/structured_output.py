@@ -102,17 +102,32 @@ class StructuredOutputs:
     def admit(self, request: Request) -> None:
         """A request took its row, and its grammar is compiled."""
         if request.params.structured_outputs is not None:
-            self._states[request.row] = self.compiler.backend.start(self.compiler.take(request))
+            self._states[request.row] = self.compiler.backend.start(self.compiler.grammar(request))
             self.active[request.row] = True
 
+    def resume(self, request: Request, token_ids: Sequence[int]) -> None:
+        """Make the state of a request's row anew, as it is behind the output `token_ids`.
+
+        Raises:
+            ContractError: if the plugin refuses them; they were handed out.
+        """
+        self._settle()
+        state = self.compiler.backend.start(self.compiler.grammar(request))
+        if token_ids and state.accept(list(token_ids)) != len(token_ids):
+            raise ContractError(f"structured-output plugin {self.name!r} refuses tokens that it has accepted before")
+        self._states[request.row] = state
+        self.active[request.row] = True
+
+    def clear(self, row: int) -> None:
+        """Forget the state of a row, whose request has left it or begins anew."""
+        self._settle()
+        self._states[row] = None
+        self.active[row] = False
+
     def release(self, request: Request) -> None:
-        """The request leaves, be it from a row or before it got one."""
-        if request.params.structured_outputs is not None:
-            self.compiler.forget(request)
-            self._settle()
-            if request.row >= 0:
-                self._states[request.row] = None
-                self.active[request.row] = False
+        """The request leaves, be it from a row or before it got one; its grammar is forgotten once it has ended."""
+        if request.params.structured_outputs is not None and request.row >= 0:
+            self.clear(request.row)
 
     def begin(self, inputs: StepInputs, *, beside: bool = False) -> StepMasks | None:
         """Ask for the masks of a step's logits; None where none of its rows has a grammar.

@@ -28,6 +28,29 @@ class EngineLimits:
     no_structured_output: tuple[str, str] | None = None
 
 
+MAX_SALT_BYTES = 4096
+"""Most of a request's cache salt; enough for a token of an identity provider."""
+
+
+def check_salt(cache_salt: str) -> None:
+    """Refuse a salt that prefixes cannot be hashed with.
+
+    Raises:
+        RequestError: with the value or its length.
+    """
+    try:
+        size = len(cache_salt.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"cache_salt={cache_salt!r:.60} has half a surrogate pair at place {error.start}, which is no character",
+            fix="give text that can be encoded as UTF-8, for instance a hexadecimal digest",
+        ) from error
+    if size > MAX_SALT_BYTES:
+        raise RequestError(
+            f"cache_salt has {size} bytes; at most {MAX_SALT_BYTES} are allowed", fix="give a digest of it instead"
+        )
+
+
 def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool) -> None:
     """Refuse what cannot run.
 
@@ -38,6 +61,7 @@ def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool
     for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
         if not isinstance(value := getattr(request, name), kind):
             raise RequestError(f"{name}={value!r} is not allowed", fix=f"{name} must be of type {kind.__name__}")
+    check_salt(request.cache_salt)
     if length == 0:
         raise RequestError("the prompt is empty", fix="give at least one token")
     outputs, beside = (1, " beside one output token") if request.pooling_params is None else (0, "")

@@ -103,4 +103,5 @@ def with_partners(
     for request, reason, cause in tuple(ending):
         if request.partner is not None and id(request.partner) not in known:
             ending.append((request.partner, reason, cause))
+    ending.sort(key=lambda one: one[0].leader is not None)  # a companion without its leader can be told
     return ending

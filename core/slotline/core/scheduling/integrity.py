@@ -5,13 +5,21 @@ Tests run it after every step; the engine can too.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
 from slotline.core.scheduling.request import Status
 from slotline.core.scheduling.scheduler import Scheduler
 from slotline.registry.errors import IntegrityError
 
 
-def check_integrity(scheduler: Scheduler) -> None:
+def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArray[np.int64] = ()) -> None:
     """Check everything that the scheduler, the rows and the cache say about each other.
+
+    Args:
+        in_flight: rows of a step whose results are not handed out.
 
     Raises:
         IntegrityError: naming what disagrees.
@@ -30,6 +38,7 @@ def check_integrity(scheduler: Scheduler) -> None:
             raise IntegrityError(
                 f"running request {request.request_id!r} is {request.status.value} in row {request.row}"
             )
+    _check_progress(scheduler, set(map(int, in_flight)))
     running = {request.row for request in scheduler.running}
     for row, request in enumerate(rows.requests):
         if request is not None and row not in running and request.status is not Status.PREEMPTED:
@@ -52,3 +61,22 @@ def check_integrity(scheduler: Scheduler) -> None:
         scheduler.encoder_cache.check()
         for request in scheduler.running:
             scheduler.encoder_cache.check_request(request, int(rows.num_computed_tokens[request.row]))
+
+
+def _check_progress(scheduler: Scheduler, in_flight: set[int]) -> None:
+    """Raise IntegrityError for a running request that no step would ever compute or hand out a token of."""
+    rows = scheduler.rows
+    for request in scheduler.running:
+        row = request.row
+        if row in in_flight:
+            continue
+        if rows.num_pending[row]:
+            raise IntegrityError(
+                f"request {request.request_id!r} expects {rows.num_pending[row]} tokens of a step in flight, and there "
+                "is none"
+            )
+        if rows.num_computed_tokens[row] >= rows.num_tokens[row]:
+            raise IntegrityError(
+                f"request {request.request_id!r} is running, all of its {rows.num_tokens[row]} tokens are computed, "
+                "and no step is in flight that would give it another"
+            )

@@ -50,6 +50,7 @@ class Request:
         companion: a request of another prompt that gets the same output tokens, for a logits processor that reads its
             logits; its `leader` is the request that it belongs to. The two sample in the same steps.
         row: permanent row from admission until the request leaves, else -1.
+        joined: whether plugins are prepared for it; it joins once, however often it is preempted.
         loads: whether its prefix may be looked for in the connector.
         features: inputs besides text, in the prompt's order.
         block_hashes: chained hashes of its full blocks so far.
@@ -75,6 +76,7 @@ class Request:
     companion: Request | None = None
     leader: Request | None = None
     row: int = -1
+    joined: bool = False
     loads: bool = True
     status: Status = Status.WAITING
     features: tuple[Feature, ...] = ()

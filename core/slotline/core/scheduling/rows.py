@@ -163,6 +163,31 @@ class Rows:
             taken = drafts > index
             self.token_ids[rows[taken], ends[taken] + index] = stand_ins[taken] + 1 + index
 
+    def vacate(self, row: int) -> None:
+        """Take a row from its request before `restore`, which puts it among the free ones."""
+        request, self.requests[row] = self.requests[row], None
+        if request is not None:
+            request.row = -1
+
+    def restore(self, num_known: Int) -> None:
+        """Bring all rows back to what their requests know: `num_known` [max_requests] tokens, nothing computed."""
+        for row, request in enumerate(self.requests):
+            if request is not None and request.row != row:
+                self.requests[row] = None
+        held = np.array([request is not None for request in self.requests])
+        self.num_tokens[:] = np.where(held, num_known, 0)
+        for numbers in (self.num_pending, self.num_computed_tokens, self.num_drafts):
+            numbers[:] = 0
+        self.num_accepted[:] = 1
+        self.draft_entry[:] = -1
+        self.tree = None
+        self.generation += 1
+        self._free = np.flatnonzero(~held).tolist()
+        self.partner[:] = -1
+        self.paired = False
+        for row in np.flatnonzero(held).tolist():
+            self._pair(row, self.request(row))
+
     def num_known(self, rows: Int) -> Int:
         """Tokens [n] of `rows` whose ids are on the host."""
         known: Int = self.num_tokens[rows] - self.num_pending[rows]

@@ -26,6 +26,7 @@ class Schedule:
         num_tokens: sum of `num_scheduled`, drafts included.
         num_decodes: leading requests with one token.
         admitted, preempted: requests that joined or lost their blocks in this step.
+        failed: requests that could not be scheduled, and why; they hold what they held before.
         encode: items to encode before the step's forward.
         dropped: hashes of items whose embeddings are let go before that.
         features: items with embeddings among the step's tokens, each with its row.
@@ -38,6 +39,7 @@ class Schedule:
     num_decodes: int
     admitted: tuple[Request, ...] = ()
     preempted: tuple[Request, ...] = field(default=())
+    failed: tuple[tuple[Request, Exception], ...] = ()
     encode: tuple[Feature, ...] = ()
     dropped: tuple[str, ...] = ()
     features: tuple[tuple[int, Feature], ...] = ()

@@ -62,6 +62,7 @@ class Scheduler:
         self.running: list[Request] = []
         self._waiting = WaitingQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
+        self._failed: list[tuple[Request, Exception]] = []  # in the step that is being scheduled
         self._last: tuple[Int, Int, Schedule] | None = None  # running rows, their order, and the step made of them
 
     @property
@@ -74,8 +75,11 @@ class Scheduler:
         self._waiting.push(request)
 
     def schedule(self) -> Schedule:
-        """Choose the next step's tokens and give their requests rows and blocks."""
-        self.cache.keep_states(self.rows, self._running_rows)
+        """Choose the next step's tokens and give their requests rows and blocks.
+
+        A request that cannot be scheduled, for instance since a plugin of the cache raises, is left out of the step.
+        """
+        self._failed = [(self.rows.request(row), e) for row, e in self.cache.keep_states(self.rows, self._running_rows)]
         rows, counts, preempted = self._schedule_running()
         admitted: list[Request] = []
         if self._waiting and not preempted:
@@ -84,6 +88,8 @@ class Scheduler:
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
+        if self._failed:
+            schedule = evolve(schedule, failed=tuple(self._failed))
         return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
 
     def remove(self, request: Request) -> None:
@@ -102,6 +108,26 @@ class Scheduler:
         self._refresh()
         for request in requests:
             self._leave(request)
+
+    def withdraw(self, request: Request, *, ended: bool) -> None:
+        """Take the row of a request that has ended, or that begins anew, before `restore`."""
+        self.rows.vacate(request.row)
+        request.status = Status.FINISHED if ended else Status.WAITING
+
+    def restore(self, waiting: Sequence[Request]) -> None:
+        """Give back all blocks and queue the unfinished requests again, whatever a step was doing.
+
+        The rows must have been restored.
+
+        Args:
+            waiting: those that need not wait for anything else.
+        """
+        self.cache.restore()
+        self.running, self._last, self._waiting = [], None, WaitingQueue()
+        self._refresh()
+        for request in waiting:
+            request.status = Status.WAITING if request.row < 0 else Status.PREEMPTED
+            self.add(request)
 
     def recompute(self, lost: Sequence[CacheBlock]) -> None:
         """Blocks could not be loaded: requests that hold one are computed again from the last good one on."""
@@ -268,13 +294,21 @@ class Scheduler:
                 continue
             # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
             waits = bool(aside) and request is not half
-            if request.lora_request and request.row < 0 and (waits or not self._acquire(request)):
-                self._waiting.remove(request)
-                aside.append(request)
+            acquired = False
+            try:
+                if request.lora_request and request.row < 0:
+                    acquired = not waits and self._acquire(request)
+                    if not acquired:
+                        self._waiting.remove(request)
+                        aside.append(request)
+                        continue
+                count = self._try_admit(request, budget)
+            except Exception as error:  # a plugin's code may raise anything; the others go on
+                self._fail(request, error, acquired=acquired)
+                half = None
                 continue
-            count = self._try_admit(request, budget)
             if count is None:
-                if request.row < 0 and self.adapters is not None:
+                if acquired and self.adapters is not None:
                     self.adapters.release(request)
                 break
             self._waiting.remove(request)
@@ -290,6 +324,15 @@ class Scheduler:
             self.running.sort(key=lambda r: r.order)
             self._refresh()
         return admitted, counts
+
+    def _fail(self, request: Request, error: Exception, *, acquired: bool) -> None:
+        """Leave a request out that cannot be admitted; `acquired` says whether it holds a slot for its adapter."""
+        self._waiting.remove(request)
+        self._failed.append((request, error))
+        if request.row < 0 and self.encoder_cache is not None:
+            self.encoder_cache.release(request)
+        if request.row < 0 and acquired and self.adapters is not None:
+            self.adapters.release(request)
 
     def _half_of_a_pair(self) -> Request | None:
         """The waiting request whose partner is running, if there is one.
