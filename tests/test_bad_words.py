@@ -15,7 +15,7 @@ from test_stop_rules import byte_fallback_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
 from slotline.core import LLM, SamplingParams
-from slotline.plugins.logits_processors.bad_words.texts import BadText, RowTexts
+from slotline.plugins.logits_processors.bad_words.texts import BadText, Tails
 from slotline.plugins.logits_processors.bad_words.vocabulary import Vocabulary, pieces_of
 
 Tiny = Callable[..., Path]
@@ -81,22 +81,28 @@ def test_a_token_is_banned_if_and_only_if_a_word_would_end_in_it(
     pieces: list[bytes], words: list[bytes], data: st.DataObject
 ) -> None:
     vocabulary = Vocabulary(pieces)
-    row = RowTexts([BadText(word, vocabulary) for word in words])
-    tokens = st.lists(st.integers(0, len(pieces) - 1), max_size=10)
-    history, drafts = data.draw(tokens), data.draw(tokens)
-    table, known = np.array([*history, *[0] * 3], np.int32), 0
-    while True:  # step by step, several tokens at a time, as steps with drafts give them
-        for assumed in (drafts, []):
-            text = b"".join(pieces[token] for token in [*history[:known], *assumed])
-            wanted = {
-                token
-                for token, piece in enumerate(pieces)
-                if any(word in text[len(text) - min(len(word) - 1, len(text)) :] + piece for word in words)
-            }
-            assert set(row.banned(table, known, assumed).tolist()) == wanted
-        if known == len(history):
-            break
-        known = min(len(history), known + data.draw(st.integers(1, 3)))
+    texts = [BadText(word, vocabulary, 2) for word in words]
+    for text in texts:
+        text.set(1, True)
+    tails = Tails(vocabulary, max(map(len, words)) - 1 + data.draw(st.integers(0, 2)))
+    tokens = st.lists(st.integers(0, len(pieces) - 1), max_size=12)
+    histories = [data.draw(tokens) for _ in range(3)]
+    shown = np.full((3, tails.num_tokens), -1)
+    for i, history in enumerate(histories):
+        last = history[-tails.num_tokens :]
+        shown[i, tails.num_tokens - len(last) :] = last
+    ends = tails.of(shown)
+    rows = np.array([1, 0, 1])
+    found = {
+        (e, t) for text in texts for pair in text.banned(rows, ends) for e, t in zip(*map(list, pair), strict=True)
+    }
+    wanted = set()
+    for i in (0, 2):
+        before = b"".join(pieces[token] for token in shown[i].tolist() if token >= 0)
+        for token, piece in enumerate(pieces):
+            if any(word in before[len(before) - min(len(word) - 1, len(before)) :] + piece for word in words):
+                wanted.add((i, token))
+    assert found == wanted
 
 
 # ---- engines

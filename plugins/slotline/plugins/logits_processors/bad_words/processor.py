@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from slotline.plugins.logits_processors.bad_words.texts import BadText, RowTexts
+from slotline.plugins.logits_processors.bad_words.texts import BadText, Tails
 from slotline.plugins.logits_processors.bad_words.vocabulary import Vocabulary, pieces_of
 from slotline.plugins.logits_processors.bans import ban
 from slotline.plugins.logits_processors.row_values import RowValues
@@ -35,7 +34,8 @@ class BadWords:
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, BadText] = OrderedDict()
         self._words: dict[int, RowValues] = {}  # by length, so that long words do not widen short ones
-        self._texts: dict[int, RowTexts] = {}
+        self._texts: dict[int, list[BadText]] = {}  # by row
+        self._tails: Tails | None = None
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """Token ids must be in the vocabulary; their form is checked by `SamplingParams`."""
@@ -57,7 +57,9 @@ class BadWords:
             self._words[length].set(row, sorted(word for word in words if len(word) == length))
         texts = {text.text: text for word in params.get("bad_words") or () if (text := self._text(word)) is not None}
         if texts:
-            self._texts[row] = RowTexts(list(texts.values()))
+            self._texts[row] = list(texts.values())
+        for text in texts.values():
+            text.set(row, True)
         return bool(words or texts)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
@@ -67,24 +69,26 @@ class BadWords:
             entries, tokens = words.take(batch.rows)  # [m], [m, length]
             begun = (tail[entries, tail.shape[1] - length + 1 :] == tokens[:, :-1]).all(axis=1)
             ban(logits, entries[begun], tokens[begun, -1])
-        if found := list(self._completing(batch)) if self._texts else []:
-            entries = np.repeat([entry for entry, _ in found], [len(tokens) for _, tokens in found])
-            ban(logits, entries, np.concatenate([tokens for _, tokens in found]))
+        if self._texts:
+            self._ban_texts(logits, batch)
         return logits
 
     def release(self, row: int) -> None:
         """Forget the row's words."""
-        self._texts.pop(row, None)
+        for text in self._texts.pop(row, ()):
+            text.set(row, False)
         for words in self._words.values():
             words.drop(row)
 
-    def _completing(self, batch: LogitsBatch) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-        """Yield, for each row of logits whose request has texts, the tokens that would complete one there."""
-        known, drafted, drafts = batch.num_tokens.tolist(), batch.draft_positions.tolist(), batch.draft_token_ids
-        for entry, row in enumerate(batch.rows.tolist()):
-            if (texts := self._texts.get(row)) is not None:
-                assumed = [] if drafts is None else drafts[entry, : drafted[entry]].tolist()
-                yield entry, texts.banned(batch.token_table[row], known[entry], assumed)
+    def _ban_texts(self, logits: torch.Tensor, batch: LogitsBatch) -> None:
+        """Ban the tokens that would complete a text; each text for all its rows at once."""
+        assert self._tails is not None
+        tails = self._tails.of(batch.tail(self._tails.num_tokens))
+        live = [text for text in self._known.values() if text.users]
+        found = [pair for text in live for pair in text.banned(batch.rows, tails)]
+        if found:
+            entries, tokens = zip(*found, strict=True)
+            ban(logits, np.concatenate(entries), np.concatenate(tokens))
 
     def _text(self, word: str) -> BadText | None:
         """Return what is known of a word, without the space before it; None where there is no tokenizer."""
@@ -95,8 +99,17 @@ class BadWords:
         if found is None:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(pieces_of(self._tokenizer, self._vocab_size))
-            found = self._known[stripped] = BadText(stripped.encode(errors="surrogatepass"), self._vocabulary)
+            text = stripped.encode(errors="surrogatepass")
+            found = self._known[stripped] = BadText(text, self._vocabulary, self._max_requests)
+            if self._tails is None or len(text) - 1 > self._tails.width:
+                self._tails = Tails(self._vocabulary, len(text) - 1)
+            self._forget()
         self._known.move_to_end(stripped)
-        while len(self._known) > _KEPT:
-            self._known.popitem(last=False)
         return found
+
+    def _forget(self) -> None:
+        """Forget the texts that were named longest ago, of those that no request has."""
+        unused = [word for word, text in self._known.items() if not text.users]
+        for word in unused[: max(0, len(self._known) - _KEPT)]:
+            if word != next(reversed(self._known)):
+                del self._known[word]

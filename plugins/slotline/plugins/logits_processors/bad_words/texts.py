@@ -1,12 +1,13 @@
 """Words as texts: which tokens would complete one, however it is cut into tokens.
 
-A word is looked for in the bytes of a request's text as Knuth, Morris and Pratt do (SIAM J. Comput. 6, 1977): what is
-remembered between two steps is how much of it the text ends with.
+A word is looked for at the end of each row's text, in bytes, for all rows at once. How much of it stands there says
+which tokens complete it: those that begin with the rest, and those that hold the word (compare Knuth, Morris and Pratt,
+SIAM J. Comput. 6, 1977).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from functools import reduce
 
 import numpy as np
@@ -15,95 +16,100 @@ import numpy.typing as npt
 from slotline.plugins.logits_processors.bad_words.vocabulary import Vocabulary
 
 Int = npt.NDArray[np.int64]
+NO_BYTE = 256
+"""Stands where a text has no byte."""
+_EMPTY = 8
+"""Most tokens without bytes, as special ones are, that are seen through among the bytes of a word."""
 
 
 class BadText:
-    """One word; what is found of it is kept for all requests that name it.
+    """One word, and the rows whose requests name it.
 
     Args:
         text: the word's bytes, at least one.
+
+    Attributes:
+        rows: [max_requests] bool; `users` how many they are.
     """
 
-    def __init__(self, text: bytes, vocabulary: Vocabulary) -> None:
+    def __init__(self, text: bytes, vocabulary: Vocabulary, max_requests: int) -> None:
         self.text = text
-        self.vocabulary = vocabulary
-        self._shorter = _shorter_matches(text)
+        self.rows = np.zeros(max_requests, bool)
+        self.users = 0
+        self._vocabulary = vocabulary
         self._holding = vocabulary.holding(text)
         self._completing: dict[int, Int] = {}
-        self._moves: dict[tuple[int, int], int] = {}
+        width = len(text) - 1
+        bytes_of_text = np.frombuffer(text, np.uint8).astype(np.int16)
+        self._beginnings = np.full((width, width), NO_BYTE, np.int16)  # the first 1, 2, .. bytes, aligned to the right
+        for length in range(1, width + 1):
+            self._beginnings[length - 1, width - length :] = bytes_of_text[:length]
+        self._lengths = np.arange(1, width + 1)
 
-    def completing(self, matched: int) -> Int:
-        """Return the tokens that complete the word behind a text that ends with its first `matched` bytes."""
+    def set(self, row: int, named: bool) -> None:
+        """Whether the request of a row names the word from now on."""
+        self.users += int(named) - int(self.rows[row])
+        self.rows[row] = named
+
+    def banned(self, rows: Int, tails: npt.NDArray[np.int16]) -> Iterator[tuple[Int, Int]]:
+        """Yield entries and tokens, [m] each: what would complete the word in those of `rows` [n] that name it.
+
+        Args:
+            tails: [n, width] the last bytes of each text, aligned to the right; as many as the word has but one.
+        """
+        entries = np.flatnonzero(self.rows[rows])
+        matched = self._matched(tails[entries])
+        for length in np.unique(matched).tolist():
+            which, tokens = entries[matched == length], self._tokens(length)
+            yield np.repeat(which, len(tokens)), np.tile(tokens, len(which))
+
+    def _matched(self, tails: npt.NDArray[np.int16]) -> Int:
+        """Return the most bytes of the word that each of `tails` [n, width] ends with, [n], but not the whole of it."""
+        width = len(self._lengths)
+        if not width or not len(tails):
+            return np.zeros(len(tails), np.int64)
+        own = tails[:, tails.shape[1] - width :][:, None]
+        ends = ((own == self._beginnings) | (self._beginnings == NO_BYTE)).all(axis=2)  # [n, lengths]
+        most: Int = (ends * self._lengths).max(axis=1)
+        return most
+
+    def _tokens(self, matched: int) -> Int:
+        """Return the tokens that complete the word behind its first `matched` bytes."""
         found = self._completing.get(matched)
         if found is None:
-            parts, length = [self._holding], matched
-            while length:
-                parts.append(self.vocabulary.beginning_with(self.text[length:]))
-                length = self._shorter[length - 1]
-            found = self._completing[matched] = reduce(np.union1d, parts)
+            lengths = [n for n in range(1, matched + 1) if self.text[:matched].endswith(self.text[:n])]
+            parts = [self._vocabulary.beginning_with(self.text[length:]) for length in lengths]
+            found = self._completing[matched] = reduce(np.union1d, parts, self._holding)
         return found
 
-    def behind(self, matched: int, token: int) -> int:
-        """Return how many bytes of the word the text ends with behind a token."""
-        key = matched, token
-        found = self._moves.get(key)
-        if found is None:
-            piece = self.vocabulary.pieces[token] if token < len(self.vocabulary.pieces) else b""
-            found = self._moves[key] = self._after(matched, piece)
-        return found
 
-    def _after(self, matched: int, piece: bytes) -> int:
-        for byte in piece:
-            while matched and self.text[matched] != byte:
-                matched = self._shorter[matched - 1]
-            matched += self.text[matched] == byte
-            if matched == len(self.text):
-                matched = self._shorter[matched - 1]
-        return matched
+class Tails:
+    """The last bytes of texts, from their tokens.
 
+    Args:
+        width: bytes.
+    """
 
-class RowTexts:
-    """The words of one request, and how much of each its text ends with."""
+    def __init__(self, vocabulary: Vocabulary, width: int) -> None:
+        self.num_tokens = width + _EMPTY
+        self.width = width
+        self._lengths = np.zeros(len(vocabulary.pieces) + 1, np.int64)  # the last entry is of no token
+        self._bytes = np.full((len(vocabulary.pieces) + 1, max(width, 1)), NO_BYTE, np.int16)
+        for token, piece in enumerate(vocabulary.pieces):
+            if end := piece[-width:] if width else b"":
+                self._lengths[token] = len(end)
+                self._bytes[token, -len(end) :] = np.frombuffer(end, np.uint8)
 
-    def __init__(self, words: Sequence[BadText]) -> None:
-        self._words = tuple(words)
-        self._longest = max(len(word.text) for word in words)
-        self._known = -1  # tokens that `_matched` stands behind
-        self._matched = (0,) * len(words)
-
-    def banned(self, tokens: npt.NDArray[np.int32], known: int, drafts: Iterable[int]) -> Int:
-        """Return the tokens that would complete a word behind the first `known` of a row's tokens and some drafts."""
-        if not 0 <= self._known <= known:
-            self._begin(tokens, known)
-        for token in tokens[self._known : known].tolist():
-            self._matched = self._behind(self._matched, token)
-        self._known = known
-        matched = self._matched
-        for token in drafts:
-            matched = self._behind(matched, token)
-        found = [word.completing(length) for word, length in zip(self._words, matched, strict=True)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
-
-    def _begin(self, tokens: npt.NDArray[np.int32], known: int) -> None:
-        """Start so far back that every word that may have begun is seen from its first byte."""
-        vocabulary = self._words[0].vocabulary.pieces
-        first, length = known, 0
-        while first and length < self._longest:
-            first -= 1
-            token = int(tokens[first])
-            length += len(vocabulary[token]) if token < len(vocabulary) else 0
-        self._known, self._matched = first, (0,) * len(self._words)
-
-    def _behind(self, matched: tuple[int, ...], token: int) -> tuple[int, ...]:
-        return tuple(word.behind(length, token) for word, length in zip(self._words, matched, strict=True))
-
-
-def _shorter_matches(text: bytes) -> list[int]:
-    """Return, for each beginning of a text, the length of its longest proper beginning that it also ends with."""
-    found, length = [0] * len(text), 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
-            length = found[length - 1]
-        length += text[place] == text[length]
-        found[place] = length
-    return found
+    def of(self, tokens: Int) -> npt.NDArray[np.int16]:
+        """Return the last bytes [n, width] of texts whose last tokens are `tokens` [n, num_tokens], -1 for none."""
+        known = np.where(tokens < len(self._lengths) - 1, tokens, -1)
+        behind = np.cumsum(self._lengths[known[:, ::-1]], axis=1)  # bytes from each token on, the last token first
+        place = np.arange(self.width)  # from the text's end
+        token = (behind[:, :, None] <= place).sum(axis=1)  # [n, width], which token from the end has the byte
+        inside = token < behind.shape[1]
+        token = np.minimum(token, behind.shape[1] - 1)
+        before = np.where(token > 0, np.take_along_axis(behind, np.maximum(token - 1, 0), axis=1), 0)
+        ids = np.take_along_axis(known[:, ::-1], token, axis=1)
+        column = np.clip(self._bytes.shape[1] - 1 - (place - before), 0, None)
+        found: npt.NDArray[np.int16] = np.where(inside, self._bytes[ids, column], NO_BYTE).astype(np.int16)
+        return found[:, ::-1]
