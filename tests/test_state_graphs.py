@@ -17,6 +17,7 @@ from test_negotiation_states import backend as anywhere
 from slotline.core import LLM
 from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
 from slotline.core.execution.graphs import GraphRunner
+from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
 
@@ -32,7 +33,7 @@ def backend(name: str, **changes: Any) -> Candidate:
 
 def plan(*candidates: Candidate, **changes: Any) -> Plan:
     request = PlanRequest(device=GPU, groups=(), state_groups=group_states(LAYERS), **changes)
-    return negotiate(request, (), (), candidates)
+    return negotiate(request, (), (Candidate(descriptor=mamba, distribution="slotline"),), candidates)
 
 
 def test_groups_that_declare_capture_keep_their_graphs() -> None:

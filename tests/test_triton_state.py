@@ -21,6 +21,7 @@ from slotline.backends.torch_state.backend import TorchState
 from slotline.backends.triton_state import convolution, descriptor, gated_delta, mamba1, mamba2, probe
 from slotline.backends.triton_state.backend import TritonState
 from slotline.backends.triton_state.rows import Rows
+from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.registry.capability import Set
 from slotline.registry.contracts.state import STATE_KINDS, StateContext
 from slotline.registry.negotiation import Candidate, PlanRequest, group_states, negotiate, why_not
@@ -232,7 +233,7 @@ def test_auto_takes_the_kernels_on_a_gpu_and_torch_on_a_cpu() -> None:
     candidates = [Candidate(descriptor=item, distribution="slotline") for item in (torch_descriptor, descriptor)]
     for device, expected in ((GPU, "triton"), (CPU, "torch")):
         request = PlanRequest(device=device, groups=(), state_groups=group_states([layer]))
-        plan = negotiate(request, (), (), candidates)
+        plan = negotiate(request, (), (Candidate(descriptor=mamba, distribution="slotline"),), candidates)
         assert plan.state_groups[0].backend == expected
         other = {"triton": "torch", "torch": "triton"}[expected]
         assert ("priority: 10, triton has 50" if other == "torch" else "N101") in why_not(plan, other)

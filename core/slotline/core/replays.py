@@ -21,7 +21,7 @@ def is_replayed() -> bool:
 
 
 def is_captured() -> bool:
-    """Return whether launches are captured, for replays or to see what they are: nothing may wait for the device then."""
+    """Return whether launches are captured, for replays or to be looked at. Nothing may wait for the device then."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -29,7 +29,7 @@ from slotline.core.tuning.trials import (
 )
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import Model
-from slotline.registry.errors import NegotiationError, SlotlineError
+from slotline.registry.errors import NegotiationError, PluginError, SlotlineError
 from slotline.registry.negotiation import Measured, MeasuredRun, Plan
 from slotline.registry.negotiation.request import AUTO_GRAPHS
 
@@ -245,7 +245,10 @@ def _allocated(device: str) -> int:
     return torch.cuda.memory_allocated(device)
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
+    """Return why a candidate failed. The row names the candidate, so that the plugin need not be named again."""
+    if isinstance(error, PluginError) and error.__cause__ is not None:
+        error = error.__cause__
     text = error.message if isinstance(error, SlotlineError) else f"{type(error).__name__}: {error}"
     if isinstance(error, NegotiationError) and error.reasons:
         text = "; ".join(dict.fromkeys(f"{reason.code} {reason.text}" for reason in error.reasons))
