@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from slotline.core.sampling.triton_draws import PlainDraws
 
 Int = npt.NDArray[np.int64]
+NONE_SPOILED: frozenset[int] = frozenset()
 _PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
 
 
@@ -186,7 +187,8 @@ class Runner:
                 self.last_tokens.record(inputs.stand_ins, tokens)
             plain_greedy = inputs.sampling_params is None and inputs.rejections is None
             sampled = processed.mark(tokens, all_greedy=plain_greedy)
-            sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
+            if drawn.holds_nan is not None:
+                sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
             sampling = Sampling(
                 batch=batch,
                 draft_positions=inputs.draft_positions,
@@ -224,7 +226,7 @@ class Runner:
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
-        judged, spoiled = (places, rows), frozenset[int]()
+        judged, spoiled = (places, rows), NONE_SPOILED
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             grammars = None if self.grammars is None else self.grammars.active

@@ -6,7 +6,10 @@ in the sums that it makes anyway.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 NAN_LOGITS = -4
@@ -20,11 +23,23 @@ def nan_at(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor | None:
         logits: [n, vocab_size].
         tokens: [n] int64, of each row the likeliest, which is the place of NaN if there is any.
     """
-    if logits.device.type != "cpu":
+    if not logits.is_cpu:
         return logits.gather(1, tokens[:, None]).squeeze(1).isnan()
-    values = logits.numpy()[np.arange(len(tokens)), tokens.numpy()]
+    if logits.is_contiguous():  # in half the time of an index of two parts
+        values = logits.numpy().ravel().take(tokens.numpy() + _starts(*logits.shape))
+    else:
+        values = logits.numpy()[np.arange(len(tokens)), tokens.numpy()]
+    whole = np.add.reduce(values)
+    if whole == whole:  # one look instead of one for each row; infinities of both signs are looked at closely
+        return None
     found = np.isnan(values)
     return torch.from_numpy(found) if found.any() else None
+
+
+@lru_cache(maxsize=64)
+def _starts(count: int, size: int) -> npt.NDArray[np.int64]:
+    """Return where each of `count` contiguous rows of a size begins, [count]."""
+    return np.arange(count) * size
 
 
 def marked_nan(tokens: torch.Tensor, holds_nan: torch.Tensor | None, *, marks: bool) -> torch.Tensor:
