@@ -131,9 +131,15 @@ def test_what_a_plugin_raises_in_a_step_names_it_and_the_command_line_gives_no_t
     settings, source = settings_of(kind, method, "later")
     llm = LLM(model_of(tiny, kind), **settings)
     armed.append(True)
-    with pytest.raises(PluginError) as raised:
-        llm.generate([[5, 6, 7] * 10] * 2, PARAMS)
-    assert raised.value.message == f"{source} failed: KeyError: 'no such table'"
+    if method in ("copy", "prefix_hit"):  # called while a request is scheduled, which ends alone
+        (output,) = llm.generate([5, 6, 7] * 10, PARAMS)
+        assert output.outputs[0].finish_reason == "error"
+        assert source in str(output.outputs[0].stop_reason)
+        assert "KeyError: 'no such table'" in str(output.outputs[0].stop_reason)
+    else:
+        with pytest.raises(PluginError) as raised:
+            llm.generate([[5, 6, 7] * 10] * 2, PARAMS)
+        assert raised.value.message == f"{source} failed: KeyError: 'no such table'"
     assert not llm.engine.has_work
     armed.clear()
     assert llm.generate([5, 6, 7] * 10, PARAMS)[0].outputs[0].finish_reason == "length"

@@ -27,7 +27,7 @@ from slotline.registry.contracts import DrafterCapabilities, LogitsProcessorCapa
 
 @hookimpl
 def slotline_drafter():
-    offer = DrafterCapabilities(devices=Set("cpu"))
+    offer = DrafterCapabilities(devices=Set(("cpu",)))
     return [Descriptor(kind=Kind.DRAFTER, name="acme_draft", capabilities=offer, factory="json:loads")]
 
 

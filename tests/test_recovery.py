@@ -254,7 +254,7 @@ def test_memory_that_ends_in_sampling_is_a_capacity_error_and_the_requests_go_on
         def full(*_: object, **__: object) -> Any:
             raise error
 
-        patch.setattr(runner_module, "sample", full)
+        patch.setattr(runner_module, "sample_checked", full)
         for _ in range(2):
             with pytest.raises(CapacityError, match=r"(?s)does not fit into memory.*fix: lower cache\.memory"):
                 llm.engine.step()

@@ -199,7 +199,7 @@ def test_a_beam_search_whose_request_is_aborted_ends_with_what_it_has(
 ) -> None:
     llm, params = engines(tiny("llama")), BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
     expected, rounds = llm.beam_search(PROMPTS[:2], params), list[int]()
-    generate = llm.generate
+    generate = llm.generate_as_given
 
     def abort(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         llm.engine.abort("x")
@@ -209,10 +209,10 @@ def test_a_beam_search_whose_request_is_aborted_ends_with_what_it_has(
         rounds.append(len(prompts))
         if len(rounds) == 3:
             prompts[0]["request_id"] = "x"
-            arguments = (evolve(arguments[0], logits_processors=[abort]),)
+            arguments = ([evolve(one, logits_processors=[abort]) for one in arguments[0]], *arguments[1:])
         return generate(prompts, *arguments, **options)
 
-    monkeypatch.setattr(llm, "generate", third_round)
+    monkeypatch.setattr(llm, "generate_as_given", third_round)
     first, second = llm.beam_search(PROMPTS[:2], params)
     assert [one.finish_reason for one in first.sequences] == ["abort", "abort"]
     assert all(len(one.tokens) == len(PROMPTS[0]) + 2 for one in first.sequences)

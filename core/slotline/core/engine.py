@@ -53,7 +53,7 @@ from slotline.core.scheduling.schedule import Schedule
 from slotline.core.scheduling.scheduler import Scheduler
 from slotline.registry.attribution import BuiltPlugins, names_plugins
 from slotline.registry.contracts import CacheBlock, PoolingParams
-from slotline.registry.errors import CapacityError, RequestError, SlotlineError
+from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
 from slotline.registry.loading import one_line
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ class Engine:
                 self._check()
             return result
         except BaseException as error:
-            self._hurt = True
+            self._hurt |= not isinstance(error, IntegrityError)  # the checker looks at steps that are complete
             if is_out_of_memory(error) and not isinstance(error, SlotlineError):
                 raise CapacityError(
                     f"a step does not fit into memory beside the cache: {one_line(error)}",

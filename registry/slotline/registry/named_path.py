@@ -35,7 +35,7 @@ def explain_name(text: str) -> tuple[str, str] | None:
         return "it is a file of weights", f"name its folder, which holds config.json: {_folder(path)}"
     if suffix == ".json":
         return f"it is the file {name} of a checkpoint", f"name its folder: {_folder(path)}"
-    if os.path.exists(path):
+    if os.path.lexists(path):
         return None
     if near := _near(path):
         return "there is no such file or folder", f"did you mean {near!r}?"

@@ -339,17 +339,17 @@ class LLM:
         """
         unfinished = [request for group in groups for request in group]
         enabled = self.loaded.config.observability.progress
-        with progress_bar(len(unfinished), enabled=enabled, asked=progress) as bar:
-            try:
+        try:
+            with progress_bar(len(unfinished), enabled=enabled, asked=progress) as bar:
                 while unfinished:
                     if unfinished[-1].finished:
                         unfinished.pop()
                         continue
                     result = self.engine.step()
                     bar.advance(len(result.finished), tokens=len(result.token_ids))
-            except BaseException:
-                self._abort(unfinished)
-                raise
+        except BaseException:
+            self._abort(unfinished)
+            raise
 
     def chat(
         self,

@@ -179,7 +179,7 @@ def _file(path: Any) -> Path:
             f"{text!r} is a folder and no configuration file", fix=f"name a model as such: model = {text!r}"
         )
     said = explain_name(text)
-    if said is None and not text.endswith(".toml") and not os.path.exists(text):
+    if said is None and not text.endswith(".toml") and not os.path.lexists(text):
         said = ("there is no such file or folder", "name a TOML file or a checkpoint's folder; nothing is downloaded")
     if said is not None:
         raise ConfigError(f"{text[:200]!r} is no configuration file: {said[0]}", fix=said[1])
