@@ -58,6 +58,10 @@ def nothing_foreseen() -> Iterator[None]:
     Foreseeing.texts.clear()
 
 
+CHECKERS = ("integrity.py", "output_checks.py", "engine_lock.py")
+"""Files whose lines are not interrupted: what looks at a step, and the lock around it."""
+
+
 def engine(mode: str, tiny: Tiny, engines: Engines) -> LLM:
     settings = dict(MODES[mode])
     family = settings.pop("family", "llama")
@@ -197,7 +201,7 @@ def test_a_step_may_be_interrupted_at_any_line_and_no_text_changes(mode: str, ti
 
     def in_call(frame: FrameType, *_: object) -> Any:
         name = frame.f_code.co_filename
-        return in_line if "/core/slotline/" in name and not name.endswith(("integrity.py", "engine_lock.py")) else None
+        return in_line if "/core/slotline/" in name and not name.endswith(CHECKERS) else None
 
     def step() -> None:
         before = sys.gettrace()

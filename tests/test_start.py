@@ -85,7 +85,7 @@ def test_a_drafter_that_fails_at_its_rehearsal_fails_the_start(
 
     monkeypatch.setattr(EagleDrafter, "observe", failing)
     drafter = {"drafter.name": "eagle", "drafter.path": str(head_folders.build(tmp_path, tiny("llama"), "eagle"))}
-    with pytest.raises(PluginError, match="drafter:eagle of slotline .*no room for its work"):
+    with pytest.raises(PluginError, match=r"drafter:eagle of slotline .*no room for its work"):
         LLM(tiny("llama"), **{**DEFAULTS, **drafter, "drafter.tokens": 2})
 
 
