@@ -17,8 +17,7 @@ import torch
 
 from slotline.core.out_of_memory import is_out_of_memory
 from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
-from slotline.core.sampling.likeliest import likeliest
-from slotline.core.sampling.nan_logits import nan_at
+from slotline.core.sampling.nan_logits import likeliest_checked
 from slotline.core.sampling.torch_sampling import Drawn, draw_torch, invert
 from slotline.core.triton_support import has_triton
 from slotline.registry.errors import CapacityError
@@ -49,8 +48,8 @@ def sample_checked(
 ) -> Drawn:
     """Sample as `sample` does, and notice the rows that hold NaN."""
     if params is None:
-        tokens = likeliest(logits)
-        return Drawn(tokens, logits if keep_final else None, nan_at(logits, tokens))
+        tokens, holds_nan = likeliest_checked(logits)
+        return Drawn(tokens, logits if keep_final else None, holds_nan)
     if logits.device.type == "cuda" and has_triton():
         from slotline.core.sampling.triton_sampling import sample_into
 
