@@ -12,7 +12,9 @@ from slotline.core.cli.process import INTERRUPTED, closed_by_reader, run_process
 TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from slotline.core.cli.process import Interrupts
 
 __all__ = ["build_parser", "main"]
 
@@ -49,15 +51,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: for `--help`, `--version` and arguments that cannot be parsed.
     """
-    return run_process(lambda start: _run(None, start)) if argv is None else _run(argv, lambda: None)
+    return run_process(lambda interrupts: _run(None, interrupts)) if argv is None else _run(argv, None)
 
 
-def _run(argv: Sequence[str] | None, start: Callable[[], None]) -> int:
-    """Run one command; `start` is called when everything is imported that finds it."""
+def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
+    """Run one command; `interrupts` start when everything is imported that finds it."""
     from slotline.registry.errors import SlotlineError
 
     parser = build_parser()
-    start()
+    if interrupts is not None:
+        interrupts.start()
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         parser.print_help(sys.stderr)
@@ -67,6 +70,9 @@ def _run(argv: Sequence[str] | None, start: Callable[[], None]) -> int:
     except BrokenPipeError:
         return closed_by_reader()
     except (SlotlineError, OSError) as error:  # OSError: a file that cannot be written, a disk that is full
+        if interrupts is not None and interrupts.seen:  # in a library, which made another error of it
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
         if arguments.traceback:
             import traceback
 

@@ -23,23 +23,23 @@ ERROR = 2
 _DELIVER_AGAIN_S = 0.05
 
 
-def run_process(command: Callable[[Callable[[], None]], int]) -> int:
+def run_process(command: Callable[[Interrupts], int]) -> int:
     """Run a command as the whole of this process.
 
     Args:
-        command: does the work and returns the exit code. It is given a function to call once its modules are imported.
-            Before that an interrupt ends the process at once, since there is nothing to clean up.
+        command: does the work and returns the exit code. It starts the interrupts that it is given once its modules are
+            imported. Before that an interrupt ends the process at once, since there is nothing to clean up.
 
     Returns:
         The exit code.
     """
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     interrupts.end_at_once()
     if not _open_streams():
         _say("error: standard output is closed\n  fix: send it to /dev/null if the output is not wanted")
         return ERROR
     try:
-        code = _code(command, interrupts.start)
+        code = _code(command, interrupts)
     except BrokenPipeError:
         code = closed_by_reader()
     except OSError as error:  # standard error cannot be written, or nothing where argparse writes its help
@@ -59,14 +59,14 @@ def closed_by_reader() -> int:
     return max(_flush(sys.stdout), _flush(sys.stderr))
 
 
-def _code(command: Callable[[Callable[[], None]], int], start: Callable[[], None]) -> int:
+def _code(command: Callable[[Interrupts], int], interrupts: Interrupts) -> int:
     try:
-        return command(start)
+        return command(interrupts)
     except SystemExit as stop:  # of argparse
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
 
 
-class _Interrupts:
+class Interrupts:
     """SIGINT: first the end, then a KeyboardInterrupt, and the end again when the command is over.
 
     A process that ignores SIGINT goes on ignoring it.
