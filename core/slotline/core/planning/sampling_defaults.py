@@ -12,7 +12,7 @@ from attrs import field, frozen
 from slotline.core.frontend.sampling_params import SamplingParams
 from slotline.registry.config import LoadedConfig
 from slotline.registry.errors import ModelError, RequestError
-from slotline.registry.json_file import read_json
+from slotline.registry.json_file import read_object
 from slotline.registry.negotiation import Setting
 from slotline.registry.safe_repr import safe_repr
 
@@ -70,7 +70,7 @@ def sampling_defaults(loaded: LoadedConfig, model: Path, task: str) -> SamplingD
     file = model / FILE
     if task != "generate" or not (explicit or file.is_file()):
         return SamplingDefaults()
-    content = _read(file) if asked == "auto" and file.is_file() else {}
+    content = read_object(file) if asked == "auto" and file.is_file() else {}
     values = _values(file, content)
     said = [f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()]
     said += [f"not read: {name}" for name in _UNREAD if content.get(name) not in (None, [], {}, 1, 0, 1.0)]
@@ -79,16 +79,6 @@ def sampling_defaults(loaded: LoadedConfig, model: Path, task: str) -> SamplingD
     where = f"{origin.where}" if explicit else f"auto: {FILE} of the model"
     setting = Setting(key=KEY, asked=asked, resolved=", ".join(said) or "none", origin=where, explicit=explicit)
     return SamplingDefaults(values=values, setting=setting)
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        content = read_json(file)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}", fix="download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, not an object", fix="download the file again")
-    return content
 
 
 def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from slotline.plugins.model_families.decoder import CLASSIFIERS, GENERATING, OWN
 from slotline.plugins.model_families.speech import ARCHITECTURES as SPEECH
 from slotline.registry.architectures import family_hint
 from slotline.registry.errors import ModelError
-from slotline.registry.json_file import read_json
+from slotline.registry.json_file import read_object
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 LENGTHS = ("max_position_embeddings", "max_seq_len", "seq_length")
@@ -115,7 +115,7 @@ def read(path: Path, served: Sequence[str] = SERVED) -> Checkpoint:
         architecture=architecture,
         model_class=model_class,
         config=config,
-        generation=_read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else {},
+        generation=read_object(path / "generation_config.json") if (path / "generation_config.json").is_file() else {},
     )
 
 
@@ -141,17 +141,7 @@ def _read_config_json(path: Path) -> dict[str, Any]:
             f"{str(path)!r} has no config.json, so it is no Hugging Face checkpoint",
             fix="set `model` to the folder that holds config.json and the weights",
         )
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = read_json(file)
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{file} cannot be read as JSON: {error}", fix="download the file again") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{file} holds a {type(content).__name__}, not an object", fix="download the file again")
-    return content
+    return read_object(file)
 
 
 def _served_architecture(path: Path, raw: Mapping[str, Any], served: Sequence[str]) -> str:
