@@ -1,69 +1,71 @@
 """The attention contract, version 1.
 
-A backend is built once for an attention group (layers whose attention needs are equal); where a model is divided over
-pipeline stages, once for each stage that has layers of the group. In each step the core calls
-`plan` once for the group, on the host, then for each layer `write` (unless the backend writes inside `forward`) and
+A backend is built once for an attention group, that is, for layers with equal attention needs. If the model is divided
+over pipeline stages, it is built once for each stage that has layers of the group. In each step the core calls `plan`
+once for the group, on the host. Then it calls, for each layer, `write` (unless the backend writes inside `forward`) and
 `forward`.
 
-What the payload means:
+Meaning of the inputs:
 
 * A window of W tokens lets a query see W keys, its own included: query position i sees keys max(0, i - W + 1) .. i.
 * A chunk of C tokens lets a query see its own chunk: query position i sees keys i // C * C .. i.
-* `slot_mapping` names each new token's slot, `kernel_block * kernel_block_size + offset`; slot -1 is never written.
-* Kernel block 0 is the null block: block tables point to it where a request has no block; it is never read.
+* `slot_mapping` gives each new token's slot, `kernel_block * kernel_block_size + offset`. Slot -1 is never written.
+* Kernel block 0 is the null block, which is never read. Block tables hold 0 where a request has no block.
 * Entries of a block table past a request's last block, and slots past its length, hold garbage (NaN in tests).
-* `seq_lens` includes the new tokens; the queries of a request are its last tokens (bottom-right causal alignment).
-* Of a layer with multi-head latent attention (`AttentionLayer.mla`), the key is what all heads share: the latent, then
-  the part with positions; its first `head_size_v` numbers are the value too. The model multiplies the projections from
-  the latent into queries and outputs ("absorbed", DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so attention has one
-  KV head. The cache holds keys alone, and `KVCache.value` is a view of them: `write` stores the key, `value` is not
-  stored. In an eight-bit cache the key's scale counts, and the value's has no meaning.
-* Layers of type ``encoder_only`` keep nothing: a request's keys are its tokens of this step and all see all of them
-  (`causal` is False). Their batch has a block table without columns and slots -1, and their cache no blocks; `write` is
-  called and must store nothing.
-* Layers of type ``cross`` read all keys that an encoder gave for a request (`causal` is False): `seq_lens` count these,
-  and `max_model_len` bounds them. They are stored in the step that computes the request's first token: `slot_mapping`
-  has an entry for each that the step stores, request after request, so none in most steps and more than query tokens in
-  some; `write` gets as many keys and values.
-* ALiBi (`AttentionLayer.alibi_slopes`; Press et al. 2021, arXiv 2108.12409): behind the soft cap, a query at position
-  i adds ``slope * (j - i)`` to its score with the key at position j, each query head by its own slope. The LSE counts
-  such scores; nodes of a tree count their place in a text. It is defined for causal attention of type ``decoder``.
-* A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output will do.
-* An LSE, where returned, is in the base that the descriptor declares, and counts a sink as one more key.
-* A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output will do.
-* Where `lse` is declared, the cache may hold a part of the keys alone (context shards): a request of one query token
-  then has a length that counts these, and a slot of -1 where its own key is in another part. It sees what the cache
-  holds.
+* `seq_lens` includes the new tokens. The queries of a request are its last tokens (bottom-right causal alignment).
+* In a layer with multi-head latent attention (`AttentionLayer.mla`), all heads share the key: the latent followed by
+  the rotary part. Its first `head_size_v` numbers are also the value. The model multiplies the projections from the
+  latent into queries and outputs ("absorbed", DeepSeek-V2, arXiv 2405.04434, section 2.1.2), so attention has one KV
+  head. The cache holds only keys, and `KVCache.value` is a view of them: `write` stores the key and ignores `value`. In
+  an eight-bit cache the key's scale is used and the value's has no meaning.
+* Layers of type ``encoder_only`` keep nothing. A request's keys are its tokens of this step, and every token sees all
+  of them (`causal` is False). The batch has a block table without columns and slots -1, and the cache has no blocks.
+  `write` is called and must store nothing.
+* Layers of type ``cross`` read all keys that an encoder produced for a request (`causal` is False). `seq_lens` counts
+  these keys, and `max_model_len` bounds them. They are stored in the step that computes the request's first token.
+  `slot_mapping` has one entry for each key that the step stores, request after request: none in most steps, more than
+  query tokens in some. `write` gets the same number of keys and values.
+* ALiBi (`AttentionLayer.alibi_slopes`, Press et al. 2021, arXiv 2108.12409): after the soft cap, a query at position i
+  adds ``slope * (j - i)`` to its score with the key at position j. Each query head has its own slope. The LSE includes
+  the bias. Tree nodes use their `positions`. ALiBi is defined for causal attention of type ``decoder``.
+* A request may have zero query tokens. Rows `num_tokens..` of padded tensors are padding: any finite output is valid.
+* A returned LSE is in the base that the descriptor declares, and counts a sink as one more key.
+* A padded request (see below) may have query tokens and a length of 0, captured or not: any finite output is valid.
+* If `lse` is declared, the cache may hold only a part of the keys (context shards). A request of one query token then
+  has a length that counts the keys in this part, and slot -1 if its own key is in another part. The query sees the keys
+  that the cache holds.
 
-Where `graphs` is declared, `write` and `forward` may be captured once for a shape of batch and replayed:
+If `graphs` is declared, `write` and `forward` may be captured once for a batch shape and replayed:
 
 * `plan` is called outside the graph, at the capture and before each replay, with a batch of the captured shape. The
-  batch's tensors lie at the addresses of the capture; host copies and plans are new objects.
-* A captured kernel reads what changes from those tensors, or from the backend's own buffers that `plan` fills again
-  without waiting for the device. What the host decides (splits, grids) must serve every batch of the shape.
-* The capture's batch is made up: the longest sequences, null blocks, slots -1. A smaller batch is padded: with requests
-  of equally many query tokens, no tokens in all (a length of 0) and slots -1 where query lengths are equal, else with
-  requests without query tokens. Padded rows may hold anything finite.
+  batch's tensors have the same addresses as at the capture. Host copies and plans are new objects.
+* A captured kernel reads changing values from those tensors, or from the backend's own buffers, which `plan` refills
+  without waiting for the device. Decisions made on the host (splits, grids) must be valid for every batch of the shape.
+* The capture uses a dummy batch: the longest sequences, null blocks, slots -1. Smaller batches are padded. If query
+  lengths are equal, the padding requests have that query length, sequence length 0 and slots -1. Otherwise they have no
+  query tokens. Padded rows may hold any finite values.
 
 An eight-bit cache (a cache dtype of one byte) holds ``x / scale``, computed in float32, clamped to the dtype's finite
-range and rounded to nearest even; what is read counts ``scale`` times. The scales of a layer are 1 unless the context's
-`kv_scales` says otherwise; where they are not 1, a backend is needed that declares `kv_scales`.
+range and rounded to nearest even. Values that are read are multiplied by ``scale``. A layer's scales are 1 unless the
+context's `kv_scales` gives others. Scales other than 1 require a backend that declares `kv_scales`.
 
-Where `tree_mask` is declared, a batch may have a `tree`: the last query tokens of some requests are drafts in the form
-of a tree. They take slots one behind the other like other tokens, but a node sees of the nodes only those on its own
-path, and `positions` gives it the place that it would have in a text. Windows and chunks count in these positions. What
-stands before the nodes is seen as ever. Such a batch is never captured.
+If `tree_mask` is declared, a batch may have a `tree`: the last query tokens of some requests are drafts in the form of
+a tree. They take consecutive slots like other tokens. Of the nodes, a node sees only those on its own path, and
+`positions` gives the position that it would have in a text. Windows and chunks are counted in these positions. Tokens
+before the nodes are seen as usual. A batch with a tree is never captured.
 
-Where `cascade` is declared:
+If `cascade` is declared:
 
 * A batch whose requests all begin with the same kernel blocks may have a `common_prefix_len` above 0: a multiple of the
-  kernel block size, no more than any request had in the cache before this step. The keys of these positions can be read
-  once for all queries, without a mask, and joined with the rest by LSE. What comes out is the same as without.
-* It is set only where `use_cascade` of every group concerned says yes, for layers without window or chunk.
-* Where graphs are declared too, a batch with a common prefix is another shape than one without. It is captured with the
-  longest prefix; replays have any other above 0, which a captured kernel reads from `common_prefix`. A backend whose
-  cascade cannot be captured says ``Limit(when="cascade", capability="graphs", offer=Level(GraphSupport.NEVER))``.
-* A padded request has a length of 0, below the common prefix, and null blocks throughout.
+  kernel block size, at most the number of tokens that each request had in the cache before this step. The keys of these
+  positions can be read once for all queries, without a mask, and merged with the rest by LSE. The result is the same as
+  without cascade.
+* It is set only if `use_cascade` of every group concerned returns True, for layers without window or chunk.
+* If graphs are declared too, batches with and without a common prefix are different shapes. The capture uses the
+  longest prefix. Replays have any prefix above 0, and a captured kernel reads its length from `common_prefix`. A
+  backend whose cascade cannot be captured declares ``Limit(when="cascade", capability="graphs",
+  offer=Level(GraphSupport.NEVER))``.
+* A padded request has a length of 0, below the common prefix, and only null blocks.
 """
 
 from __future__ import annotations
@@ -84,47 +86,47 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, field_transformer=declared)
 class AttentionCapabilities:
-    """What an attention backend offers.
+    """Capabilities that an attention backend declares.
 
     Attributes:
         devices: device types it runs on.
-        min_compute_capability: lowest CUDA (major, minor), None where it does not matter.
+        min_compute_capability: lowest CUDA (major, minor), None for any.
         dtypes: pairs (dtype, cache dtype) that work together, e.g. ``("bfloat16", "float8_e4m3fn")``.
         head_sizes: sizes of a query and key head.
-        different_value_head: whether a value head may have another size.
+        different_value_head: a value head may have another size.
         group_sizes: query heads per KV head.
         kernel_block_sizes: tokens in one block as the kernel sees it.
-        preferred_block_sizes: those of them that the kernels are fastest with; `Align()` where it does not matter. A
-            limit says for which layers it does: ``Limit(when="mla", capability="preferred_block_sizes", ...)``. Where
-            ``cache.block_size`` is ``auto`` the nearest such size is taken, if all groups can have it. It never decides
-            which backend is chosen.
+        preferred_block_sizes: the kernel block sizes with the fastest kernels, `Align()` for no preference. A limit can
+            restrict the preference to some layers: ``Limit(when="mla", capability="preferred_block_sizes", ...)``. If
+            ``cache.block_size`` is ``auto``, the nearest preferred size is taken, provided that all groups accept it.
+            The preference never decides which backend is chosen.
         layouts: physical orders of a page, preferred first: ``NHD`` (token, head, dim) or ``HND`` (head, token, dim).
-        attention_types: of ``decoder``, ``encoder_only``, ``cross``.
+        attention_types: some of ``decoder``, ``encoder_only``, ``cross``.
         query_len: most query tokens of one request in a batch.
-        sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: features by name; `chunked` is attention within
-            chunks (`AttentionLayer.chunk`), `alibi` a bias by distance (`AttentionLayer.alibi_slopes`).
-        mla: whether it serves multi-head latent attention, and `latent_sizes` with which sizes of a key (latent and
-            position part together); `head_sizes` and `different_value_head` are not asked for then.
-        cascade: whether a prefix that all requests share can be served apart; then there is a `use_cascade`.
-        kv_scales: whether eight-bit caches are kept with the layer's scales.
-        graphs: which batches `forward` can be captured for.
-        plan_once: whether what `plan` gave at a capture serves every replay: it fills no buffers of the backend's own.
-            Then nothing needs to be planned before a replay, and one graph can hold several steps.
-        lse: whether `forward` can return the log-sum-exp, and `lse_base` in which base (``e`` or ``2``).
-        writes_cache: True if `forward` stores the new keys and values itself; then `write` is not called.
-        plain_writes: True if `write` stores keys and values of the cache's own dtype as they are, and does nothing
-            else; then whoever makes them may store them, and `write` is not called.
-        several_plans: True if a plan stays good after `plan` was called for another batch, so that a step can have one
-            for all its query tokens and one for some of them.
-        bounded_lengths: True if the host's lengths (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
-            bounds, while `seq_lens` on the device is exact: the host prepares a step before it knows which drafts of
-            the one before stood. Nothing may be read, written or masked by the host's numbers then.
-        lowest_score: the lowest product of a query and a key, before `scale`, that is told from a masked one; None
-            where there is no such figure, as with minus infinity for what is masked.
-        batch_invariant: where the context asks for it, a token's output is bitwise the same whatever else is in the
-            batch and however its request is cut into steps.
+        sliding_window, chunked, soft_cap, sinks, alibi, tree_mask: supported features. `chunked` is attention within
+            chunks (`AttentionLayer.chunk`), `alibi` is a linear bias by distance (`AttentionLayer.alibi_slopes`).
+        mla: support for multi-head latent attention, with the key sizes of `latent_sizes` (latent and rotary part
+            together). `head_sizes` and `different_value_head` do not apply then.
+        cascade: support for a shared prefix that is read once for all requests. The backend is a `CascadeBackend` then.
+        kv_scales: support for the scales of eight-bit caches.
+        graphs: the batches that `forward` can be captured for.
+        plan_once: the result of `plan` at a capture is valid for every replay, and `plan` fills no buffers of the
+            backend. Replays then need no planning, and one graph can hold several steps.
+        lse: `forward` can return the log-sum-exp, in base `lse_base` (``e`` or ``2``).
+        writes_cache: True if `forward` stores the new keys and values itself. `write` is not called then.
+        plain_writes: True if `write` only stores keys and values of the cache's own dtype unchanged. The code that
+            computes them may then store them itself, and `write` is not called.
+        several_plans: True if a plan stays valid after `plan` was called for another batch. A step can then have one
+            plan for all its query tokens and one for some of them.
+        bounded_lengths: True if the lengths on the host (`AttentionBatch.seq_lens_cpu` and `max_seq_len`) may be upper
+            bounds while `seq_lens` on the device is exact. The host then prepares a step before it knows the accepted
+            drafts of the previous step. Nothing may be read, written or masked by the host's lengths.
+        lowest_score: the lowest product of a query and a key, before `scale`, that is distinguished from a masked
+            score. None for no limit, as when masked scores are minus infinity.
+        batch_invariant: if the context asks for it, a token's output is bitwise independent of the rest of the batch
+            and of how its request is divided into steps.
         limits: offers that shrink when another feature is needed.
-        priority: `auto` prefers the higher figure on this device; give the reason in `priority_reason`.
+        priority: `auto` prefers the higher number on this device. Give the reason in `priority_reason`.
     """
 
     devices: Set[str]
@@ -165,23 +167,23 @@ class AttentionCapabilities:
 
 @frozen(kw_only=True)
 class AttentionLayer:
-    """The static facts of one attention layer.
+    """Static facts of one attention layer.
 
     Attributes:
         name: the module's path in the model.
         index: position among the model's attention layers, from 0.
         num_heads, num_kv_heads, head_size, head_size_v: the shape.
         scale: factor on the scores before the soft cap.
-        window: tokens a query may see, itself included; None for all.
-        chunk: tokens of a chunk where attention stays within chunks: query i sees keys i // chunk * chunk .. i; None
-            where it does not. A layer has a window or a chunk, not both.
-        soft_cap: scores become ``cap * tanh(score / cap)``; None for none.
-        sinks: whether the layer has a learned sink logit per query head.
-        alibi_slopes: of each query head, what a score loses for each token between query and key; None for no such
-            bias. The layers of a group have the same.
-        mla: whether keys are latents that hold their own values: one KV head, the value of a key is its first
-            `head_size_v` numbers.
-        kv_kind: what kind of cache it needs, e.g. ``full`` or ``sliding``.
+        window: tokens that a query may see, itself included. None for all.
+        chunk: tokens of a chunk if attention stays within chunks: query i sees keys i // chunk * chunk .. i. None for
+            no chunks. A layer has a window or a chunk, not both.
+        soft_cap: scores become ``cap * tanh(score / cap)``. None for no cap.
+        sinks: True if the layer has a learned sink logit per query head.
+        alibi_slopes: for each query head, the amount that a score loses per token of distance between query and key.
+            None for no bias. All layers of a group have the same slopes.
+        mla: True if keys are latents that contain their values. There is one KV head, and the value of a key is its
+            first `head_size_v` numbers.
+        kv_kind: kind of cache that the layer needs, e.g. ``full`` or ``sliding``.
         attention_type: ``decoder``, ``encoder_only`` or ``cross``.
         shares_kv_with: index of the layer whose cache it reads, None for its own.
     """
@@ -205,9 +207,9 @@ class AttentionLayer:
 
 
 class KVCache(NamedTuple):
-    """The cache of one layer: two views, whatever the physical layout.
+    """Cache of one layer: two views that look the same in every physical layout.
 
-    Both have shape [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]; strides follow the layout, the
+    Both have shape [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]. Strides follow the layout, and the
     last dimension is contiguous. Kernel block 0 is the null block. With `AttentionLayer.mla` the value is the key's
     first `head_size_v` numbers, in the same memory.
     """
@@ -217,10 +219,10 @@ class KVCache(NamedTuple):
 
 
 class KVScales(NamedTuple):
-    """The scales of one layer's eight-bit cache: [] float32 each, on the device.
+    """Scales of one layer's eight-bit cache: [] float32 each, on the device.
 
-    Their addresses never change, their values may until the first request's first token is stored (where they are
-    calculated from it), so kernels read them there and nobody keeps a copy on the host.
+    Their addresses never change. Their values may change until the first token of the first request is stored, if they
+    are calculated from that token. Kernels therefore read them on the device, and no copy may be kept on the host.
     """
 
     key: torch.Tensor
@@ -228,11 +230,11 @@ class KVScales(NamedTuple):
 
 
 class CacheSlots(NamedTuple):
-    """Where the new keys and values of one layer's step belong.
+    """Destination of the new keys and values of one layer in a step.
 
     Attributes:
-        cache: the layer's.
-        slot_mapping: [num_tokens] int64, `kernel_block * kernel_block_size + offset`; -1 for a token that has none.
+        cache: the layer's cache.
+        slot_mapping: [num_tokens] int64, `kernel_block * kernel_block_size + offset`. -1 for a token without a slot.
     """
 
     cache: KVCache
@@ -241,18 +243,18 @@ class CacheSlots(NamedTuple):
 
 @frozen(kw_only=True)
 class AttentionContext:
-    """What a backend's factory gets: exactly what was negotiated, and its own options.
+    """Input of a backend's factory: the negotiated values and the plugin's own options.
 
     Attributes:
         contract: the bound contract version.
-        layers: the layers of the group; over pipeline stages those of one stage.
-        device: torch device string; a CUDA device is the current one in every call.
+        layers: the layers of the group. With pipeline stages, those of one stage.
+        device: torch device string. A CUDA device is the current device in every call.
         dtype, kv_dtype: names such as ``bfloat16``.
         block_size, kernel_block_size: tokens of a manager block and of a kernel block.
         layout: ``NHD`` or ``HND``.
         max_query_len, max_requests, max_tokens, max_model_len: bounds on every batch.
-        kv_scales: by layer index, the scales of an eight-bit cache; a layer that is not in it has scales of 1.
-        batch_invariant: whether the plan counts on the capability of that name.
+        kv_scales: by layer index, the scales of an eight-bit cache. A layer without an entry has scales of 1.
+        batch_invariant: True if the plan relies on the capability of that name.
         options: the plugin's own table, an instance of its options class, or None.
     """
 
@@ -277,9 +279,9 @@ class TreeMask(NamedTuple):
     """Drafts in the form of a tree.
 
     Attributes:
-        sees: [k, k] bool on the device, whether node i has node j on its path; itself included, never one behind it.
-        depths: [k] int64 on the device, the nodes' places behind the known tokens, from 0.
-        num_nodes: [num_requests] int32 on the host, how many of the first nodes each request's last query tokens are.
+        sees: [k, k] bool on the device, True if node j is on the path of node i. A node sees itself and no later node.
+        depths: [k] int64 on the device, the nodes' offsets after the known tokens, from 0.
+        num_nodes: [num_requests] int32 on the host. A request's last query tokens are the first `num_nodes` nodes.
     """
 
     sees: torch.Tensor
@@ -289,8 +291,9 @@ class TreeMask(NamedTuple):
 
 @define(kw_only=True, eq=False)
 class AttentionBatch:
-    """One step's batch as a group sees it. Host copies are numpy; the core never rewrites what it handed out
-    while a copy may still read it.
+    """Attention inputs of one group for one step.
+
+    Host copies are numpy arrays. The core never overwrites an array while a copy to the device may still read it.
 
     Attributes:
         num_requests, num_tokens: without padding.
@@ -298,15 +301,15 @@ class AttentionBatch:
         query_start_loc: [num_requests + 1] int32, prefix sums of query lengths, starts with 0, non-decreasing.
         seq_lens: [num_requests] int32, tokens in the cache once this step has written.
         block_table: [num_requests, max_blocks] int32, kernel blocks.
-        slot_mapping: [num_tokens] int64; of layers of type ``cross``, an entry for each key to store.
+        slot_mapping: [num_tokens] int64. For layers of type ``cross``, one entry for each key to store.
         positions: [num_tokens] int64.
-        query_start_loc_cpu, seq_lens_cpu: the same on the host; where the backend declares `bounded_lengths`,
-            `seq_lens_cpu` and `max_seq_len` may be more than `seq_lens`, never less.
+        query_start_loc_cpu, seq_lens_cpu: the same on the host. If the backend declares `bounded_lengths`,
+            `seq_lens_cpu` and `max_seq_len` may be larger than `seq_lens`, never smaller.
         num_decodes: requests at the front of the batch with one query token each.
-        causal: False for encoders, and for layers that read what one gave.
-        common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be served
-            once for all; 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
-        tree: where drafts stand as a tree, else None.
+        causal: False for encoders and for layers that read an encoder's output.
+        common_prefix_len: tokens at the start of all requests that lie in the same kernel blocks and are to be read
+            once for all requests. 0 for none. `common_prefix` is the same on the device, [1] int32, None for none.
+        tree: the tree of drafts, None if there is none.
     """
 
     num_requests: int
@@ -329,10 +332,13 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """What a built attention backend can do. Tensors are on the negotiated device and of the negotiated dtype."""
+    """Protocol of a built attention backend. Tensors are on the negotiated device, in the negotiated dtype."""
 
     def plan(self, batch: AttentionBatch) -> Any:
-        """Host work of one step, outside graphs. The result is handed to every `write` and `forward` of the step."""
+        """Do the host work of one step, outside graphs.
+
+        The result is passed to every `write` and `forward` of the step.
+        """
         ...
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
@@ -350,25 +356,29 @@ class AttentionBackend(Protocol):
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Attention of `query` [num_tokens, num_heads, head_size] over the cache, new tokens included.
+        """Compute attention of `query` [num_tokens, num_heads, head_size] over the cache, new tokens included.
 
-        Writes [num_tokens, num_heads, head_size_v] into `out`; `key` and `value` are the step's new ones, for
-        backends that read them from there. `sinks` is [num_heads]. Inputs other than the cache stay unchanged.
-        Returns the LSE [num_heads, num_tokens] float32 where the backend declares it, else None.
+        The result is written to `out` [num_tokens, num_heads, head_size_v]. `key` and `value` are the step's new ones,
+        for backends that read them directly. `sinks` is [num_heads]. Inputs other than the cache stay unchanged.
+
+        Returns:
+            The LSE [num_heads, num_tokens] float32 if the backend declares it, else None.
         """
         ...
 
 
 class CascadeBackend(AttentionBackend, Protocol):
-    """What a built backend can do besides, where `cascade` is declared."""
+    """Protocol of a built backend that declares `cascade`."""
 
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
     ) -> bool:
-        """Whether serving a common prefix apart pays for such a batch. Host work; called before the step is planned.
+        """Return True if reading the common prefix once is faster for a batch of this shape.
+
+        This is host work, called before the step is planned.
 
         Args:
-            common_prefix_len: tokens that all requests share, above 0.
+            common_prefix_len: number of tokens that all requests share, above 0.
             query_lens, seq_lens: [num_requests], as in the batch.
         """
         ...

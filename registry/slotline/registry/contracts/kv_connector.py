@@ -1,19 +1,20 @@
-"""The KV connector contract, version 1: blocks of the cache that are kept elsewhere, and come back as prefix hits.
+"""The KV connector contract, version 1: cache blocks that are stored elsewhere and come back as prefix hits.
 
-A connector is built once, when the caches are allocated; its context registers them, and brings the operation that
-copies whole blocks between them and host memory. From then on:
+A connector is built once, when the caches are allocated. Its context registers the caches and provides the operation
+that copies whole blocks between them and host memory. From then on:
 
-* A request that joins takes its prefix from the pool's blocks as ever. For those that the pool does not have, the core
-  asks `held`; what the connector holds gets new blocks, and counts as computed.
-* `start` is called before a step's forward pass, in which loaded blocks are read and saved ones may be overwritten.
-  Loads and saves run in the order of the device's current stream, or `wait` makes it wait for them.
-* `wait` is called when the forward pass is about to start, after the host has prepared it.
-* `failed` is called when the device is done with that step, before its results are used. Requests that hold a block
-  whose load failed are computed again from the last good one, and ask no connector any more: nothing is lost, and the
-  results that the block has spoiled are thrown away.
+* A request that joins takes its prefix from the pool's blocks as usual. For blocks that the pool does not have, the
+  core calls `held`. Blocks that the connector holds get new blocks in the pool and count as computed.
+* `start` is called before a step's forward pass, in which loaded blocks are read and saved blocks may be overwritten.
+  Loads and saves run in the order of the device's current stream, or `wait` makes that stream wait for them.
+* `wait` is called just before the forward pass, after the host has prepared it.
+* `failed` is called when the device has finished that step, before its results are used. Requests that hold a block
+  whose load failed are recomputed from the last good block, without asking a connector again. No request is lost, and
+  results computed from the bad block are discarded.
 
-A connector that raises costs its hits, never a request. A block's hash tells its tokens, all before them, the salt and
-the adapter apart, but not models: what outlives an engine or serves several must keep these apart itself.
+An exception in a connector costs its hits, never a request. A block's hash covers its tokens, all tokens before them,
+the salt and the adapter, but not the model. A store that outlives an engine or serves several engines must separate
+models itself.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, field_transformer=declared)
 class KVConnectorCapabilities:
-    """What a connector offers.
+    """Capabilities that a connector declares.
 
     Attributes:
         devices: device types whose caches it can read and write.
-        kv_kinds: cache kinds, as ``full``, whose blocks it holds; any where bytes are all that it looks at.
-        saves: when blocks are handed to `KVConnector.start`: ``filled``, each once its last token is computed, or
-            ``evicted``, when the pool is about to use it for something else.
+        kv_kinds: cache kinds whose blocks it can hold, e.g. ``full``. Any kind if it only copies bytes.
+        saves: the time at which blocks are passed to `KVConnector.start`: ``filled`` once a block's last token is
+            computed, or ``evicted`` when the pool is about to reuse the block.
     """
 
     devices: Set[str]
@@ -49,11 +50,11 @@ class KVConnectorCapabilities:
 
 
 class CacheBlock(NamedTuple):
-    """A block of the pool with a known content.
+    """Block of the pool with known content.
 
     Attributes:
         group: index of its cache group in `KVConnectorContext.groups`.
-        block_hash: of the prefix that ends with it.
+        block_hash: hash of the prefix that ends with it.
         block: its number in the pool.
     """
 
@@ -64,15 +65,15 @@ class CacheBlock(NamedTuple):
 
 @frozen(kw_only=True)
 class ConnectorGroup:
-    """A cache group, as a connector sees it.
+    """Facts of a cache group for a connector.
 
     Attributes:
-        name: of the group in the plan.
-        layers: that own a cache, in the order in which a copied block holds their bytes.
+        name: name of the group in the plan.
+        layers: the layers that own a cache, in the order of their bytes in a copied block.
         kv_dtype: name of the element type.
         layout: physical order inside a kernel block.
-        block_size, kernel_block_size: tokens; the second divides the first.
-        block_bytes: of a block over all layers.
+        block_size, kernel_block_size: tokens. The second divides the first.
+        block_bytes: bytes of a block over all layers.
     """
 
     name: str
@@ -85,31 +86,32 @@ class ConnectorGroup:
 
 
 class BlockCopy(Protocol):
-    """Copies whole blocks of a cache group between the caches and rows of host memory, in the stream's order.
+    """Operation that copies whole blocks of a cache group between the caches and host memory, in stream order.
 
-    A row is [block_bytes] uint8. Only copies from and to pinned rows leave the host free to go on.
+    A row of host memory is [block_bytes] uint8. Only copies from and to pinned rows return without waiting for the
+    device.
     """
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Read `blocks` into `rows`, as many."""
+        """Copy `blocks` into `rows`, which has the same length."""
         ...
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Write `rows` into `blocks`, as many; the blocks are distinct."""
+        """Copy `rows` into `blocks`, which has the same length. The blocks are distinct."""
         ...
 
 
 @frozen(kw_only=True)
 class KVConnectorContext:
-    """What a connector's factory gets.
+    """Input of a connector's factory.
 
     Attributes:
         groups: the cache groups, by their indices.
         caches: the cache of each layer that owns one, by the layer's index.
-        num_blocks: of the pool, the null block included.
+        num_blocks: number of blocks in the pool, the null block included.
         copy: copies blocks.
-        device: torch device string; of the first pipeline stage, where there are several.
-        model: what tells the model's keys and values from those of others: its path and its dtype.
+        device: torch device string, of the first pipeline stage if there are several.
+        model: identifies the model's keys and values among those of other models: its path and its dtype.
         options: the plugin's own table or None.
     """
 
@@ -124,28 +126,34 @@ class KVConnectorContext:
 
 
 class KVConnector(Protocol):
-    """What a built connector can do."""
+    """Protocol of a built connector."""
 
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
-        """Whether the block of each hash could be loaded now; asked while a step is scheduled, so it must be quick."""
+        """Return, for each hash, True if its block could be loaded now.
+
+        Called while a step is scheduled, so it must be fast.
+        """
         ...
 
     def start(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> None:
         """Begin to save and to load blocks.
 
-        A block of the pool may be in both: it is read before it is written. What saving costs in room must not cost
-        one of `loads`, which `held` said yes to. What is in `saves` may be held already.
+        A block of the pool may be in both: it is read before it is written. Making room for `saves` must not evict any
+        of `loads`, which `held` has confirmed. `saves` may contain blocks that are already held.
         """
         ...
 
     def wait(self) -> None:
-        """Return once a forward pass that is launched now reads what was loaded, and overwrites what was saved."""
+        """Ensure that a forward pass launched after this call reads the loaded data and may overwrite saved blocks."""
         ...
 
     def failed(self) -> Collection[int]:
-        """Blocks of the pool whose load failed since the last call; the steps that read them are done."""
+        """Return the blocks of the pool whose load failed since the last call.
+
+        The steps that read them have finished.
+        """
         ...
 
     def reset(self) -> None:
-        """Forget every block: the weights have changed."""
+        """Forget every block, because the weights have changed."""
         ...

@@ -1,13 +1,13 @@
-"""The KV-cache contract, version 1: what a kind of cache needs from the block pool, or from the slots of states.
+"""The KV-cache contract, version 1: the needs of a kind of cache towards the block pool or the state slots.
 
 A spec is built once for a cache group (layers that share one block table). The core owns the pool, the tables and the
-reference counts; the spec answers questions about them. All counts are per request unless stated otherwise.
+reference counts. The spec answers questions about them. All counts are per request unless stated otherwise.
 
 **Specs of states.** Layers with a state of fixed size (Mamba, linear attention, short convolutions) have slots instead
 of blocks. Their spec declares ``state``. Its factory gets a `StateSpecContext` and returns a `StateSpec`, once for all
-layers of the model that it holds. The core owns the slots and copies whole slots. The spec lays out their memory, and
-it decides where checkpoints are taken, from which checkpoint a request goes on, and whose state goes back after drafts
-were rejected. A checkpoint is a copy of a request's state behind a prefix of its tokens.
+layers of the model that it holds. The core owns the slots and copies whole slots. The spec lays out their memory. It
+also decides at which tokens checkpoints are taken, from which checkpoint a request continues, and which states are
+rolled back after drafts were rejected. A checkpoint is a copy of a request's state after a prefix of its tokens.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ UNDIVIDED = (1 << 63) - 1
 
 @frozen(kw_only=True, field_transformer=declared)
 class KVSpecCapabilities:
-    """What a cache kind offers.
+    """Capabilities that a cache spec declares.
 
     Attributes:
-        kv_kinds: the layers' kinds that it can hold, e.g. ``full``, ``sliding``.
-        exact_kinds: those of them that it holds without waste; for the others `auto` uses it only if no plugin
-            is exact, and the plan says so.
-        block_sizes: manager block sizes it accepts.
-        splittable: whether a manager block may be seen as several kernel blocks.
-        prefix_caching: whether blocks can be shared between requests.
-        page_stride: whether `bind` takes kernel blocks that lie apart, so that groups with other pages can share the
-            pool's memory. Without it each block takes memory in every group, and the plan says how much that wastes.
-        priority: `auto` prefers the higher figure.
-        state: whether it holds states in slots instead of keys and values in blocks; see the module. Of the other
-            capabilities `kv_kinds` and `exact_kinds` then name kinds of state layers, `prefix_caching` says whether
-            it takes checkpoints, and those about blocks count for nothing.
+        kv_kinds: the kinds of layers that it can hold, e.g. ``full``, ``sliding``.
+        exact_kinds: the kinds that it holds without waste. For other kinds `auto` uses it only if no plugin is exact,
+            and the plan says so.
+        block_sizes: manager block sizes that it accepts.
+        splittable: a manager block may be split into several kernel blocks.
+        prefix_caching: blocks can be shared between requests.
+        page_stride: `bind` accepts kernel blocks with gaps between them, so that groups with other page sizes can share
+            the pool's memory. Without it each block takes memory in every group, and the plan reports the waste.
+        priority: `auto` prefers the higher number.
+        state: it holds states in slots instead of keys and values in blocks (see the module). `kv_kinds` and
+            `exact_kinds` then name kinds of state layers, `prefix_caching` means that it takes checkpoints, and the
+            capabilities about blocks do not apply.
     """
 
     kv_kinds: Set[str]
@@ -68,17 +68,17 @@ class KVSpecCapabilities:
 
 @frozen(kw_only=True)
 class KVSpecContext:
-    """What a spec's factory gets.
+    """Input of a spec's factory.
 
     Attributes:
         contract: the bound contract version.
         layers: the layers of the cache group that own a cache.
-        block_size, kernel_block_size: tokens; the second divides the first.
+        block_size, kernel_block_size: tokens. The second divides the first.
         layout: physical order inside a kernel block.
         kv_dtype: name of the element type.
         max_model_len: longest sequence.
         max_tokens_in_flight: most tokens by which a request's table runs ahead of its computed tokens: those of one
-            step, or of two where a step is prepared while the one before runs.
+            step, or of two if a step is prepared while the previous one runs.
         options: the plugin's own table or None.
     """
 
@@ -94,35 +94,45 @@ class KVSpecContext:
 
 
 class KVSpec(Protocol):
-    """What a built cache spec can do."""
+    """Protocol of a built cache spec."""
 
     def page_bytes(self, layer: AttentionLayer) -> int:
-        """Bytes that one manager block takes in one layer."""
+        """Return the bytes that one manager block takes in one layer."""
         ...
 
     def blocks_needed(self, num_tokens: int) -> int:
-        """Manager blocks in the table of a request of `num_tokens` tokens, freed leading ones included."""
+        """Return the number of manager blocks in the table of a request of `num_tokens` tokens.
+
+        Leading blocks that were freed are included.
+        """
         ...
 
     def max_blocks_held(self) -> int:
-        """Most manager blocks that one request can hold at a time: over all computed lengths n, those needed for
-        n + `max_tokens_in_flight` tokens (at most `max_model_len`) less those that may be freed at n."""
+        """Return the largest number of manager blocks that one request can hold at a time.
+
+        This is the maximum over all computed lengths n of the blocks needed for n + `max_tokens_in_flight` tokens (at
+        most `max_model_len`) minus the blocks that may be freed at n.
+        """
         ...
 
     def blocks_freeable(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no later token will read, once `num_computed_tokens` are computed."""
+        """Return the number of leading blocks that no later token reads once `num_computed_tokens` are computed."""
         ...
 
     def prefix_hit(self, hashes: Sequence[BlockHash], lookup: Callable[[BlockHash], int | None]) -> list[int]:
-        """The longest cached prefix: block ids for tokens 0 .. len * block_size, null blocks (0) where unread."""
+        """Return the longest cached prefix.
+
+        Returns:
+            Block ids for tokens 0 .. len * block_size, null blocks (0) where a block is never read.
+        """
         ...
 
     def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
         """View `raw` as the layer's cache.
 
-        `raw` is uint8, either [num_blocks * page_bytes(layer)], or, where `page_stride` is declared, a row for each
-        kernel block, [num_blocks * ratio, page_bytes(layer) / ratio] with rows apart (`ratio` kernel blocks make one
-        manager block).
+        `raw` is uint8, either [num_blocks * page_bytes(layer)], or, if `page_stride` is declared, one row for each
+        kernel block, [num_blocks * ratio, page_bytes(layer) / ratio], with gaps between rows (`ratio` kernel blocks
+        make one manager block).
         """
         ...
 
@@ -133,8 +143,8 @@ class StateSpecContext:
 
     Attributes:
         contract: the bound contract version.
-        layers: the state layers that it holds; their tensors have resolved dtypes.
-        prefix_unit: tokens; prefixes that requests share are multiples of it.
+        layers: the state layers that it holds. Their tensors have resolved dtypes.
+        prefix_unit: tokens. Prefixes that requests share are multiples of it.
         max_model_len: longest sequence.
         options: the plugin's own table or None.
     """
@@ -162,7 +172,7 @@ class StateSpec(Protocol):
 
     @property
     def alignment(self) -> int:
-        """Bytes; each tensor of a slot begins at a multiple."""
+        """Alignment in bytes of each tensor in a slot."""
         ...
 
     def page_bytes(self, layer: StateLayer) -> int:
@@ -174,7 +184,7 @@ class StateSpec(Protocol):
 
         Args:
             raw: [num_slots, page_bytes(layer)] uint8.
-            layer: one of the context's.
+            layer: one of the context's layers.
             num_slots: slots of rows and of checkpoints.
 
         Returns:
@@ -183,7 +193,7 @@ class StateSpec(Protocol):
         ...
 
     def stops(self, computed: Int, ends: Int, last: Int, branch: Int) -> Int:
-        """Return where a step ends each request's tokens so that a checkpoint can be taken there.
+        """Return each request's number of tokens after a step, so that a checkpoint can be taken there.
 
         Args:
             computed: tokens that are computed.
@@ -191,20 +201,20 @@ class StateSpec(Protocol):
             last, branch: see the class.
 
         Returns:
-            A number of tokens above `computed` and up to `ends`; `ends` to leave a request's tokens undivided.
+            A number of tokens above `computed` and up to `ends`. `ends` leaves a request's tokens undivided.
         """
         ...
 
     def keeps(self, computed: Int, last: Int, branch: Int) -> Mask:
-        """Return whose states are to be kept, between two steps, at `computed` tokens: [n] bool."""
+        """Return, as [n] bool, the requests whose states are kept between two steps, at `computed` tokens."""
         ...
 
     def prefix_hit(self, hashes: Sequence[BlockHash], is_kept: Callable[[BlockHash], bool]) -> int:
-        """Return the longest prefix that a request can go on from, in units.
+        """Return the longest prefix that a request can continue from, in units.
 
         Args:
             hashes: of prefixes of 1, 2, 3, ... units.
-            is_kept: whether the state behind a prefix is kept.
+            is_kept: returns True if the state after a prefix is kept.
 
         Returns:
             A number n up to ``len(hashes)`` with ``is_kept(hashes[n - 1])``, or 0.
@@ -212,10 +222,10 @@ class StateSpec(Protocol):
         ...
 
     def rolls_back(self, counts: Int, accepted: Int) -> Mask:
-        """Return whose states must go back after a step: [n] bool.
+        """Return, as [n] bool, the requests whose states must be rolled back after a step.
 
         Args:
             counts: tokens that the step computed.
-            accepted: those of them that count, the first ones.
+            accepted: how many of them, from the first, were accepted.
         """
         ...

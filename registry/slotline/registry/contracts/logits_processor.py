@@ -1,10 +1,10 @@
 """The logits-processor contract, version 1.
 
 A processor keeps its state by permanent row: `admit` when a request takes the row, `release` when it leaves. `apply`
-gets the rows that the logits belong to, in any order, some of them more than once under speculation.
+gets the rows that the logits belong to, in any order. Under speculation a row may occur more than once.
 
-Two things a processor may declare beside that: that the sampler can do its work (`floors`), and that its requests have
-a second prompt computed with them (`companions`).
+A processor may also declare that the sampler can do its work (`floors`), and that its requests have a second prompt
+computed with them (`companions`).
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, field_transformer=declared)
 class LogitsProcessorCapabilities:
-    """What a logits processor offers.
+    """Capabilities that a logits processor declares.
 
     Attributes:
         devices: device types.
         parameters: names in `SamplingParams` (or keys of its `extra_args`) that it consumes.
-        argmax_invariant: never changes which token is the greedy one, so greedy requests may skip it.
+        argmax_invariant: never changes the most likely token, so greedy requests may skip it.
         needs_history: reads the output tokens so far.
-        sequential: what it does at a place follows also from the logits that it was shown at the row's places before.
-            It is shown each place of a row where a token is sampled, one after another, the last one again where a step
-            is repeated, with other logits maybe; `admit` begins anew. Not with `speculation`: nothing promises that the
-            logits before a draft are shown in the same call as those behind it, or in an earlier one.
-        speculation: right at each draft position.
-        floors: it only drops tokens that are too unlikely beside the most likely one, and has `floor`. The engine
-            does not call `apply`: the sampler does the same in its own pass over the logits, behind the grammars.
-        companions: its requests may have a companion, another prompt with the same output behind it, whose logits it
-            reads: it has `companion`, and is shown the rows of requests that have one.
+        sequential: its effect at a position also depends on the logits that it saw at earlier positions of the row. It
+            sees every position of a row at which a token is sampled, in order. If a step is repeated, it sees the last
+            position again, possibly with other logits. `admit` resets it. It cannot be combined with `speculation`,
+            because the logits before a draft may arrive in a later call than those after it.
+        speculation: correct at each draft position.
+        floors: it only drops tokens that are too unlikely compared with the most likely token, and implements `floor`.
+            The engine does not call `apply`: the sampler does the same in its own pass over the logits, after the
+            grammars.
+        companions: its requests may have a companion, a second prompt followed by the same output, and it reads the
+            companion's logits. It implements `companion` and sees the rows of requests that have one.
         default: part of every run unless the configuration says otherwise.
-        order: processors apply in rising order; ties by name.
+        order: processors apply in ascending order. Ties are ordered by name.
         examples: settings of sampling parameters that are accepted and change the logits of some request, one mapping
-            for each; what the conformance suite tries the processor with. Token ids in them are below 32, and the
-            requests are shorter than 64 tokens. Parameters that go into `extra_args` stand beside the others.
-        bad_examples: settings that are refused with `RequestError`, likewise.
+            for each. The conformance suite tests the processor with them. Token ids in them are below 32, and the
+            requests are shorter than 64 tokens. Parameters that go into `extra_args` are given next to the others.
+        bad_examples: settings that are refused with `RequestError`, in the same form.
     """
 
     devices: Set[str] = Set(None)
@@ -65,11 +66,11 @@ class LogitsProcessorCapabilities:
 
 @frozen(kw_only=True)
 class LogitsProcessorContext:
-    """What a processor's factory gets.
+    """Input of a processor's factory.
 
     Attributes:
         eos_token_ids: the model's end-of-sequence tokens.
-        tokenizer: transformers' fast tokenizer of the model; None where there is none.
+        tokenizer: transformers' fast tokenizer of the model, None if there is none.
     """
 
     contract: int
@@ -84,19 +85,18 @@ class LogitsProcessorContext:
 
 @define(kw_only=True, eq=False)
 class LogitsBatch:
-    """Which logits these are.
+    """Description of the logits that a processor gets.
 
     Attributes:
         rows: [num_logits] int64 on the host, the permanent row of each logits row.
-        draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row; 0 without speculation.
-        token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded; it cannot be
-            written to.
+        draft_positions: [num_logits] int64 on the host, draft tokens assumed before this row. 0 without speculation.
+        token_table: [max_requests, max_model_len] int32 on the host, tokens by row, drafts excluded. Read-only.
         num_tokens: [num_logits] int64 on the host, tokens known for each row, drafts excluded.
         num_prompt_tokens: [num_logits] int64 on the host.
         draft_token_ids: [num_logits, max_draft] int64 on the host, the drafts assumed: the first `draft_positions` of
-            each row, then -1; None without speculation.
-        companion_logits: [num_logits, vocab_size] float32, what the model says behind each row's companion, not to be
-            changed; None for processors without `companions`.
+            each row, then -1. None without speculation.
+        companion_logits: [num_logits, vocab_size] float32, the model's logits for each row's companion. They must not
+            be changed. None for processors without `companions`.
     """
 
     rows: npt.NDArray[np.int64]
@@ -109,11 +109,11 @@ class LogitsBatch:
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """[num_logits] int64: tokens before each logits row, prompt, output and assumed drafts."""
+        """Number of tokens before each logits row, [num_logits] int64: prompt, output and assumed drafts."""
         return self.num_tokens + self.draft_positions
 
     def tail(self, width: int | None = None) -> npt.NDArray[np.int64]:
-        """The last `width` tokens before each logits row, its assumed drafts included; all of them if None.
+        """Return the last `width` tokens before each logits row, its assumed drafts included. None means all.
 
         Returns:
             [num_logits, width] int64, aligned to the right, -1 where a history is shorter.
@@ -139,12 +139,12 @@ class LogitsBatch:
 
 @frozen(kw_only=True)
 class Companion:
-    """A second prompt, computed beside a request's own: both are followed by the same output, token by token.
+    """Second prompt, computed along with a request's own. Both are followed by the same output, token by token.
 
     Attributes:
         prompt: text for the model's tokenizer, or one or more token ids.
-        name: the parameter that the prompt came with, as refusals name it.
-        asked: the parameter that asks for a companion, and its value, likewise.
+        name: the parameter that the prompt came from, used in error messages.
+        asked: the parameter that asks for a companion, and its value, used in error messages.
     """
 
     prompt: str | Sequence[int]
@@ -153,61 +153,62 @@ class Companion:
 
 
 class LogitsProcessor(Protocol):
-    """What a built logits processor can do; `floor` and `companion` are asked of those alone that declare them."""
+    """Protocol of a built logits processor. `floor` and `companion` are only called on processors that declare them."""
 
     def validate(self, params: Mapping[str, Any]) -> None:
         """Check a request's sampling parameters at admission.
 
         Raises:
-            slotline.registry.errors.RequestError: naming the parameter, its value and what is allowed.
+            slotline.registry.errors.RequestError: naming the parameter, its value and the allowed values.
         """
         ...
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """A request took `row`.
+        """Start a new request in `row`.
 
         Args:
-            params: what `validate` saw; `seed` is the number that the engine draws the request's tokens with, also for
-                a request that brought none.
+            row: the request's permanent row.
+            params: the parameters passed to `validate`. `seed` is the seed that the engine samples the request with,
+                also if the request did not set one.
+            prompt_token_ids: the request's prompt.
 
         Returns:
-            Whether there is work for it. If not, the row is never shown to the processor: `apply` does not get it, and
-            `release` is not called for it.
+            True if the processor has work for the request. If False, `apply` does not get the row, and `release` is not
+            called for it.
         """
         ...
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Change `logits` [num_logits, vocab_size] float32, in place or not, and return them.
 
-        If this raises, or returns something of another shape, dtype or device, it is called again for
-        each row of logits alone. A request whose logits fail again, or come out with NaN or plus infinity, or as minus
-        infinity throughout, ends with finish reason `error`. So a call must not count on being the only one for its
-        tokens.
+        If this raises, or returns a tensor of another shape, dtype or device, it is called again for each row of logits
+        separately. A request ends with finish reason `error` if its logits fail again, contain NaN or plus infinity, or
+        are all minus infinity. A call must therefore not assume that it is the only one for its tokens.
         """
         ...
 
     def release(self, row: int) -> None:
-        """The request left its row, which may be given to another. Called only if `admit` returned True for it."""
+        """End the request in `row`, which may be reused. Called only if `admit` returned True for it."""
         ...
 
     def floor(self, params: Mapping[str, Any]) -> float:
-        """With `floors`: the least log-probability of a kept token less that of the most likely one.
+        """Return the least log-probability of a kept token minus that of the most likely token.
 
-        Both at the request's temperature, which the largest logit and that of the token are divided by. `admit` and
-        `apply` are the definition that the conformance suite holds this against.
+        Called only if `floors` is declared. Both logits are divided by the request's temperature first. `admit` and
+        `apply` are the definition that the conformance suite compares this with.
 
         Args:
             params: as `admit` gets them.
 
         Returns:
-            A number of 0 or below; minus infinity keeps all tokens.
+            A number of 0 or below. Minus infinity keeps all tokens.
         """
         ...
 
     def companion(self, params: Mapping[str, Any], prompt_token_ids: list[int]) -> Companion | None:
-        """With `companions`: what is computed beside a request, asked once, after `validate`.
+        """Return the companion of a request. Called once, after `validate`, if `companions` is declared.
 
         Returns:
-            None for nothing; then `admit` says that there is no work, and else that there is.
+            None for no companion. `admit` must return True exactly if there is a companion.
         """
         ...

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, field_transformer=declared)
 class LoraCapabilities:
-    """What a LoRA plugin offers.
+    """Capabilities that a LoRA plugin declares.
 
     Attributes:
         devices: device types.
@@ -24,15 +24,15 @@ class LoraCapabilities:
         target_modules: module names that may carry an adapter, the last parts of their paths.
         max_rank, max_adapters: limits.
         rslora, dora: variants.
-        graphs: which batches its kernels can be captured for.
-        graph_key: whether graphs differ with and without adapters.
-        merged: whether it has `MergedLora.apply_merged`.
-        embeddings: whether `Lora.apply` serves the modules of `LoraContext.embeddings`.
-        extended: whether it has `ExtendedLora.expand`.
-        single: whether it has `SingleLora.plan_single`.
-        staged: whether it leaves out what an adapter has for `LoraContext.elsewhere`, and gives equal slots for equal
-            histories of loading and unloading, so that there can be one of it for each pipeline stage.
-        batch_invariant: whether it can add to a token's output what is bitwise the same in any batch.
+        graphs: the batches that its kernels can be captured for.
+        graph_key: graphs with and without adapters differ.
+        merged: it implements `MergedLora.apply_merged`.
+        embeddings: `Lora.apply` supports the modules of `LoraContext.embeddings`.
+        extended: it implements `ExtendedLora.expand`.
+        single: it implements `SingleLora.plan_single`.
+        staged: it ignores an adapter's weights for `LoraContext.elsewhere`, and assigns the same slots for the same
+            sequence of loads and unloads, so that each pipeline stage can have its own instance.
+        batch_invariant: the values that it adds to a token's output can be bitwise the same in any batch.
     """
 
     devices: Set[str]
@@ -53,7 +53,7 @@ class LoraCapabilities:
 
 
 class Extend(Protocol):
-    """What makes room for matrices A behind a weight."""
+    """Callable that makes room for matrices A after a weight."""
 
     def __call__(self, names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0) -> torch.Tensor | None:
         """See `LoraContext.extend`."""
@@ -62,24 +62,26 @@ class Extend(Protocol):
 
 @frozen(kw_only=True)
 class LoraContext:
-    """What a LoRA plugin's factory gets.
+    """Input of a LoRA plugin's factory.
 
     Attributes:
         modules: path of each module that may carry an adapter -> (in_features, out_features).
-        merged: modules of equal input whose outputs lie side by side in one tensor, in that order; each is in
-            `modules` too. Only for a plugin that declares `merged`, else empty.
-        embeddings: those of `modules` and `elsewhere` that look rows of a table up, (num_embeddings, embedding_dim)
-            there. Only for a plugin that declares `embeddings`, else empty.
-        extend: gives room for adapters' matrices A behind the weight of a product, called as ``extend(names, rows,
-            max_tokens)`` with one module's name or one tuple of `merged`: zeros [rows, in_features] on the device, or
-            None where there can be none. In steps of up to `max_tokens` tokens the product of the inputs with both
-            is one, and `ExtendedLora.expand` is called in place of `apply`; in a step of `SingleLora.plan_single` it is
-            the product with the first `single_rows` alone. Only for a plugin that declares `extended`, else None.
-        max_adapters: slots on the device; `max_cpu_adapters` how many adapters to keep in host memory, those on the
-            device included, so that loading one again reads no file.
-        elsewhere: modules in other pipeline stages, which plugins of their own serve: sizes as in `modules`. What an
-            adapter has for them is as welcome as the rest, and left out. Only for a plugin that declares `staged`.
-        batch_invariant: whether what is added must be what the capability of that name says.
+        merged: tuples of modules with the same input whose outputs are adjacent columns of one tensor, in that order.
+            Each is in `modules` too. Only for a plugin that declares `merged`, else empty.
+        embeddings: the modules of `modules` and `elsewhere` that look up rows of a table. Their sizes there are
+            (num_embeddings, embedding_dim). Only for a plugin that declares `embeddings`, else empty.
+        extend: makes room for adapters' matrices A after the weight of a matrix product, called as ``extend(names,
+            rows, max_tokens)`` with one module's name or one tuple of `merged`. Returns zeros [rows, in_features] on
+            the device, or None if there can be no room. In steps of up to `max_tokens` tokens the inputs are multiplied
+            with both in one product, and `ExtendedLora.expand` is called instead of `apply`. In a step of
+            `SingleLora.plan_single` the product includes only the first `single_rows` rows. Only for a plugin that
+            declares `extended`, else None.
+        max_adapters: slots on the device.
+        max_cpu_adapters: adapters to keep in host memory, those on the device included, so that loading one again reads
+            no file.
+        elsewhere: modules in other pipeline stages, which have plugin instances of their own. Sizes as in `modules`. An
+            adapter's weights for them are accepted and ignored. Only for a plugin that declares `staged`.
+        batch_invariant: True if the plan relies on the capability of that name.
     """
 
     contract: int
@@ -99,14 +101,14 @@ class LoraContext:
 
 
 class Lora(Protocol):
-    """What a built LoRA plugin can do."""
+    """Protocol of a built LoRA plugin."""
 
     def load(self, name: str, path: str) -> int:
-        """Read a PEFT folder into a free slot and return the slot, 0 to max_adapters - 1. A refusal changes nothing.
+        """Read a PEFT folder into a free slot and return the slot, 0 to max_adapters - 1. An error changes nothing.
 
         Raises:
-            slotline.registry.errors.RequestError: for a rank, target, variant or setting that it cannot hold, and for
-                files that are missing or do not fit; names the fault.
+            slotline.registry.errors.RequestError: for a rank, target, variant or setting that is not supported, and for
+                files that are missing or do not fit. The message names the problem.
             slotline.registry.errors.CapacityError: if `max_adapters` are loaded.
         """
         ...
@@ -120,58 +122,66 @@ class Lora(Protocol):
         ...
 
     def plan(self, slots: torch.Tensor) -> None:
-        """Take the slot of each token of the step, [num_tokens] int64 on the device, -1 for none; outside graphs.
+        """Set the slot of each token of the step, [num_tokens] int64 on the device, -1 for none. Called outside graphs.
 
-        A slot that holds no adapter adds nothing: made-up steps measure and capture with such.
+        A slot without an adapter adds nothing. Dummy steps for measurement and capture use empty slots.
         """
         ...
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """Add the adapters' share of `module`, a path of `LoraContext.modules`, for `inputs` [num_tokens, in_features]
-        to `out` [num_tokens, out_features], in place; `out` may be columns of a wider tensor.
+        """Add the adapters' contribution of `module` to `out`, in place.
 
-        For an embedding, `inputs` are token ids [num_tokens] int64, each of which stands for the row of an identity.
+        Args:
+            module: a path of `LoraContext.modules`.
+            inputs: [num_tokens, in_features]. For an embedding, token ids [num_tokens] int64, each equivalent to a
+                one-hot row.
+            out: [num_tokens, out_features]. It may be columns of a wider tensor.
         """
         ...
 
 
 class MergedLora(Lora, Protocol):
-    """A plugin that serves projections merged into one matrix product in one go."""
+    """Protocol of a plugin that handles projections merged into one matrix product in a single call."""
 
     def apply_merged(self, modules: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """As `apply` for one tuple of `LoraContext.merged`: `out` [num_tokens, all out_features] holds the outputs of
-        the modules side by side."""
+        """Do the work of `apply` for one tuple of `LoraContext.merged`.
+
+        `out` [num_tokens, all out_features] holds the outputs of the modules in adjacent columns.
+        """
         ...
 
 
 class ExtendedLora(Lora, Protocol):
-    """A plugin whose matrices A may lie behind the base model's weights, so that a product gives both."""
+    """Protocol of a plugin whose matrices A may be appended to the base model's weights. One product computes both."""
 
     def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
-        """As `apply` or `apply_merged` for modules whose weight was extended: `inner` [num_tokens, rows] is the product
-        of the inputs with the rows that `LoraContext.extend` gave; it may be columns of a wider tensor, as `out`. Or it
-        is [parts, num_tokens, rows] float32 whose sum is that product; `out` is float32 then."""
+        """Do the work of `apply` or `apply_merged` for modules whose weight was extended.
+
+        `inner` [num_tokens, rows] is the product of the inputs with the rows that `LoraContext.extend` returned. Both
+        `inner` and `out` may be columns of a wider tensor. Alternatively `inner` is [parts, num_tokens, rows] float32,
+        and the product is its sum over the parts. `out` is float32 then.
+        """
         ...
 
 
 class SingleLora(Lora, Protocol):
-    """A plugin that serves a step of one adapter in a way of its own."""
+    """Protocol of a plugin with a special path for steps of one adapter."""
 
     def plan_single(self, slots: torch.Tensor, slot: int) -> None:
-        """As `plan` for a step whose tokens all have `slot` or none.
+        """Do the work of `plan` for a step whose tokens all have `slot` or none.
 
-        Until the next plan, `inner` in `ExtendedLora.expand` is the product with the `single_rows` of
-        `LoraContext.extend` alone. A step that was captured for one slot is planned for any other before its replay.
+        Until the next plan, `inner` in `ExtendedLora.expand` is the product with only the `single_rows` of
+        `LoraContext.extend`. A step that was captured for one slot is planned for any other before its replay.
         """
         ...
 
 
 class ForgetfulLora(Lora, Protocol):
-    """A plugin that keeps copies of adapters in host memory, and drops them when an adapter is removed."""
+    """Protocol of a plugin that keeps copies of adapters in host memory, and drops them when an adapter is removed."""
 
     def forget(self, path: str) -> None:
         """Drop all copies of a folder that is in no slot. The next `load` of it reads its files.
 
-        The engine calls it where the plugin has it. A folder of which nothing is kept is no error.
+        The engine calls this if the plugin has it. A folder without copies is not an error.
         """
         ...

@@ -1,4 +1,4 @@
-"""The model-family contract, version 1: how a checkpoint becomes a model that calls attention through slots."""
+"""The model-family contract, version 1: from a checkpoint to a model that calls attention through slots."""
 
 from __future__ import annotations
 
@@ -23,31 +23,35 @@ if TYPE_CHECKING:
 
 
 class AddShares(Protocol):
-    """What adds adapters' shares behind a product."""
+    """Callable that adds the adapters' contribution to a product."""
 
     def __call__(
         self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None
     ) -> None:
-        """See `AdaptableModel.adapt`."""
+        """Add to `out` as described in `AdaptableModel.adapt`."""
         ...
 
 
 class StoringAttend(Protocol):
-    """An `attend` of a step with a cache that a model may write to itself."""
+    """Protocol of an `attend` of a step with a cache that a model may write to itself."""
 
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
-        """Where new keys like `key` and the values of a layer go; None if its backend stores them in its own way.
+        """Return the destination of new keys like `key` and of the values of a layer.
 
-        A model that stores them there before it attends says so: ``attend(layer, query, key, value, sinks,
-        written=True)``. It passes them all the same.
+        A model that stores them there before attention calls ``attend(layer, query, key, value, sinks, written=True)``.
+        Keys and values are passed all the same.
+
+        Returns:
+            None if the layer's backend stores them in its own way.
         """
         ...
 
     def takes_wanted(self, layer: AttentionLayer) -> bool:
-        """Whether the layer may come with the queries of the step's `wanted` tokens alone.
+        """Return True if the layer may be called with the queries of only the step's `wanted` tokens.
 
-        A model whose last layer makes no others says so: ``attend(layer, query, key, value, sinks, wanted=True)`` with
-        query [n, num_heads, head_size], and with keys and values of all tokens. It gets [n, num_heads, head_size_v].
+        A model whose last layer computes no other queries calls ``attend(layer, query, key, value, sinks,
+        wanted=True)`` with query [n, num_heads, head_size], and with keys and values of all tokens. The result is [n,
+        num_heads, head_size_v].
         """
         ...
 
@@ -62,27 +66,28 @@ class StoringAttend(Protocol):
         written: bool = False,
         wanted: bool = False,
     ) -> torch.Tensor:
-        """As `attend` in `Model.forward`."""
+        """Compute attention like `attend` in `Model.forward`."""
         ...
 
 
 @frozen(kw_only=True, field_transformer=declared)
 class ModelFamilyCapabilities:
-    """What a model family offers.
+    """Capabilities that a model family declares.
 
     Attributes:
         architectures: values of `architectures` in config.json that it loads.
         devices: device types.
-        tasks: of ``generate``, ``embed`` and ``classify``.
-        pipeline: whether `load` can spread a model's layers over the stages of its context.
-        taps: whether `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
-        batch_invariant: whether `load` can give a model whose logits for a token are bitwise the same whatever else is
-            in the batch and however its request is cut into steps, as long as attention's outputs are.
-        adapters: whether its models are `AdaptableModel`s; `single_adapter` whether these, in a step of one adapter,
-            take products with a part of the room alone: `single_rows` in `extend` and `single` in `adapt`;
-            `staged_adapters` whether they say in `adapter_stages` where layers lie.
-        fast_prefill: whether `Model.forward` can leave out, for tokens that nobody asks for, the layers behind the last
-            one that owns a cache.
+        tasks: some of ``generate``, ``embed`` and ``classify``.
+        pipeline: `load` can distribute a model's layers over the stages of its context.
+        taps: `Model.forward` takes a `tap`, so that drafters can read hidden states of chosen layers.
+        batch_invariant: `load` can return a model whose logits for a token are bitwise independent of the rest of the
+            batch and of how its request is divided into steps, provided that the outputs of attention are.
+        adapters: its models are `AdaptableModel`s.
+        single_adapter: in a step of one adapter, its models can multiply with only a part of the room (`single_rows` in
+            `extend` and `single` in `adapt`).
+        staged_adapters: its models have `adapter_stages`.
+        fast_prefill: `Model.forward` can skip the layers after the last one that owns a cache, for tokens whose hidden
+            states are not wanted.
     """
 
     architectures: Set[str]
@@ -99,13 +104,14 @@ class ModelFamilyCapabilities:
 
 @frozen(kw_only=True)
 class ModelParts:
-    """What a model consists of, in the order of a forward pass, so that it can be divided into pipeline stages.
+    """Parts of a model in the order of a forward pass, for the division into pipeline stages.
 
     Attributes:
-        embedding: parameters before the first layer.
-        layers: parameters of each layer.
-        head: parameters behind the last layer; an output projection counts here even if it is tied to the embedding.
-        attention: for each of `ModelFacts.layers` the layer that it lies in.
+        embedding: number of parameters before the first layer.
+        layers: number of parameters of each layer.
+        head: number of parameters after the last layer. An output projection counts here even if it is tied to the
+            embedding.
+        attention: for each of `ModelFacts.layers`, the index of its model layer.
     """
 
     embedding: int
@@ -116,14 +122,14 @@ class ModelParts:
 
 @frozen(kw_only=True)
 class Stage:
-    """A part of a model on a device of its own: layers `first_layer` .. `end_layer` - 1.
+    """Part of a model on its own device: layers `first_layer` .. `end_layer` - 1.
 
-    The first stage has the embedding, too, and the last what follows the layers.
+    The first stage also has the embedding, and the last one everything after the layers.
 
     Attributes:
         device: torch device string.
-        first_layer, end_layer: of `ModelParts.layers`.
-        num_parameters: of the part.
+        first_layer, end_layer: indices into `ModelParts.layers`.
+        num_parameters: number of parameters of the part.
     """
 
     device: str
@@ -134,15 +140,15 @@ class Stage:
 
 @frozen(kw_only=True)
 class Modality:
-    """A kind of input besides text that a model takes.
+    """Kind of input other than text that a model takes.
 
     Attributes:
         name: its key in a prompt's `multi_modal_data`, e.g. ``image``.
-        placeholder_token_id: the token that stands for one item in a prompt as the user writes it, and for one
-            embedding of an item in a prompt as the model reads it.
-        cross: whether the embeddings take no tokens' places, but are what layers of type ``cross`` read. Every prompt
-            has exactly one such item, and no placeholder; in `ProcessedItem.token_ids` the placeholder's id, which is
-            no token then, stands for an embedding all the same.
+        placeholder_token_id: the token that represents one item in the user's prompt, and one embedding of an item in
+            the prompt that the model reads.
+        cross: True if the embeddings are read by layers of type ``cross`` instead of replacing tokens. Every prompt
+            then has exactly one item and no placeholder. In `ProcessedItem.token_ids` the placeholder's id, which is
+            not a token then, still represents one embedding.
     """
 
     name: str
@@ -152,13 +158,13 @@ class Modality:
 
 @frozen(kw_only=True, eq=False)
 class ProcessedItem:
-    """One image, sound or the like, ready to be encoded; made on the host when its request is added.
+    """Image, sound or other item, ready to be encoded. It is made on the host when its request is added.
 
     Attributes:
         modality: name of its modality.
-        token_ids: what its placeholder in the prompt is replaced with. Those that equal the modality's
-            `placeholder_token_id` take the item's embeddings, in order; others (row breaks, say) are ordinary tokens.
-        inputs: what `MultimodalModel.encode` reads, by name: tensors of any shape and dtype in host memory. Items of
+        token_ids: the tokens that replace its placeholder in the prompt. Those equal to the modality's
+            `placeholder_token_id` take the item's embeddings, in order. Others (e.g. row breaks) are ordinary tokens.
+        inputs: inputs of `MultimodalModel.encode` by name, tensors of any shape and dtype in host memory. Items with
             equal inputs have equal embeddings: the cache finds them by a hash of the bytes.
     """
 
@@ -169,27 +175,27 @@ class ProcessedItem:
 
 @frozen(kw_only=True)
 class ModelFacts:
-    """What can be known of a checkpoint before its weights are read.
+    """Facts of a checkpoint that are known before its weights are read.
 
     Attributes:
-        architecture: from config.json.
+        architecture: the architecture named in config.json.
         path: the folder.
         vocab_size, hidden_size: sizes.
         max_model_len: longest sequence that the positions allow.
         dtype: the checkpoint's dtype by name.
         layers: the attention layers in call order.
-        num_parameters: from the model's definition.
+        num_parameters: number of parameters, from the model's definition.
         eos_token_ids: from generation_config.json, else config.json.
-        tasks: what this checkpoint can do, the one it was made for first.
-        modalities: inputs besides text; where there are any, `load` returns a `MultimodalModel`.
-        parts: what the model consists of; None where the family does not divide it.
+        tasks: tasks that the checkpoint supports, the one it was trained for first.
+        modalities: inputs other than text. If there are any, `load` returns a `MultimodalModel`.
+        parts: the parts of the model, None if the family does not divide it.
         kv_scales: by layer index, the scales (of keys, of values) that the checkpoint has for an eight-bit cache.
-        state_layers: the layers with a state per request; a tensor whose dtype is ``auto`` gets the activations'.
-        max_encoder_len: most keys of a request in layers of type ``cross``; 0 for a model without any.
-        default_max_model_len: longest sequence to serve where none is asked for; None for no other than
-            `max_model_len`. Longer ones may be refused when the model is loaded.
-        host_copies: how often a forward makes a tensor on the device of what lies on the host: a copy that waits, and
-            that no graph can hold.
+        state_layers: the layers with a state per request. A tensor with dtype ``auto`` gets the activations' dtype.
+        max_encoder_len: most keys of a request in layers of type ``cross``. 0 for a model without such layers.
+        default_max_model_len: longest sequence to serve if the configuration gives none. None means `max_model_len`.
+            Longer sequences may be refused when the model is loaded.
+        host_copies: number of times that a forward pass copies data from the host into a device tensor. These copies
+            wait and cannot be captured in a graph.
     """
 
     architecture: str
@@ -213,12 +219,12 @@ class ModelFacts:
 
 @frozen(kw_only=True)
 class ModelContext:
-    """What `load` gets: where, in which dtype, for which task, and whether the optimising passes may run.
+    """Input of `load`: device, dtype, task, and settings of the optimization passes.
 
     Attributes:
-        device: torch device string; the last stage's where there are several.
-        batch_invariant: whether the model must be what the capability of that name says.
-        stages: the pipeline's stages, two at least, for a family that declares `pipeline`; else empty.
+        device: torch device string. With several stages, the last stage's device.
+        batch_invariant: True if the plan relies on the capability of that name.
+        stages: the pipeline's stages, at least two, for a family that declares `pipeline`. Otherwise empty.
     """
 
     contract: int
@@ -234,12 +240,14 @@ class ModelContext:
 
 
 class Model(Protocol):
-    """A loaded model. It holds no cache and no state; attention goes through `attend`, states through `advance`.
+    """Protocol of a loaded model.
+
+    It holds no cache and no state: attention goes through `attend`, states through `advance`.
 
     Attributes:
-        facts: what `inspect` found.
-        notes: what was done to the model while loading, in words.
-        pooler: read only for a pooling task, and there it must be one.
+        facts: the facts returned by `inspect`.
+        notes: changes made to the model while loading, in words.
+        pooler: the model's `Pooler`. Required for a pooling task, otherwise not read.
     """
 
     facts: ModelFacts
@@ -259,26 +267,28 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Run flattened tokens through the model.
 
-        Over several stages `input_ids` and `positions` lie on the first one's device, `wanted` and the result on the
-        last one's, and `attend` is called with tensors of the layer's own device, which is then CUDA's current one.
+        With several stages, `input_ids` and `positions` are on the first stage's device, and `wanted` and the result on
+        the last stage's. `attend` is called with tensors of the layer's own device, which is CUDA's current device
+        then.
 
         Args:
             input_ids: [num_tokens] int64.
             positions: [num_tokens] int64.
             attend: called once per attention layer as ``attend(layer, query, key, value, sinks)`` with query
-                [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads]
-                or None; returns [num_tokens, num_heads, head_size_v]. It may be a `StoringAttend`.
-            wanted: [n] int64, the tokens whose hidden states are asked for; None for all. Every layer stores the
-                keys and values of all tokens, but the last one's attention, and what follows it, is needed for these
-                alone (see `StoringAttend.takes_wanted`).
+                [num_tokens, num_heads, head_size], key and value [num_tokens, num_kv_heads, ...], sinks [num_heads] or
+                None. Returns [num_tokens, num_heads, head_size_v]. It may be a `StoringAttend`.
+            wanted: [n] int64, the tokens whose hidden states are needed. None for all. Every layer stores the keys and
+                values of all tokens. The last layer's attention and the operations after it are needed only for these
+                tokens (see `StoringAttend.takes_wanted`).
             advance: called once per state layer as ``advance(layer, inputs)`` with the inputs of the layer's kind (see
-                the state contract); returns its output, one row per token. Given only where `facts` has state layers.
-            tap: called in front of each decoder layer as ``tap(index, hidden_states)``, index from 0, hidden_states
-                [num_tokens, hidden_size] the sum that the layer adds to; what it keeps it copies. Given only to a
-                family that declares `taps`, and only where a drafter asks.
-            fast_prefill: that the layers which read other layers' caches, and behind which none owns one, are run for
-                the `wanted` tokens alone: `attend` is called for them with query, key and value of these n tokens, and
-                not at all where n is 0. Given only to a family that declares it, with `wanted`, and without `tap`.
+                the state contract). Returns its output, one row per token. Given only if `facts` has state layers.
+            tap: called before each decoder layer as ``tap(index, hidden_states)``, with index from 0 and hidden_states
+                [num_tokens, hidden_size] the residual stream that the layer adds to. It copies the values that it
+                keeps. Given only to a family that declares `taps`, and only if a drafter needs it.
+            fast_prefill: True to run the trailing layers that read other layers' caches (after the last layer that owns
+                one) only for the `wanted` tokens. `attend` is called for them with query, key and value of these n
+                tokens, and not at all if n is 0. Given only to a family that declares it, with `wanted` and without
+                `tap`.
 
         Returns:
             Last hidden states [n, hidden_size], or [num_tokens, hidden_size].
@@ -286,30 +296,30 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]. Called for the task ``generate`` alone."""
+        """Return logits [n, vocab_size] float32 of hidden states [n, hidden_size]. Only for the task ``generate``."""
         ...
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64; the caller may write into them.
+        """Return embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64. The caller may overwrite them.
 
-        Called for a model that takes more than text, and by drafters that share the embedding.
+        Called for a model with inputs other than text, and by drafters that share the embedding.
         """
         ...
 
     def reload_weights(self, path: Path | None = None) -> None:
-        """Read the weights again, in place: from the checkpoint's folder, or from another of the same shapes."""
+        """Read the weights again, in place, from the checkpoint's folder or from another one with the same shapes."""
         ...
 
 
 class MultimodalModel(Model, Protocol):
-    """A model that takes more than text: items are processed, encoded once, and put in the place of placeholders.
+    """Protocol of a model with inputs other than text. Items are processed, encoded once, and replace placeholders.
 
-    The core keeps the embeddings in its encoder cache and calls `encode` only for what is not there. Over several
-    pipeline stages embeddings of items and of tokens lie on the first one's device.
+    The core keeps the embeddings in its encoder cache and calls `encode` only for items that are missing there. With
+    several pipeline stages, embeddings of items and of tokens are on the first stage's device.
     """
 
     def process(self, modality: str, item: Any) -> ProcessedItem:
-        """Turn an item, as it stands in `multi_modal_data`, into the model's inputs; host work, once for each item.
+        """Convert an item of `multi_modal_data` into the model's inputs. This is host work, done once for each item.
 
         Raises:
             slotline.registry.errors.RequestError: if the item cannot be read.
@@ -317,17 +327,19 @@ class MultimodalModel(Model, Protocol):
         ...
 
     def example(self, modality: str) -> ProcessedItem:
-        """A made-up item, about as large as items come; the core measures memory with it."""
+        """Return a dummy item of about the largest size. The core measures memory with it."""
         ...
 
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> Sequence[torch.Tensor]:
         """Encode items of one modality together, on the device.
 
         Args:
-            items: the `inputs` of each, in host memory.
+            modality: name of the modality.
+            items: the `inputs` of each item, in host memory.
 
         Returns:
-            For each item [n, hidden_size] in the model's dtype, a row for each placeholder token of its `token_ids`.
+            For each item [n, hidden_size] in the model's dtype, with one row for each placeholder token of its
+            `token_ids`.
         """
         ...
 
@@ -344,73 +356,80 @@ class MultimodalModel(Model, Protocol):
         fast_prefill: bool = False,
         encoder_states: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `Model.forward`; `inputs_embeds` [num_tokens, hidden_size] stand in for `embed(input_ids)` if given.
+        """Run a step like `Model.forward`, with embeddings in place of token ids if given.
 
-        Steps without items give none, so that the embedding layer stays inside captured graphs.
+        `inputs_embeds` [num_tokens, hidden_size] replace `embed(input_ids)`. Steps without items pass none, so that the
+        embedding layer stays inside captured graphs.
 
-        `encoder_states` [n, hidden_size] are given only to a model with a `Modality.cross`, and only in steps in which
-        requests begin: the embeddings of these requests' items, one behind the other. Layers of type ``cross`` call
-        `attend` with the n keys and values that they make of them, with none in other steps.
+        `encoder_states` [n, hidden_size] are passed only to a model with a `Modality.cross`, and only in steps in which
+        requests begin. They are the embeddings of these requests' items, concatenated. Layers of type ``cross`` call
+        `attend` with the n keys and values computed from them, and with no keys and values in other steps.
         """
         ...
 
 
 class AdaptableModel(Model, Protocol):
-    """A model whose linear layers adapters can join.
+    """Protocol of a model whose linear layers support adapters.
 
     Attributes:
-        linears: path of each such layer, as in the checkpoint's own model -> (in_features, out_features), in the order
-            of a forward pass.
-        merged_linears: those that come out of one product, in the order of its columns.
-        embeddings: path of the input embedding -> (num_embeddings, embedding_dim); empty where no adapter can join it.
-            A model may lack it, and `extend`: then there is none to adapt, and no room.
-        adapter_stages: path of each linear layer and embedding -> its pipeline stage. Read over several stages alone,
-            of a family that declares `staged_adapters`.
+        linears: path of each of these layers, as in the checkpoint's own model -> (in_features, out_features), in the
+            order of a forward pass.
+        merged_linears: tuples of layers computed by one product, in the order of its columns.
+        embeddings: path of the input embedding -> (num_embeddings, embedding_dim). Empty if it supports no adapters. A
+            model may lack this attribute and `extend`.
+        adapter_stages: path of each linear layer and embedding -> its pipeline stage. Read only with several stages,
+            from a family that declares `staged_adapters`.
     """
 
     @property
-    def linears(self) -> Mapping[str, tuple[int, int]]: ...
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """Sizes of the linear layers by path."""
 
     @property
-    def merged_linears(self) -> tuple[tuple[str, ...], ...]: ...
+    def merged_linears(self) -> tuple[tuple[str, ...], ...]:
+        """Linear layers that one product computes."""
 
     @property
-    def embeddings(self) -> Mapping[str, tuple[int, int]]: ...
+    def embeddings(self) -> Mapping[str, tuple[int, int]]:
+        """Size of the input embedding by path."""
 
     @property
-    def adapter_stages(self) -> Mapping[str, int]: ...
+    def adapter_stages(self) -> Mapping[str, int]:
+        """Pipeline stages of the layers by path."""
 
     def adapt(self, add: AddShares | None, names: Collection[str] = (), *, single: bool = False) -> None:
-        """Call `add` behind each of the linear layers and embeddings `names` from now on; None for no more calls.
+        """Call `add` after each of the linear layers and embeddings `names` from now on. None stops the calls.
 
         Args:
             add: called as ``add(names, inputs, out)`` with one layer's name, or with all names of one merged product,
-                inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place.
-                An embedding's inputs are token ids [num_tokens] int64. Where the layer was extended and the step has
-                few tokens, `inner` [num_tokens, rows] is the inputs' product with the rows behind the weight. Where the
-                product is made in parts, `inner` is [parts, num_tokens, rows] float32, and out the first of the parts.
-            single: that of each room the first `single_rows` alone are multiplied. Given only to a family that
-                declares `single_adapter`.
+                inputs [num_tokens, in_features] and out [num_tokens, all out_features], to which it adds in place. An
+                embedding's inputs are token ids [num_tokens] int64. If the layer was extended and the step has few
+                tokens, `inner` [num_tokens, rows] is the inputs' product with the rows after the weight. If the product
+                is computed in parts, `inner` is [parts, num_tokens, rows] float32, and out is the first part.
+            names: paths of the layers.
+            single: True to multiply only the first `single_rows` of each room. Given only to a family that declares
+                `single_adapter`.
         """
         ...
 
     def extend(
         self, names: tuple[str, ...], rows: int, max_tokens: int, *, single_rows: int = 0
     ) -> torch.Tensor | None:
-        """Make room behind the weight of one product of linear layers, or None where there can be none.
+        """Make room for more rows after the weight of one product of linear layers.
 
-        In steps of up to `max_tokens` tokens in which the layers are adapted, their product is taken with the room as
-        well. `single_rows` of the rows, the first, are for steps of one adapter, see `adapt`; given only to a family
-        that declares `single_adapter`.
+        In steps of up to `max_tokens` tokens in which the layers are adapted, their product includes these rows. The
+        first `single_rows` of them are for steps of one adapter (see `adapt`), given only to a family that declares
+        `single_adapter`.
 
         Returns:
-            Zeros [rows, in_features] of the weight's dtype, to be written to in place.
+            Zeros [rows, in_features] of the weight's dtype, to be written in place, or None if there can be no room.
         """
         ...
 
     def add_to_weight(self, name: str, delta: torch.Tensor) -> None:
-        """Add to a weight in place, until `reload_weights`: [out_features, in_features] to a linear layer's,
-        [num_embeddings, embedding_dim] to an embedding's.
+        """Add `delta` to a weight in place, until `reload_weights`.
+
+        `delta` is [out_features, in_features] for a linear layer and [num_embeddings, embedding_dim] for an embedding.
 
         Raises:
             slotline.registry.errors.ModelError: if another layer would change with it.
@@ -419,18 +438,21 @@ class AdaptableModel(Model, Protocol):
 
 
 class ModelFamily(Protocol):
-    """A factory's product: first looks, then loads."""
+    """Product of a model family's factory. It inspects checkpoints and loads models."""
 
     def inspect(self, path: Path) -> ModelFacts:
         """Read config.json and find the attention layers without reading weights.
 
         Raises:
-            slotline.registry.errors.ModelError: if the folder is no checkpoint of this family.
+            slotline.registry.errors.ModelError: if the folder is not a checkpoint of this family.
         """
         ...
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
-        """Why a forward pass on this device in this dtype cannot be captured in a graph, in a sentence, or None."""
+        """Return the reason why a forward pass on this device in this dtype cannot be captured in a graph, or None.
+
+        The reason is one sentence.
+        """
         ...
 
     def load(self, context: ModelContext) -> Model:

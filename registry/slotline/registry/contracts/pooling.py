@@ -1,6 +1,6 @@
-"""What a pooling request asks for, and what turns hidden states into its answer. Torch-free at import.
+"""Parameters and methods of pooling requests. Torch-free at import.
 
-Part of the model-family contract: a model that serves a pooling task brings a `Pooler`.
+Part of the model-family contract: a model that serves a pooling task provides a `Pooler`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ def _dimensions(_instance: Any, _attribute: Any, value: Any) -> None:
 
 @frozen(kw_only=True)
 class PoolingParams:
-    """How to pool one request's hidden states. None leaves a parameter to the model.
+    """Parameters for pooling one request's hidden states. None leaves a parameter to the model.
 
     Attributes:
-        task: ``embed`` or ``classify``; `LLM.embed` and `LLM.classify` fill it in, elsewhere it must be given.
-        dimensions: length of the embedding; fewer than all only where the model was trained for it (Matryoshka).
-        normalize: whether the embedding is divided by its length.
-        use_activation: whether class scores go through the model's softmax or sigmoid.
+        task: ``embed`` or ``classify``. `LLM.embed` and `LLM.classify` fill it in. Elsewhere it must be given.
+        dimensions: length of the embedding. A reduced length requires a model that was trained for it (Matryoshka).
+        normalize: True to divide the embedding by its length.
+        use_activation: True to apply the model's softmax or sigmoid to class scores.
 
     Raises:
-        RequestError: naming the parameter, its value and what is allowed.
+        RequestError: naming the parameter, its value and the allowed values.
     """
 
     task: str | None = field(default=None, validator=_task)
@@ -78,18 +78,18 @@ class PoolingParams:
 
 
 class Pooler(Protocol):
-    """Adjusts pooling parameters and makes answers of pooled hidden states.
+    """Adjusts pooling parameters and computes answers from pooled hidden states.
 
-    The core gathers the states, over the chunks of a prompt too; the pooler says by `method` which ones count.
+    The core gathers the states, also over the chunks of a prompt. `method` selects the states to use.
     """
 
     @property
     def method(self) -> PoolingMethod:
-        """Which hidden states count: ``last``, ``cls`` or ``mean``."""
+        """Hidden states to use: ``last``, ``cls`` or ``mean``."""
         ...
 
     def adjust(self, params: PoolingParams) -> PoolingParams:
-        """The parameters with the model's choice where they leave it open. Called once, at admission.
+        """Return the parameters with None replaced by the model's defaults. Called once, at admission.
 
         Raises:
             slotline.registry.errors.RequestError: if the model cannot do what they ask.
@@ -97,13 +97,13 @@ class Pooler(Protocol):
         ...
 
     def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
-        """The answers of requests whose prompts are computed.
+        """Return the answers of requests whose prompts are computed.
 
         Args:
             states: [n, hidden_size] float32, each prompt's hidden states pooled by `method`.
             params: n parameters as `adjust` returned them.
 
         Returns:
-            [n, size] float32. Of an embedding the first `dimensions` numbers count, the rest is not read.
+            [n, size] float32. Of an embedding only the first `dimensions` numbers are read.
         """
         ...

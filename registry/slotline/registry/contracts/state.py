@@ -1,16 +1,16 @@
 """The state contract, version 1: layers with a fixed-size state per request (Mamba, gated delta nets, convolutions).
 
-A backend is built once for a group of state layers. In each step the core calls `plan` once, on the host, then for each
-layer `forward`; after drafts were verified, `commit` for each layer. A model layer with a convolution before its
-recurrence (Mamba, Mamba-2, gated delta nets) is two state layers, a ``short_conv`` and the other, whose tensors may lie
-in one page.
+A backend is built once for a group of state layers. In each step the core calls `plan` once, on the host, then
+`forward` for each layer. After drafts were verified, it calls `commit` for each layer. A model layer with a convolution
+before its recurrence (Mamba, Mamba-2, gated delta nets) is two state layers: a ``short_conv`` and the recurrence. Their
+tensors may share a page.
 
-**Inputs.** What `inputs` holds for each kind. T is the number of tokens; tensors over T have the activation dtype
-unless marked f32, and their last dimension is contiguous, the others have any stride. What has no T is a parameter:
-contiguous, f32 but for `weight` and `bias`, which have the activation dtype. Those two are the model's own tensors: no
-kernel of a step writes them, so they may be read while the kernels in front still run; other parameters may be made
-anew by each forward. Names in brackets may be absent, and are then not in the mapping. Names that a backend does not
-know, in `inputs` and in `facts`, are to be ignored.
+**Inputs.** The table lists the contents of `inputs` for each kind. T is the number of tokens. Tensors over T have the
+activation dtype unless marked f32. Their last dimension is contiguous, and the others have any stride. Tensors without
+T are parameters. They are contiguous and f32, except `weight` and `bias`, which have the activation dtype. `weight` and
+`bias` are the model's own tensors. No kernel of a step writes them, so they may be read while earlier kernels still
+run. Other parameters may be computed by each forward pass. Names in brackets may be missing from the mapping. Backends
+ignore unknown names in `inputs` and in `facts`.
 
 ============  ==================================================  ========================================  ==========
 kind          inputs                                              facts                                     output
@@ -25,46 +25,48 @@ gated_delta   q, k [T, Hk, K], v [T, Hv, V], g [T, Hv] f32,       num_k_heads Hk
                                                                   scale
 ============  ==================================================  ========================================  ==========
 
-`activation` is ``silu`` or ``none``; `dt_softplus` and `qk_l2norm` are booleans; `dt_limit` is (low, high), absent for
-none; `scale` is a float, commonly ``K ** -0.5``. Outputs have the activation dtype.
+`activation` is ``silu`` or ``none``. `dt_softplus` and `qk_l2norm` are booleans. `dt_limit` is (low, high), absent for
+no limit. `scale` is a float, commonly ``K ** -0.5``. Outputs have the activation dtype.
 
-**State tensors.** [num_slots, *shape]: conv [C, W - 1], ssm [D, N] or [H, P, N], delta [Hv, K, V]; `STATE_KINDS` has
-this as data. With a dtype pair (activation, state), ssm and delta have the state dtype and conv, which holds plain
-inputs, the activation dtype. A slot's values are dense, row-major, or channel-last for conv (stride 1 over C, C over
-the window); the stride between slots is any number, since a slot may be one part of a padded page.
+**State tensors.** [num_slots, *shape]: conv [C, W - 1], ssm [D, N] or [H, P, N], delta [Hv, K, V]. `STATE_KINDS` has
+this as data. With a dtype pair (activation, state), ssm and delta have the state dtype. conv holds plain inputs and has
+the activation dtype. A slot's values are dense and row-major, or channel-last for conv (stride 1 over C, C over the
+window). The stride between slots is arbitrary, since a slot may be one part of a padded page.
 
-**Arithmetic**, per request, token t after token t - 1, from zeros or the slot's content; in float32 whatever the
-dtypes, with operands of a product rounded to the activation dtype at will (so no TF32 where that is float32), the state
-rounded when it is stored and the output once at the end:
+**Arithmetic.** The formulas apply per request, token t after token t - 1, from zeros or the slot's content. Everything
+is computed in float32 for all dtypes. Operands of a product may be rounded to the activation dtype (so TF32 is not
+allowed if that is float32). The state is rounded when it is stored, and the output once at the end.
 
 * short_conv: with X the conv state followed by the inputs, y[t] = act(bias + sum over j of weight[:, j] * X[t + j]), so
-  ``weight[:, W - 1]`` meets the newest token. The new conv state is the last W - 1 columns of X, oldest first; inputs
-  before the first token are zeros.
-* mamba1, mamba2: d = dt + dt_bias, then softplus if `dt_softplus`, then clamped to `dt_limit`;
-  h = exp(d * A) * h + d * x (outer) B; y = h C + D * x; then y = y * silu(z) where z is given. A is the negative rate
-  itself, not its logarithm. Head i reads group ``i // (H // G)`` of B and C.
-* gated_delta: where `qk_l2norm`, q and k are divided by sqrt(sum of squares + 1e-6); q is multiplied by `scale`;
-  S = exp(g) * S; S = S + k (outer) (beta * (v - S^T k)); y = S^T q. Value head i uses key head ``i // (Hv // Hk)``.
-  g is the logarithm of the decay (at most 0), beta is used as it is.
+  ``weight[:, W - 1]`` is multiplied with the newest token. The new conv state is the last W - 1 columns of X, oldest
+  first. Inputs before the first token are zeros.
+* mamba1, mamba2: d = dt + dt_bias, then softplus if `dt_softplus`, then clamped to `dt_limit`. Then h = exp(d * A) * h
+  + d * x (outer) B, y = h C + D * x, and y = y * silu(z) if z is given. A is the negative rate itself, not its
+  logarithm. Head i reads group ``i // (H // G)`` of B and C.
+* gated_delta: if `qk_l2norm`, q and k are divided by sqrt(sum of squares + 1e-6). q is multiplied by `scale`. Then S =
+  exp(g) * S, S = S + k (outer) (beta * (v - S^T k)), and y = S^T q. Value head i uses key head ``i // (Hv // Hk)``. g
+  is the logarithm of the decay (at most 0). beta is used unchanged.
 
-Sources: Gu and Dao, arXiv 2312.00752, section 3 (mamba1); Dao and Gu, arXiv 2405.21060, sections 3 and 6 (mamba2); Yang
+Sources: Gu and Dao, arXiv 2312.00752, section 3 (mamba1), Dao and Gu, arXiv 2405.21060, sections 3 and 6 (mamba2), Yang
 and others, arXiv 2412.06464, section 3 (gated_delta).
 
 **Slots.**
 
-* A request owns one slot; no two rows of a batch have the same slot, but for -1. Any slot number from 0 may be used.
-* Slot -1 is padding, wherever it stands: its tokens' outputs may be anything finite, and no state is read or written.
-* `has_initial_state` False: start from zeros, whatever the slot holds (NaN in tests).
-* A request with no tokens in a batch keeps its state as it is, also if `has_initial_state` is False.
+* A request owns one slot. No two rows of a batch have the same slot, except -1. Any slot number from 0 may be used.
+* Slot -1 is padding, at any place in the batch. Its tokens' outputs may be any finite values, and no state is read or
+  written.
+* If `has_initial_state` is False, start from zeros and ignore the slot's content (NaN in tests).
+* A request without tokens in a batch keeps its state, also if `has_initial_state` is False.
 * Updates are destructive, and no other slot changes, not even in the last bit. `inputs` stay unchanged.
-* Tensors may be longer than `num_requests` and `num_tokens` say, for graphs: further rows have slot -1 and
-  `query_start_loc` goes on without decreasing; the output has as many rows as the inputs, those of padding finite.
+* For graphs, tensors may be longer than `num_requests` and `num_tokens`. The extra rows have slot -1, and
+  `query_start_loc` continues without decreasing. The output has as many rows as the inputs, with finite values in
+  padding rows.
 * A slot is never shared with the prefix cache: a checkpoint is a copy into another slot. The core calls `copy` between
-  two steps, behind the `commit` of the first, in the order of the device's work; nothing waits for it.
+  two steps, after the `commit` of the first, in the order of the device's work, without waiting.
 
-**Speculation.** A verified request brings 1 + k tokens, k up to the context's `max_draft_tokens`; after `forward` its
-state is as after all of them. Where `rollback` is declared, `commit` then makes it as after the first `accepted`.
-So a backend keeps what it needs for that whenever a request has at most ``1 + max_draft_tokens`` tokens.
+**Speculation.** A verified request has 1 + k tokens, k up to the context's `max_draft_tokens`. After `forward` its
+state includes all of them. If `rollback` is declared, `commit` then resets the state to the one after the first
+`accepted` tokens. A backend must keep the data for this whenever a request has at most ``1 + max_draft_tokens`` tokens.
 """
 
 from __future__ import annotations
@@ -87,14 +89,14 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class StateKind:
-    """What a kind of state layer takes and keeps; see the module's table.
+    """Inputs, facts and state tensors of a kind of state layer, as in the module's table.
 
     Attributes:
         token_inputs: required inputs with one row per token.
-        parameters: required inputs without.
-        optional: inputs that may be absent: ``z`` has one row per token, the others are parameters.
+        parameters: required inputs without rows per token.
+        optional: inputs that may be absent. ``z`` has one row per token, the others are parameters.
         facts: names of the layer's facts, in the order in which shapes use them.
-        tensors: state tensor -> the facts that its shape is made of; ``width - 1`` is meant as it stands.
+        tensors: state tensor -> the facts that form its shape. ``width - 1`` is meant literally.
         recurrent: True if the tensors have the state dtype, False for the activation dtype.
     """
 
@@ -144,19 +146,19 @@ STATE_KINDS: Mapping[str, StateKind] = MappingProxyType(
 
 @frozen(kw_only=True, field_transformer=declared)
 class StateCapabilities:
-    """What a state backend offers.
+    """Capabilities that a state backend declares.
 
     Attributes:
         devices: device types.
         state_kinds: layer kinds, e.g. ``mamba2``, ``gated_delta``, ``short_conv``.
-        dtypes: pairs (activation dtype, state dtype); a convolution keeps its state in the activation dtype.
+        dtypes: pairs (activation dtype, state dtype). A convolution keeps its state in the activation dtype.
         query_len: most new tokens of a request in one batch.
-        rollback: whether `commit` can go back to an accepted draft position.
-        rollback_copy: True if it holds room for the states of `max_requests` once more for that, from the start.
-        checkpoints: whether `copy` works, so that a state can be kept for prefix reuse and resumed.
-        graphs: which batches can be captured.
+        rollback: `commit` can go back to an accepted draft position.
+        rollback_copy: True if rollback needs memory for a second copy of the states of `max_requests`, from the start.
+        checkpoints: `copy` works, so that a state can be kept for prefix reuse and resumed.
+        graphs: the batches that can be captured.
         limits: offers that shrink when another feature is needed.
-        priority: `auto` prefers the higher figure.
+        priority: `auto` prefers the higher number.
     """
 
     devices: Set[str]
@@ -173,9 +175,9 @@ class StateCapabilities:
 
 @frozen(kw_only=True)
 class StateTensorSpec:
-    """One tensor of a layer's state: its name, its shape for one slot, and its dtype by name.
+    """Tensor of a layer's state: its name, its shape for one slot, and its dtype by name.
 
-    In a model's facts the dtype may be ``auto``: that of the activations, which the plan decides.
+    In a model's facts the dtype may be ``auto``: the dtype of the activations, which the plan decides.
     """
 
     name: str
@@ -184,13 +186,13 @@ class StateTensorSpec:
 
     @property
     def num_elements(self) -> int:
-        """Elements in one slot."""
+        """Number of elements in one slot."""
         return prod(self.shape)
 
 
 @frozen(kw_only=True)
 class StateLayer:
-    """The static facts of one state layer; `facts` are the sizes that its kind defines (heads, groups, widths)."""
+    """Static facts of one state layer. `facts` are the sizes that its kind defines (heads, groups, widths)."""
 
     name: str
     index: int
@@ -201,15 +203,15 @@ class StateLayer:
 
 @frozen(kw_only=True)
 class StateContext:
-    """What a state backend's factory gets.
+    """Input of a state backend's factory.
 
     Attributes:
         contract: the bound contract version.
-        layers: the layers of the group, all that `forward` will be called for.
+        layers: the layers of the group. `forward` is called for no others.
         device: torch device string.
-        dtype: of activations, by name; a state tensor's is in its spec.
+        dtype: dtype of activations, by name. A state tensor's dtype is in its spec.
         max_query_len, max_requests, max_tokens: bounds on every batch.
-        max_draft_tokens: most draft tokens of one request that a `commit` may reject; 0 without speculation.
+        max_draft_tokens: most draft tokens of one request that a `commit` may reject. 0 without speculation.
         options: the plugin's own table, an instance of its options class, or None.
     """
 
@@ -226,18 +228,18 @@ class StateContext:
 
 @define(kw_only=True, eq=False)
 class StateBatch:
-    """One step's batch as a state group sees it.
+    """State inputs of one group for one step.
 
     Attributes:
         num_requests, num_tokens, max_query_len: without padding.
         query_start_loc: [num_requests + 1] int32, prefix sums of query lengths, starts with 0, non-decreasing.
         slots: [num_requests] int32, -1 for padding.
-        has_initial_state: [num_requests] bool; False means start from zeros whatever the slot holds.
-        num_accepted: [num_requests] int32, tokens of the previous step that were accepted (1 without speculation).
-            For information: where that mattered, `commit` was called with the same figure.
-        query_start_loc_cpu: query_start_loc on the host, [num_requests + 1]; never rewritten once handed out.
-        num_decodes: requests at the front of the batch with one token each; some may have no initial state.
-        extras: what later minor versions add.
+        has_initial_state: [num_requests] bool. False means to start from zeros and ignore the slot's content.
+        num_accepted: [num_requests] int32, tokens of the previous step that were accepted (1 without speculation). For
+            information only: if drafts were rejected, `commit` was called with the same numbers.
+        query_start_loc_cpu: query_start_loc on the host, [num_requests + 1]. Never overwritten afterwards.
+        num_decodes: requests at the front of the batch with one token each. Some may have no initial state.
+        extras: additions of later minor versions.
     """
 
     num_requests: int
@@ -253,13 +255,13 @@ class StateBatch:
 
 
 class StateBackend(Protocol):
-    """What a built state backend can do. `state` maps tensor names to [num_slots, *shape] tensors of the layer."""
+    """Protocol of a built state backend. `state` maps tensor names to [num_slots, *shape] tensors of the layer."""
 
     def plan(self, batch: StateBatch) -> Any:
-        """Host work of one step, outside graphs. The result is handed to every `forward` of the step.
+        """Do the host work of one step, outside graphs.
 
-        Under graphs it is called before each replay as well; tensors of the plan that a captured `forward` reads must
-        then keep their addresses.
+        The result is passed to every `forward` of the step. Under graphs this is called before each replay as well.
+        Tensors of the plan that a captured `forward` reads must then keep their addresses.
         """
         ...
 
@@ -276,18 +278,22 @@ class StateBackend(Protocol):
     def commit(
         self, layer: StateLayer, state: Mapping[str, torch.Tensor], slots: torch.Tensor, accepted: torch.Tensor
     ) -> None:
-        """Make the state after `accepted` of the last step's tokens the current one.
+        """Make the state after `accepted` of the last step's tokens the current state.
 
-        Called at most once after a `forward` of the layer and before the next. Without it all tokens count.
+        Called at most once after a `forward` of the layer and before the next. Without this call all tokens are
+        accepted.
 
         Args:
-            slots: [num_requests] int32, the rows of the last batch in their order; -1 for those to leave alone, which
-                includes every row with more than ``1 + max_draft_tokens`` tokens, or none.
-            accepted: [num_requests] int32, 1 up to the row's tokens. Never 0 with a slot: the first token of a verified
-                request was sampled, not drafted, and stays.
+            slots: [num_requests] int32, the rows of the last batch in their order. -1 for rows to leave unchanged,
+                which include every row without tokens or with more than ``1 + max_draft_tokens`` tokens.
+            accepted: [num_requests] int32, from 1 to the row's number of tokens. Never 0 with a slot, because the first
+                token of a verified request was sampled, not drafted.
         """
         ...
 
     def copy(self, layer: StateLayer, state: Mapping[str, torch.Tensor], source: int, target: int) -> None:
-        """Copy one slot to another, all tensors of the layer, for checkpoints and forks. Both live on apart."""
+        """Copy one slot to another, all tensors of the layer, for checkpoints and forks.
+
+        Later changes affect only one slot.
+        """
         ...

@@ -1,11 +1,11 @@
-"""The structured-output contract, version 1 (provisional): grammars that say which tokens may come next.
+"""The structured-output contract, version 1 (provisional): grammars that determine the legal next tokens.
 
-A plugin compiles a constraint (a JSON schema, a regular expression, ...) once, away from the step's thread, and then
-answers for each request which tokens are legal after those that it has. It never sees logits: the core writes the
-answers of all requests into one array, takes it to the device once, and applies it between processors and sampling.
+A plugin compiles a constraint (a JSON schema, a regular expression, ...) once, outside the step's thread. It then
+determines for each request the legal tokens after its text. It never sees logits: the core writes the masks of all
+requests into one array, copies it to the device once, and applies it between processors and sampling.
 
-The core also sees to the end: end-of-sequence tokens are legal only where the text is complete, and a request whose
-text can only end there ends at once.
+The core also handles the end of a text. End-of-sequence tokens are legal only if the text is complete, and a request
+whose text can only end there ends at once.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _DEEPEST = 100
 
 @frozen
 class Constraint:
-    """What a text must look like, ready to be compiled; equal ones are compiled once.
+    """Constraint on a text, ready to be compiled. Equal constraints are compiled once.
 
     Attributes:
-        kind: of `CONSTRAINTS`.
-        text: for ``json`` a JSON schema, for ``regex`` a regular expression that the whole text matches, for
-            ``choice`` a JSON list of strings, for ``grammar`` an EBNF grammar in the notation of llama.cpp (GBNF) whose
-            rule ``root`` the text follows, for ``structural_tag`` a JSON object; "" for ``json_object``.
-        any_whitespace: whether JSON may have white space between its elements as the model likes; else it has none but
-            the plugin's own fixed separators.
+        kind: one of `CONSTRAINTS`.
+        text: for ``json`` a JSON schema, for ``regex`` a regular expression that the whole text matches, for ``choice``
+            a JSON list of strings, for ``grammar`` an EBNF grammar in the notation of llama.cpp (GBNF) whose rule
+            ``root`` the text follows, for ``structural_tag`` a JSON object. "" for ``json_object``.
+        any_whitespace: True if JSON may have any white space between its elements. Otherwise it only has the plugin's
+            own fixed separators.
     """
 
     kind: str
@@ -51,7 +51,7 @@ class Constraint:
 
 
 def _json_text(name: str, value: Any) -> str:
-    """A value as JSON text; a text is checked and stays as it is, so that positions in it keep their meaning.
+    """Return a value as JSON text. A string is checked and returned unchanged, so that positions in it stay valid.
 
     Raises:
         RequestError: with line and column of the error.
@@ -74,22 +74,22 @@ def _json_text(name: str, value: Any) -> str:
 
 
 def _refuse_constant(name: str) -> None:
-    """Refuse NaN and the infinities, which Python reads and JSON does not have.
+    """Refuse NaN and the infinities, which Python reads but JSON does not have.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the constant.
     """
     raise ValueError(f"{name} is no number of JSON")
 
 
 def _levels(value: Any) -> int:
-    """How deep JSON is nested."""
+    """Return the nesting depth of a JSON value."""
     inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
     return 1 + max(map(_levels, inner), default=0)
 
 
 def _check_unicode(name: str, text: str) -> None:
-    """Refuse half of a character, which no text that a tokenizer makes can hold.
+    """Refuse half of a surrogate pair, which no tokenizer's text can contain.
 
     Raises:
         RequestError: with its position.
@@ -106,25 +106,25 @@ def _check_unicode(name: str, text: str) -> None:
 def _strings(value: Any) -> Any:
     try:
         return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
-    except Exception:  # what calls itself iterable need not be; it is refused below
+    except Exception:  # an object may only claim to be iterable, and is refused below
         return value
 
 
 @frozen(kw_only=True)
 class StructuredOutputsParams:
-    """What a request's output must look like: exactly one of the constraints.
+    """Constraint on a request's output. Exactly one kind of constraint must be given.
 
     Attributes:
-        json: a JSON schema, as a mapping or as text; the output is JSON that it accepts.
+        json: a JSON schema, as a mapping or as text. The output is JSON that it accepts.
         regex: a regular expression that the whole output matches.
         choice: texts, one of which is the output.
-        grammar: a context-free grammar in the notation of llama.cpp (GBNF); the output follows its rule ``root``.
+        grammar: a context-free grammar in the notation of llama.cpp (GBNF). The output follows its rule ``root``.
         json_object: the output is any JSON object.
-        structural_tag: free text in which what stands between given tags follows a schema; a mapping or JSON text.
-        disable_any_whitespace: no white space in JSON but fixed separators.
+        structural_tag: free text in which the text between given tags follows a schema. A mapping or JSON text.
+        disable_any_whitespace: no white space in JSON except fixed separators.
 
     Raises:
-        RequestError: naming the parameter, its value and what is allowed; for JSON with line and column.
+        RequestError: naming the parameter, its value and the allowed values. For JSON with line and column.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -175,12 +175,12 @@ class StructuredOutputsParams:
 
 @frozen(kw_only=True, field_transformer=declared)
 class StructuredOutputCapabilities:
-    """What a structured-output plugin offers.
+    """Capabilities that a structured-output plugin declares.
 
     Attributes:
-        constraints: of `CONSTRAINTS`.
-        devices: device types; masks are made on the host, so any will do for most.
-        priority: where ``auto`` chooses, the highest goes first; `priority_reason` says why.
+        constraints: some of `CONSTRAINTS`.
+        devices: device types. Masks are made on the host, so most plugins support any device.
+        priority: ``auto`` tries plugins in descending order. `priority_reason` gives the reason.
     """
 
     constraints: Set[str]
@@ -191,13 +191,13 @@ class StructuredOutputCapabilities:
 
 @frozen(kw_only=True)
 class StructuredOutputContext:
-    """What a structured-output plugin's factory gets.
+    """Input of a structured-output plugin's factory.
 
     Attributes:
         tokenizer: transformers' fast tokenizer of the model.
-        vocab_size: the width of the logits, which may be more or less than the tokenizer has tokens.
+        vocab_size: the width of the logits, which may be more or less than the tokenizer's number of tokens.
         eos_token_ids: the tokens that end a text, at least one.
-        max_requests: most requests whose masks are wanted at a time.
+        max_requests: most requests whose masks are filled at a time.
     """
 
     contract: int
@@ -209,51 +209,59 @@ class StructuredOutputContext:
 
 
 class GrammarState(Protocol):
-    """Where one request's text stands in its grammar. Used by one thread at a time."""
+    """Position of one request's text in its grammar. Used by one thread at a time."""
 
     @property
     def finished(self) -> bool:
-        """Whether the text is complete and nothing but an end-of-sequence token can follow."""
+        """True if the text is complete and only an end-of-sequence token can follow."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> int:
-        """Advance by tokens as long as they are legal; returns how many were. End-of-sequence tokens are not given."""
+        """Advance by tokens as long as they are legal, and return the number of legal ones.
+
+        End-of-sequence tokens are never passed.
+        """
         ...
 
     def count_legal(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens, from the first on, `accept` would take; an end-of-sequence token counts where it is
-        legal, and nothing behind it. Changes nothing."""
+        """Return the number of tokens, from the first, that `accept` would take. Changes nothing.
+
+        An end-of-sequence token counts if it is legal, and ends the count.
+        """
         ...
 
     def forced(self) -> Sequence[int]:
-        """Tokens whose text must come next whatever the model thinks, at the most plausible split; may be empty.
+        """Return tokens whose text must come next, in the most plausible tokenization. May be empty.
 
-        The core offers them as drafts, so a wrong split costs time and nothing else. Changes nothing.
+        The core offers them as drafts, so another tokenization only costs time. Changes nothing.
         """
         ...
 
 
 class StructuredOutput(Protocol):
-    """What a built structured-output plugin can do."""
+    """Protocol of a built structured-output plugin."""
 
     def check(self, constraint: Constraint) -> None:
-        """Refuse what cannot be compiled, as far as that can be seen in a few milliseconds; called at admission.
+        """Refuse constraints that cannot be compiled, as far as a few milliseconds allow. Called at admission.
 
         Raises:
-            slotline.registry.errors.RequestError: with the position of the error, and what to do.
+            slotline.registry.errors.RequestError: with the position of the error and a fix.
         """
         ...
 
     def compile(self, constraint: Constraint) -> Any:
-        """Compile; called in a thread of its own, for several constraints at a time. The result is shared by requests.
+        """Compile a constraint. The result is shared by requests.
+
+        Called in a separate thread, possibly for several constraints at a time.
 
         Raises:
-            slotline.registry.errors.RequestError: if it cannot; the requests with this constraint fail alone.
+            slotline.registry.errors.RequestError: if it cannot be compiled. Only the requests with this constraint
+                fail.
         """
         ...
 
     def start(self, grammar: Any) -> GrammarState:
-        """The state of a request that has no output yet. `grammar` is what `compile` returned."""
+        """Return the state of a request without output. `grammar` is the result of `compile`."""
         ...
 
     def fill(
@@ -263,20 +271,20 @@ class StructuredOutput(Protocol):
         places: Sequence[int],
         bitmask: npt.NDArray[np.int32],
     ) -> None:
-        """Write which tokens may come next.
+        """Write the masks of legal next tokens.
 
-        Called by one thread at a time, but not always by the one that advances the states. Where it fails, it is called
-        again for each state alone, so none may be in use any more when it raises.
+        Called by one thread at a time, which may differ from the thread that advances the states. If it raises, it is
+        called again for each state separately, so it must have stopped using all states when it raises.
 
         Args:
-            states: the requests'; none stands twice.
-            drafts: for each, tokens assumed behind its text, or none. The states are the same afterwards.
-            places: for each, its first row of `bitmask`; the next ones are for each draft the tokens that may follow
-                it. Rows behind a draft that is not legal, and behind an end-of-sequence token, are left as they are.
-            bitmask: [num_rows, ceil(vocab_size / 32)] int32, all ones. Bit ``t % 32`` of word ``t // 32`` is left 1
-                where token t may come next; an end-of-sequence token may where the text is complete, also one that is
-                ordinary text, such as a newline, and no other special token and no token that the tokenizer does not
-                have ever may. Where every text that is left goes on with
-                the same bytes, a plugin may leave fewer ways to cut them into tokens, one at least.
+            states: the states of the requests, without repetition.
+            drafts: for each request, the tokens assumed after its text, or none. The states are unchanged afterwards.
+            places: for each request, its first row of `bitmask`. The following rows are the masks after each draft.
+                Rows after an illegal draft and after an end-of-sequence token stay unchanged.
+            bitmask: [num_rows, ceil(vocab_size / 32)] int32, all ones. Bit ``t % 32`` of word ``t // 32`` stays 1 if
+                token t may come next. An end-of-sequence token may come if the text is complete, even if it is ordinary
+                text like a newline. Other special tokens and ids that the tokenizer does not have are always 0. If all
+                remaining texts continue with the same bytes, a plugin may leave fewer of their tokenizations, at least
+                one.
         """
         ...
