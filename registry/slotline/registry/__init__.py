@@ -1,6 +1,6 @@
-"""Contracts, capabilities, configuration and plugin discovery: what a plugin author and the core share.
+"""Contracts, capabilities, configuration and plugin discovery, shared by plugins and the core.
 
-Importing this imports no torch; the heavier parts load when they are first asked for.
+Importing this package does not import torch. The heavier parts are loaded on first use.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which served architectures are of the same family as one that is not served."""
+"""Search for supported architectures of the same family as an unsupported one."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MANY = 4
 
 
 def of_same_family(architecture: str, served: Iterable[str]) -> tuple[str, ...]:
-    """Return the served architectures whose names begin like this one's, nearest first; empty if there is none.
+    """Return the supported architectures of the same family, nearest first, or an empty tuple.
 
-    A name's family is its first letters without the task and the version: Qwen of Qwen3_5ForConditionalGeneration. Mere
-    likeness in spelling says nothing: most names end alike.
+    A name's family is its first letters without the task and the version: Qwen of Qwen3_5ForConditionalGeneration.
+    Plain similarity of spelling is not used, because most names end alike.
     """
     family = _family(architecture)
     found = [name for name in served if family and _family(name) == family]
@@ -28,7 +28,7 @@ def of_same_family(architecture: str, served: Iterable[str]) -> tuple[str, ...]:
 
 
 def family_hint(architecture: str, served: Iterable[str]) -> str:
-    """Return the end of a message that names served architectures of the same family, or nothing."""
+    """Return the end of a message that names supported architectures of the same family, or an empty string."""
     near = of_same_family(architecture, served)
     return f"; of the same family are served {', '.join(near)}" if near else ""
 

@@ -1,7 +1,7 @@
-"""Whose code raised: from the traceback of an exception to the plugin, its distribution and a remedy.
+"""Attribution of exceptions: from a traceback to the plugin, its distribution and a remedy.
 
-Calls into plugins are not wrapped one by one. What builds or steps an engine is wrapped once, and only when something
-was raised are the frames of the traceback looked at.
+Calls into plugins are not wrapped individually. Building and stepping an engine is wrapped once, and the frames of the
+traceback are examined only after an exception.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OURS = ("slotline.core", "slotline.registry")
 
 @frozen(eq=False)
 class BuiltPlugin:
-    """An object that a factory made.
+    """Object made by a plugin's factory.
 
     Attributes:
-        name: the plugin and who brings it, as in ``attention:cpu of slotline 1.0``.
-        remedy: what a user can do without it.
+        name: the plugin and its source, as in ``attention:cpu of slotline 1.0``.
+        remedy: advice to a user who has to do without it.
         built: the object.
-        modules: names of the modules that its code may be in; the packages of these count as well.
+        modules: names of the modules that its code may be in. Their packages count as well.
     """
 
     name: str
@@ -43,7 +43,7 @@ class BuiltPlugin:
     modules: frozenset[str]
 
     def has(self, module: str, *, package: bool) -> bool:
-        """Return whether a module is one of the plugin's, or in the package of one."""
+        """Return True if a module is one of the plugin's, or in the package of one."""
         if not package:
             return module in self.modules
         packages = {own.rpartition(".")[0] or own for own in self.modules}
@@ -52,7 +52,7 @@ class BuiltPlugin:
 
 @define(eq=False)
 class BuiltPlugins:
-    """The plugins that an engine's factories made, in order."""
+    """Objects made by the factories of an engine's plugins, in order."""
 
     _built: list[BuiltPlugin] = field(factory=list)
 
@@ -60,7 +60,9 @@ class BuiltPlugins:
         """Remember a built object.
 
         Args:
-            source: who brings the plugin.
+            descriptor: the plugin.
+            source: the plugin's distribution and version, or its file.
+            built: the object made by its factory.
         """
         factory = descriptor.factory
         found = [getattr(built, "__module__", None), getattr(type(built), "__module__", None)]
@@ -72,7 +74,7 @@ class BuiltPlugins:
     def named(self, error: BaseException) -> BaseException:
         """Return a `PluginError` that names the plugin whose code raised, with the cause chained, or the error itself.
 
-        Our own errors stay as they are, so do those that mean too little memory, and those of no plugin.
+        Slotline's own errors, errors that mean too little memory, and errors outside plugins are returned unchanged.
         """
         plugin = self._raiser(error)
         if plugin is None:
@@ -85,13 +87,13 @@ class BuiltPlugins:
         return named
 
     def described(self, error: BaseException) -> str:
-        """Return an error as a request shows it: its type, its message, and the plugin whose code raised it."""
+        """Return the text of an error for a request: its type, its message, and the plugin whose code raised it."""
         plugin, text = self._raiser(error), f"{type(error).__name__}: {error}"
         return text if plugin is None else f"{text}, raised by {plugin.name}\n  fix: {plugin.remedy}"
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Name the plugin in what the code inside raises."""
+        """Name the plugin in exceptions raised by the code inside."""
         try:
             yield
         except (Exception, SystemExit) as error:
@@ -101,7 +103,7 @@ class BuiltPlugins:
             raise named from error
 
     def _raiser(self, error: BaseException) -> BuiltPlugin | None:
-        """Return the plugin that is furthest in on the way to where the error was raised, if it may be blamed."""
+        """Return the innermost plugin in the error's traceback, if it may be blamed."""
         if isinstance(error, (SlotlineError, MemoryError, KeyboardInterrupt)):
             return None
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported here
@@ -111,7 +113,7 @@ class BuiltPlugins:
             frames = [(module, frame) for module, frame in frames if module != "_sitebuiltins"][:1]
         maybe = [
             plugin for plugin in self._built if plugin.built is getattr(error, "obj", self)
-        ]  # which lacks something
+        ]  # a method of a missing feature
         for module, frame in frames:
             if _is_ours(module):
                 called = self._called_by(frame)
@@ -130,12 +132,12 @@ class BuiltPlugins:
         return next((plugin for plugin in self._built if plugin.built is first), None)
 
     def _in_module(self, module: str) -> list[BuiltPlugin]:
-        """Return the plugins whose code a module may be, those that name it before those of its package."""
+        """Return the plugins that a module may belong to, exact matches before matches by package."""
         exact = [plugin for plugin in self._built if plugin.has(module, package=False)]
         return exact or [plugin for plugin in self._built if plugin.has(module, package=True)]
 
     def _called_by(self, frame: FrameType) -> list[BuiltPlugin]:
-        """Return the plugins that a frame of ours holds a method of: a call that failed before any code of theirs."""
+        """Return the plugins whose methods a frame of ours holds, for a call that failed before entering their code."""
         values = frame.f_locals.values()
         owners = [value.__self__ if isinstance(value, MethodType) else value for value in values]
         return [plugin for plugin in self._built if any(owner is plugin.built for owner in owners)]
@@ -146,18 +148,18 @@ def _is_ours(module: str) -> bool:
 
 
 def _is_library(module: str) -> bool:
-    """Return whether a module's code is run for anybody, so that it tells no plugin."""
+    """Return True for modules of shared libraries, which do not identify a plugin."""
     top = module.partition(".")[0]
     return _is_ours(module) or top in sys.stdlib_module_names or top in ("numpy", "torch")
 
 
 def _module_of(factory: Any) -> Any:
-    """Return the name of the module that defines a factory; of a partial, what it calls."""
+    """Return the name of the module that defines a factory. For a partial, of the function that it wraps."""
     return getattr(getattr(factory, "func", factory), "__module__", None)
 
 
 def names_plugins(method: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a method so that what a plugin raises in it names the plugin; the object's `plugins` are those built."""
+    """Wrap a method so that exceptions of a plugin's code name the plugin. The object's `plugins` are searched."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

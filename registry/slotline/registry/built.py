@@ -1,7 +1,7 @@
-"""What a built plugin must be able to do: the methods of its contract, and how many arguments they take.
+"""Checks of built plugins: the methods of their contract, and the number of their arguments.
 
-The engine looks at each object when its factory has made it. The conformance suite makes the same check with more ways
-of calling. Nothing here runs once the engine steps.
+The engine checks each object when its factory has made it. The conformance suite makes the same check with more ways of
+calling. Nothing here runs during steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _never(_capabilities: Any) -> bool:
 
 
 def _declared(name: str) -> Asked:
-    """Return whether a flag, or a plain true or false, is declared."""
+    """Return a function that tells if a flag (or a plain bool) is declared."""
 
     def asked(capabilities: Any) -> bool:
         offer = getattr(capabilities, name)
@@ -41,13 +41,13 @@ def _declared(name: str) -> Asked:
 
 @frozen(kw_only=True)
 class BuiltContract:
-    """The protocol of a kind's built objects.
+    """Protocol of a kind's built objects.
 
     Attributes:
-        protocol: its methods are asked for, unless `optional` says otherwise.
-        optional: method to whether capabilities ask for it.
-        further: protocols whose own methods are asked for where capabilities say so.
-        attributes: attributes that are read where capabilities say so.
+        protocol: its methods are required, except as `optional` says.
+        optional: by method, a function of the capabilities that returns True if the method is required.
+        further: protocols whose own methods are required by some capabilities.
+        attributes: attributes that are required by some capabilities.
     """
 
     protocol: type
@@ -122,18 +122,21 @@ def misfits(descriptor: Descriptor[Any], built: Any) -> Iterator[str]:
 
 
 def built_contract(kind: Kind, capabilities: Any) -> BuiltContract:
-    """Return what the built objects of a plugin with these capabilities must be able to do."""
+    """Return the contract of the built objects of a plugin with these capabilities."""
     if kind is Kind.KV_SPEC and capabilities.state.support:
         return STATE_SPEC
     return BUILT[kind]
 
 
 def misfits_of(contract: BuiltContract, capabilities: Any, built: Any, *, strict: bool = False) -> Iterator[str]:
-    """Yield the same for any contract.
+    """Yield a sentence for each misfit of a built object with any contract.
 
     Args:
-        strict: whether methods of `further` protocols must be there, and arguments with a default are accepted by name
-            too and may be left out. Else it is enough that the object serves a plan which asks for none of that.
+        contract: the contract of the object's kind.
+        capabilities: the capabilities that the plugin declares.
+        built: the object.
+        strict: True to require the methods of `further` protocols, and to require that arguments with a default can be
+            passed by name and can be left out. False accepts objects that work for plans without these.
     """
     if built is None:
         yield "it is None instead of a built object"
@@ -163,10 +166,10 @@ def methods_of(protocol: type) -> Iterator[tuple[str, Callable[..., Any]]]:
 def refused_call(
     function: Callable[..., Any], name: str, positional: list[Any], named: Mapping[str, Any] = MappingProxyType({})
 ) -> str | None:
-    """Return why a function cannot be called with these arguments, or None."""
+    """Return the reason why a function cannot be called with these arguments, or None."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in callables do not tell
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return None
     try:
         signature.bind(*positional, **named)
@@ -184,7 +187,7 @@ def _plain(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _uncallable(found: Callable[..., Any], name: str, wanted: Callable[..., Any], *, strict: bool) -> Iterator[str]:
-    """Yield at most one sentence: why a method cannot be called as the protocol's can."""
+    """Yield at most one sentence, the reason why a method cannot be called like the protocol's method."""
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     places = [item for item in parameters if item.kind is not item.KEYWORD_ONLY]
     calls: list[tuple[list[Any], dict[str, Any]]] = [([object() for _ in places], {})]

@@ -1,7 +1,7 @@
 """Capability classes: data with a comparison rule.
 
-A backend says what it offers with these; negotiation compares an offer with a need by calling `refusal`, which
-answers None or the sentence that goes into the plan. Nothing here imports torch.
+A plugin declares its offers with these classes. Negotiation compares an offer with a need by calling `refusal`, which
+returns None or the sentence for the plan. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ L = TypeVar("L", bound=IntEnum)
 
 
 class Support(Enum):
-    """How far a capability goes: five states, so that `not yet` differs from `cannot`."""
+    """Degree of support, with different states for `not yet` and `cannot`."""
 
     UNKNOWN = "unknown"
     UNSUPPORTED = "unsupported"
@@ -33,7 +33,7 @@ class Support(Enum):
 
 
 class GraphSupport(IntEnum):
-    """Which batches a backend's forward can be captured for, in rising order."""
+    """Batches that a backend's forward can be captured for, in ascending order."""
 
     NEVER = 0
     SINGLE_TOKEN = 1  # one query token per request
@@ -42,14 +42,14 @@ class GraphSupport(IntEnum):
 
 
 class Capability(Protocol):
-    """What every capability class can do."""
+    """Protocol of every capability class."""
 
     def refusal(self, need: Any) -> str | None:
-        """None if the offer covers `need`, else a sentence of the form `needs X, offers Y`."""
+        """Return None if the offer covers `need`, else a sentence of the form `needs X, offers Y`."""
         ...
 
     def describe(self) -> str:
-        """The offer in a few words, for tables."""
+        """Return the offer in a few words, for tables."""
         ...
 
 
@@ -78,7 +78,7 @@ def _names(values: Iterable[str]) -> tuple[str, ...]:
 
 
 def _positive(instance: object, attribute: Any, value: int | None) -> None:
-    """Raise ContractError for a step that nothing is a multiple of."""
+    """Raise ContractError for a step below 1."""
     if value is not None and value < 1:
         name = f"{type(instance).__name__}.{attribute.name}"
         raise ContractError(f"{name} is {value}, expected 1 or more", fix=f"correct {attribute.name}")
@@ -86,73 +86,82 @@ def _positive(instance: object, attribute: Any, value: int | None) -> None:
 
 @frozen(field_transformer=declared)
 class Flag:
-    """A yes or no. A need of False is always covered."""
+    """Yes or no. A need of False is always covered."""
 
     support: Support = field(converter=_support)
     note: str = ""
 
     def refusal(self, need: bool) -> str | None:
+        """Return None if the feature is not needed or supported, else a sentence."""
         if not need or self.support:
             return None
         return f"needs it, {self.describe()}"
 
     def describe(self) -> str:
+        """Return the degree of support and the note."""
         return self.support.value + (f" ({self.note})" if self.note else "")
 
 
 @frozen(field_transformer=declared)
 class Set(Generic[T]):
-    """A set of values, or of pairs where only certain combinations work. `None` accepts anything."""
+    """Set of values, or of pairs if only certain combinations work. `None` accepts anything."""
 
     values: frozenset[T] | None = field(converter=_frozen)
 
     def refusal(self, need: T) -> str | None:
+        """Return None if `need` is in the set, else a sentence."""
         if self.values is None or need in self.values:
             return None
         return f"needs {_show(need)}, offers {self.describe()}"
 
     def describe(self) -> str:
+        """Return the values, sorted."""
         return "any" if self.values is None else _join(sorted(map(_show, self.values)))
 
 
 @frozen(field_transformer=declared)
 class Level(Generic[L]):
-    """A rung on an ordered scale; a need up to it is covered."""
+    """Step of an ordered scale. Needs up to it are covered."""
 
     value: L
 
     def refusal(self, need: L) -> str | None:
+        """Return None if `need` is not above the level, else a sentence."""
         if need <= self.value:
             return None
         return f"needs {need.name}, offers {self.value.name}"
 
     def describe(self) -> str:
+        """Return the level's name."""
         return self.value.name
 
 
 @frozen(field_transformer=declared)
 class Max:
-    """An upper limit; None is no limit."""
+    """Upper limit. None means no limit."""
 
     limit: int | None = None
 
     def refusal(self, need: int) -> str | None:
+        """Return None if `need` is within the limit, else a sentence."""
         if self.limit is None or need <= self.limit:
             return None
         return f"needs {need}, offers at most {self.limit}"
 
     def describe(self) -> str:
+        """Return the limit."""
         return "no limit" if self.limit is None else f"<= {self.limit}"
 
 
 @frozen(field_transformer=declared)
 class Align:
-    """Block sizes: exact values, multiples of a base, or both. Both empty accepts any positive size."""
+    """Block sizes: exact values, multiples of a base, or both. If both are empty, any positive size is accepted."""
 
     exact: tuple[int, ...] = ()
     multiple_of: int | None = field(default=None, validator=_positive)
 
     def refusal(self, need: int) -> str | None:
+        """Return None if the block size `need` is accepted, else a sentence."""
         if need >= 1 and (not self.exact and self.multiple_of is None):
             return None
         if need in self.exact or (self.multiple_of is not None and need >= 1 and need % self.multiple_of == 0):
@@ -160,6 +169,7 @@ class Align:
         return f"needs {need}, offers {self.describe()}"
 
     def describe(self) -> str:
+        """Return the accepted sizes."""
         parts = [str(v) for v in self.exact]
         if self.multiple_of is not None:
             parts.append(f"multiples of {self.multiple_of}")
@@ -168,16 +178,18 @@ class Align:
 
 @frozen(field_transformer=declared)
 class Choice:
-    """An ordered preference among names, best first."""
+    """Ordered preference among names, best first."""
 
     options: tuple[str, ...] = field(converter=_names)
 
     def refusal(self, need: str) -> str | None:
+        """Return None if the name `need` is an option, else a sentence."""
         if need in self.options:
             return None
         return f"needs {need}, offers {self.describe()}"
 
     def describe(self) -> str:
+        """Return the options in order of preference."""
         return " > ".join(self.options)
 
 
@@ -191,12 +203,14 @@ class Range:
     extra: tuple[int, ...] = ()
 
     def refusal(self, need: int) -> str | None:
+        """Return None if `need` is in the range, else a sentence."""
         inside = need >= self.minimum and (self.maximum is None or need <= self.maximum)
         if need in self.extra or (inside and need % self.step == 0):
             return None
         return f"needs {need}, offers {self.describe()}"
 
     def describe(self) -> str:
+        """Return the range and the extra values."""
         if self.minimum == self.maximum:
             return _join(map(str, (self.minimum, *self.extra)))
         top = "" if self.maximum is None else f" to {self.maximum}"
@@ -207,10 +221,10 @@ class Range:
 
 @frozen(kw_only=True, field_transformer=declared)
 class Limit:
-    """A restriction that holds only together with another need: `capability` shrinks to `offer` when `when` is needed.
+    """Restriction that applies only with another need: `capability` shrinks to `offer` if `when` is needed.
 
-    Example: sliding windows work, but not inside a graph of mixed batches:
-    ``Limit(when="sliding_window", capability="graphs", offer=Level(GraphSupport.UNIFORM))``.
+    Example: sliding windows work, but not inside a graph of mixed batches: ``Limit(when="sliding_window",
+    capability="graphs", offer=Level(GraphSupport.UNIFORM))``.
     """
 
     when: str

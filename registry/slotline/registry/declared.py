@@ -1,7 +1,7 @@
-"""Checks of declarations: every field of a descriptor's capabilities holds what its type says.
+"""Checks of declarations: every field of a descriptor's capabilities has the declared type.
 
-A field transformer of attrs gives each field a validator, so that no field is missed. What is wrong shows when the
-module of a plugin is imported, with the field's name, and not in the middle of a plan.
+A field transformer of attrs gives each field a validator, so that no field is missed. Mistakes are reported with the
+field's name when the plugin's module is imported, not in the middle of planning.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _PLAIN: Mapping[Any, tuple[type, str]] = {
 
 
 def declared(_cls: type, fields: list[attrs.Attribute[Any]]) -> list[attrs.Attribute[Any]]:
-    """Give every field a validator of its type, and a list where a tuple is declared the form of one.
+    """Add a type validator to every field, and convert lists to tuples for fields of tuple type.
 
-    To be given to attrs as `field_transformer`.
+    This is a `field_transformer` for attrs.
     """
     return [_checked(field) for field in fields]
 
@@ -44,7 +44,7 @@ def _tuple_of_list(value: Any) -> Any:
 
 
 def _declared_type(instance: Any, field: attrs.Attribute[Any], value: Any) -> None:
-    """Raise ContractError unless a value is of the type that its field declares."""
+    """Raise ContractError unless a value has the type that its field declares."""
     cls: Any = type(instance)
     wanted = _hints(cls)[field.name]
     if (expected := mismatch(value, wanted)) is not None:
@@ -58,7 +58,7 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 
 def mismatch(value: Any, wanted: Any) -> str | None:
-    """Return what a value should have been, in words, or None if it is of the type `wanted`."""
+    """Return the expected type in words, or None if the value has the type `wanted`."""
     kind, arguments = get_origin(wanted) or wanted, get_args(wanted)
     if wanted is Any or isinstance(wanted, TypeVar):
         bound = getattr(wanted, "__bound__", None)
@@ -95,7 +95,7 @@ def _unlike_elements(value: Any, kind: Any, arguments: tuple[Any, ...]) -> str |
 
 
 def _unlike_capability(value: Any, kind: type, arguments: tuple[Any, ...]) -> str | None:
-    """Return the same for a capability class; what can be compared with a need, and described, will do for one."""
+    """Return the same for a capability class. Any object with its two methods is accepted."""
     alike = callable(getattr(value, "refusal", None)) and hasattr(value, "describe")
     if isinstance(value, type) or not alike:
         return _named(kind)
@@ -113,7 +113,7 @@ def _named(kind: Any) -> str:
 
 
 def _fix(name: str, value: Any, wanted: Any) -> str:
-    """Return what to write instead, as far as that can be guessed."""
+    """Return a suggestion for the correct value, if it can be guessed."""
     kind = get_origin(wanted) or wanted
     if not attrs.has(kind) or not hasattr(kind, "refusal") or isinstance(value, type) or hasattr(value, "refusal"):
         return f"correct {name} in the descriptor"

@@ -1,4 +1,4 @@
-"""Descriptors: what a plugin is, as frozen data that can be read without importing torch."""
+"""Descriptors: frozen data about a plugin that can be read without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ C = TypeVar("C")
 
 
 class Kind(StrEnum):
-    """The slots that a plugin can fill. Each has an entry-point group `slotline.<kind>`."""
+    """Slots that a plugin can fill. Each has an entry-point group `slotline.<kind>`."""
 
     ATTENTION = "attention"
     STATE = "state"
@@ -28,6 +28,7 @@ class Kind(StrEnum):
 
     @property
     def entry_point_group(self) -> str:
+        """Name of the slot's entry-point group."""
         return f"slotline.{self.value}"
 
     @property
@@ -46,7 +47,7 @@ def _kind(value: Any) -> Kind:
 
 @frozen(field_transformer=declared)
 class ContractRange:
-    """The contract versions that a side speaks, both ends included."""
+    """Range of supported contract versions, both ends included."""
 
     lowest: int = field()
     highest: int = field()
@@ -57,7 +58,7 @@ class ContractRange:
             raise ValueError(f"contract range {self.lowest}..{value} must satisfy 1 <= lowest <= highest")
 
     def common(self, other: ContractRange) -> int | None:
-        """The highest version both sides speak, or None."""
+        """Return the highest version that both sides support, or None."""
         version = min(self.highest, other.highest)
         return version if version >= max(self.lowest, other.lowest) else None
 
@@ -71,19 +72,20 @@ HOST_CONTRACTS: dict[Kind, ContractRange] = {kind: ContractRange(1, 1) for kind 
 
 @frozen(kw_only=True, eq=False, field_transformer=declared)
 class Descriptor(Generic[C]):
-    """One plugin: who it is, what it can do, and where its factory lives.
+    """Name, capabilities and factory of one plugin.
 
     Attributes:
         kind: the slot it fills.
-        name: the name that a configuration file uses; unique within its kind.
+        name: the name used in configuration files, unique within its kind.
         capabilities: the offer, a frozen attrs class of `slotline.registry.contracts` for this kind.
-        factory: called with the kind's build context and returns the built object, once per engine (a cache spec and
-            a backend once for each group of layers, a backend also for each pipeline stage of it); either a
-            callable or a dotted path ``"package.module:attribute"``, which is imported only when the plugin is built.
-        contract: the contract versions that the plugin speaks.
+        factory: called with the kind's build context, returns the built object. It is called once per engine. For a
+            cache spec and a backend it is called once for each group of layers, for a backend also once for each
+            pipeline stage. Either a callable or a dotted path ``"package.module:attribute"``, which is imported only
+            when the plugin is built.
+        contract: the contract versions that the plugin supports.
         options: a frozen attrs class (or its dotted path) for the plugin's own configuration table.
-        probe: optional, a callable or dotted path; gets a `DeviceInfo`, returns capabilities no wider than these, or
-            a string that says why the plugin cannot run there. Runs before negotiation, on the real machine.
+        probe: optional callable or dotted path. It gets a `DeviceInfo` and returns capabilities no wider than these, or
+            a string with the reason why the plugin cannot run there. It runs before negotiation, on the real machine.
         summary: one line for tables.
     """
 
@@ -112,13 +114,13 @@ class Descriptor(Generic[C]):
 
 @frozen(kw_only=True)
 class DeviceInfo:
-    """The machine that a plan is made for.
+    """Device that a plan is made for.
 
     Attributes:
         type: `cpu` or `cuda`.
         name: the marketing name.
         compute_capability: (major, minor) on CUDA, else None.
-        features: instruction sets and the like, e.g. `avx512_bf16`.
+        features: instruction sets and similar features, e.g. `avx512_bf16`.
         total_memory: bytes.
         cores: processor cores (CPU) or multiprocessors (CUDA).
     """

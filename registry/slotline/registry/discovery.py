@@ -1,7 +1,7 @@
-"""Discovery: which plugins there are, and loading the ones that are needed. Imports no torch.
+"""Discovery of installed plugins, and loading of the needed ones. Imports no torch.
 
-Metadata is read without importing. A plugin that is named must load, else the error says why; one that is only a
-candidate becomes a row with its error.
+Metadata is read without importing plugins. A plugin named in the configuration must load, otherwise an error is raised.
+A plugin that is only a candidate and fails to load becomes a row with its error.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _BROKEN = (PluginState.FAILED, PluginState.INCOMPATIBLE)
 
 
 class PluginRegistry:
-    """The plugins of this environment and what became of each.
+    """Plugins of this environment and the state of each.
 
     Attributes:
         hooks: the host of the hook plugins.
-        built: what factories made, by which errors are traced to plugins.
-        warnings: rules of the configuration that nothing answers to.
+        built: the objects made by factories, used to trace errors to plugins.
+        warnings: rules of the configuration that match no plugin.
     """
 
     def __init__(self, rows: Sequence[PluginRecord], *, strict: bool = False, warnings: Sequence[str] = ()) -> None:
@@ -84,13 +84,13 @@ class PluginRegistry:
         """Read the metadata of installed plugins, load the inline ones and the hook plugins.
 
         Args:
-            rules: a whole configuration, of which `strict`, `[plugins]` and the names of plugins' tables count; or the
-                `[plugins]` table alone; None for what the environment says.
-            inline: ``path:attribute`` of inline plugins; None for those of `rules`, which count from the file that
-                names them, or, where `rules` is the table alone, from the current folder.
-            blocked: names or ``kind:name`` that must not load, beside those of `rules`.
-            strict: a candidate that fails to load is an error, not a row.
-            tolerant: for lists: two distributions with one name are failed rows, not an error.
+            rules: a whole configuration (only `strict`, `[plugins]` and the names of plugins' tables are read), or only
+                the `[plugins]` table. None reads the environment.
+            inline: ``path:attribute`` of inline plugins. None takes those of `rules`. Their paths are relative to the
+                file that names them, or to the current folder if `rules` is only the table.
+            blocked: names or ``kind:name`` that must not load, in addition to those of `rules`.
+            strict: True to raise an error for a candidate that fails to load, instead of adding a row.
+            tolerant: for lists: two distributions that offer the same name become failed rows instead of an error.
 
         Raises:
             PluginError: if slotline itself is not installed, or `require` is not met.
@@ -120,28 +120,31 @@ class PluginRegistry:
         return registry
 
     def records(self) -> tuple[PluginRecord, ...]:
-        """Every row, by kind and name."""
+        """Return every row, by kind and name."""
         return tuple(sorted(self._rows, key=lambda row: (row.label, row.distribution)))
 
     def names(self, kind: Kind) -> tuple[str, ...]:
-        """The names of a kind that can be asked for; broken ones are among them, so that asking says why."""
+        """Return the names of a kind that can be requested.
+
+        Broken plugins are included, so that requesting one raises an error with the reason.
+        """
         states = (*_OPEN, *_BROKEN)
         return tuple(sorted({row.name for row in self._rows if row.kind == kind and row.state in states}))
 
     def installed(self) -> dict[Kind, tuple[str, ...]]:
-        """The names of each kind's plugins, whatever their state."""
+        """Return the names of each kind's plugins in all states."""
         return {kind: tuple(sorted({row.name for row in self._rows if row.kind == kind})) for kind in Kind}
 
     def record(self, kind: Kind, name: str) -> PluginRecord:
-        """The row of a plugin, whatever its state.
+        """Return the row of a plugin in any state.
 
         Raises:
-            PluginNotFoundError: with the names that there are.
+            PluginNotFoundError: with the names that exist.
         """
         return self._find(kind, name) or self._refuse(kind, name, None)
 
     def descriptor(self, kind: Kind, name: str) -> Descriptor[Any]:
-        """The descriptor of a named plugin; the same as `load(kind, name, required=True)`."""
+        """Return the descriptor of a named plugin, like `load(kind, name, required=True)`."""
         return self.load(kind, name, required=True)
 
     @overload
@@ -154,12 +157,12 @@ class PluginRegistry:
         Args:
             kind: the slot.
             name: the plugin.
-            required: whether somebody named it. If not, a plugin that is missing or broken gives None.
+            required: True if the configuration names it. If False, a missing or broken plugin returns None.
 
         Raises:
-            PluginNotFoundError: with the names that there are.
+            PluginNotFoundError: with the names that exist.
             PluginLoadError: with the cause chained.
-            ContractError: if the versions do not meet.
+            ContractError: if there is no common contract version.
             PluginError: if it is blocked.
         """
         row = self._find(kind, name)
@@ -172,7 +175,7 @@ class PluginRegistry:
         return None
 
     def candidates(self, kind: Kind) -> list[Descriptor[Any]]:
-        """The descriptors of every plugin of a kind that loads, by name. The others become rows with their error.
+        """Return the descriptors of all loadable plugins of a kind, by name. The others become rows with their error.
 
         Raises:
             PluginError: in strict mode, for the first plugin that does not load.
@@ -181,38 +184,38 @@ class PluginRegistry:
         return [descriptor for descriptor in found if descriptor is not None]
 
     def option_classes(self) -> dict[tuple[Kind, str], type]:
-        """The options class of every plugin that loads and has one, for the JSON Schema."""
+        """Return the options class of every loadable plugin that has one, for the JSON Schema."""
         found = {(kind, plugin.name): resolve_options(plugin) for kind in Kind for plugin in self.candidates(kind)}
         return {key: options for key, options in found.items() if options is not None}
 
     def options(self, loaded: LoadedConfig, descriptor: Descriptor[Any]) -> Any:
-        """A plugin's own table as an object of its class, None if it takes no options.
+        """Return a plugin's own table as an object of its class, or None if it takes no options.
 
-        Plugins of two kinds may have one name and one table, as an attention and a state backend: a key is wrong if
-        neither knows it.
+        Plugins of two kinds may share one name and one table, for example an attention and a state backend. A key is
+        wrong if neither knows it.
 
         Raises:
-            ConfigError: for every key or value that is wrong.
+            ConfigError: listing every wrong key and value.
         """
         kind, name, beside = descriptor.kind, descriptor.name, list[type]()
-        has_table = find(loaded.tree, options_path(kind, name)) is not None  # if not, the others need not be imported
+        has_table = find(loaded.tree, options_path(kind, name)) is not None  # otherwise the others need not be imported
         others = [other for other in kinds_of(PLUGIN_TABLES[kind]) if other is not kind] if has_table else []
         for found in (self.load(other, name, required=False) for other in others):
-            with suppress(PluginLoadError):  # it is not the one that is asked for
+            with suppress(PluginLoadError):  # it is not the requested plugin
                 if found is not None and (options := resolve_options(found)) is not None:
                     beside.append(options)
         return loaded.options(kind, name, resolve_options(descriptor), beside)
 
     def check_tables(self, loaded: LoadedConfig, *, required: bool = True) -> None:
-        """Read the own table of every installed plugin that has one in the configuration, with the plugin's class.
+        """Check the tables of all installed plugins in the configuration against the plugins' classes.
 
         Args:
             loaded: the configuration.
-            required: whether a table's plugin must load. If not, those that do not are passed over.
+            required: True if a table's plugin must load. If False, plugins that fail to load are skipped.
 
         Raises:
             ConfigError: listing every wrong key and value.
-            PluginError: of the kind that fits, if a plugin must load and does not.
+            PluginError: a subclass of it, if a plugin must load and does not.
         """
         faults: dict[str, Fault] = {}
         for table, name, _ in plugin_tables(loaded.tree):
@@ -224,7 +227,7 @@ class PluginRegistry:
                     if descriptor is not None:
                         self.options(loaded, descriptor)
                 except ConfigError as error:
-                    if not error.faults:  # the class's own, of values that do not go together
+                    if not error.faults:  # the class's own check of values that exclude each other
                         raise
                     faults = {fault.key: fault for fault in error.faults} | faults
                 except PluginLoadError:
@@ -233,23 +236,23 @@ class PluginRegistry:
         raise_faults(list(faults.values()))
 
     def factory(self, descriptor: Descriptor[Any]) -> Callable[..., Any]:
-        """A plugin's factory, imported if the descriptor gives a path.
+        """Return a plugin's factory, imported if the descriptor has a path.
 
         Raises:
-            PluginLoadError: if it cannot be imported or called; names who brings it.
+            PluginLoadError: if it cannot be imported or called, naming its source.
         """
         return resolve_factory(descriptor, self.source(descriptor))
 
     def building(self, descriptor: Descriptor[Any]) -> AbstractContextManager[None]:
-        """Around a call of a plugin's factory: what it raises, save our own errors, becomes a `PluginError`."""
+        """Return a context manager for a call of a plugin's factory. Foreign errors become a `PluginError`."""
         return building(descriptor, self.source(descriptor))
 
     def build(self, descriptor: Descriptor[Any], *context: Any) -> Any:
-        """What a plugin's factory makes.
+        """Build a plugin by calling its factory.
 
         Raises:
-            PluginError: if the factory cannot be imported or raises, or what it makes has not the contract's methods;
-                names the plugin, who brings it, and the remedy.
+            PluginError: if the factory cannot be imported or raises, or the built object lacks methods of the contract.
+                The message names the plugin, its source and a remedy.
         """
         factory = self.factory(descriptor)
         with self.building(descriptor):
@@ -257,17 +260,17 @@ class PluginRegistry:
         return self.accept(descriptor, built)
 
     def accept(self, descriptor: Descriptor[Any], built: Any) -> Any:
-        """Return what a factory made, once it was looked at; errors in its code are traced to the plugin from now on.
+        """Check an object made by a factory and return it. Errors in its code are attributed to the plugin from now on.
 
         Raises:
-            ContractError: if a method is missing or cannot be called as the core calls it; names plugin and source.
+            ContractError: if a method is missing or cannot be called as the core calls it, naming plugin and source.
         """
         self.fit(descriptor, "what its factory made", misfits(descriptor, built))
         self.built.add(descriptor, self.source(descriptor), built)
         return built
 
     def fit(self, descriptor: Descriptor[Any], what: str, misfits: Iterable[str]) -> None:
-        """Raise ContractError that names the plugin and who brings it, if there are any misfits of `what` it made."""
+        """Raise ContractError that names the plugin and its source, if `what` that it made has any misfits."""
         if texts := list(misfits):
             raise ContractError(
                 f"{self.full_name(descriptor)}: {what} does not fit the contract: {'; '.join(texts)}",
@@ -275,18 +278,18 @@ class PluginRegistry:
             )
 
     def full_name(self, descriptor: Descriptor[Any]) -> str:
-        """Return a plugin and who brings it, as in ``attention:cpu of slotline 1.0``."""
+        """Return a plugin and its source, as in ``attention:cpu of slotline 1.0``."""
         return f"{label_of(descriptor)} of {self.source(descriptor)}"
 
     def mark_selected(self, kind: Kind, name: str) -> None:
-        """Note that a plan uses the plugin."""
+        """Record that a plan uses the plugin."""
         row = self._find(kind, name)
         if row is None or row.state not in _OPEN:
             self._refuse(kind, name, row)
         self._replace(row, state=PluginState.SELECTED)
 
     def source(self, descriptor: Descriptor[Any]) -> str:
-        """Return who brings a plugin: its distribution and version, or the file of an inline one."""
+        """Return the source of a plugin: its distribution and version, or the file of an inline plugin."""
         return self.record(descriptor.kind, descriptor.name).source
 
     def _find(self, kind: Kind, name: str) -> PluginRecord | None:
@@ -344,7 +347,7 @@ class PluginRegistry:
         return [row for row in self._rows if row.inline and row.state in _OPEN]
 
     def _offer_lazily(self) -> None:
-        """Make the hook implementation of every plugin that an entry point of its slot's group names."""
+        """Register a hook implementation for every plugin that an entry point of its slot's group names."""
         for row in self._rows:
             if isinstance(row.kind, Kind) and row.state is PluginState.AVAILABLE:
                 self.hooks.add_offer(row.label, row.kind, partial(_imported, row))
@@ -355,7 +358,10 @@ class PluginRegistry:
             self._rows = settle_duplicates([*self._rows, *offered], rules, tolerant=tolerant)
 
     def _hook_plugin(self, row: PluginRecord, tolerant: bool) -> list[PluginRecord]:
-        """Load a hook plugin; the rows of what it offers. A misspelt hook is an error, any other failure a row."""
+        """Load a hook plugin and return the rows of its offers.
+
+        A misspelt hook is an error. Any other failure becomes a row.
+        """
         what = f"hook plugin {row.label!r} of {row.source}"
         collected = Collected(row)
         stop = self._strict

@@ -1,6 +1,6 @@
-"""Every error that slotline raises at its edge.
+"""Public errors of slotline.
 
-One root, so that a caller can catch what is ours; each error names the value at fault and what to do about it.
+They share one root class, so that callers can catch all of them. Each message names the value at fault and a fix.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class SlotlineError(Exception):
     """Root of all slotline errors.
 
     Args:
-        message: what is wrong, naming the value.
-        fix: what the user can do about it; shown on a line of its own.
+        message: the problem, naming the value.
+        fix: advice to the user, shown on its own line.
     """
 
     def __init__(self, message: str, *, fix: str | None = None) -> None:
@@ -31,7 +31,7 @@ class SlotlineError(Exception):
 
 
 class ConfigError(SlotlineError):
-    """The configuration cannot be used; the message lists every fault found, each with its place.
+    """Invalid configuration. The message lists every fault with its place.
 
     Attributes:
         faults: the faults one by one, as `slotline.registry.config.Fault`.
@@ -43,11 +43,11 @@ class ConfigError(SlotlineError):
 
 
 class PluginError(SlotlineError):
-    """A plugin cannot be found, loaded or trusted."""
+    """Plugin that cannot be found, loaded or trusted."""
 
 
 class PluginNotFoundError(PluginError):
-    """No installed or inline plugin has the name that was asked for."""
+    """No installed or inline plugin has the requested name."""
 
 
 class PluginConflictError(PluginError):
@@ -55,7 +55,7 @@ class PluginConflictError(PluginError):
 
 
 class PluginLoadError(PluginError):
-    """A plugin that was named failed to import or is not a descriptor; the cause is chained."""
+    """Named plugin that failed to import or is not a descriptor. The cause is chained."""
 
 
 class ContractError(PluginError):
@@ -63,10 +63,10 @@ class ContractError(PluginError):
 
 
 class NegotiationError(SlotlineError):
-    """No plan satisfies what was asked; carries the reasons and the minimal conflict.
+    """No plan satisfies the request. The error carries the reasons and the minimal conflict.
 
     Args:
-        failure: the record: every rejection, the conflict, the remedies. `str` renders it in full.
+        failure: the record of every rejection, the conflict and the remedies. `str` renders it in full.
     """
 
     def __init__(self, message: str, *, fix: str | None = None, failure: Failure | None = None) -> None:
@@ -81,15 +81,15 @@ class NegotiationError(SlotlineError):
 
     @property
     def conflict(self) -> tuple[Conflict, ...]:
-        """A smallest set of needs that cannot hold together."""
+        """Smallest set of needs that cannot be satisfied together."""
         return () if self.failure is None else self.failure.conflict
 
     def to_json(self) -> dict[str, Any]:
-        """The record as JSON types."""
+        """Return the record as JSON types."""
         return {"ok": False, "message": self.message} if self.failure is None else self.failure.to_json()
 
     def explain(self, width: int = 100) -> str:
-        """The record as text."""
+        """Return the record as text."""
         if self.failure is None:
             return super().__str__()
         from slotline.registry.negotiation.explain import explain_failure
@@ -101,16 +101,16 @@ class NegotiationError(SlotlineError):
 
 
 class CapacityError(SlotlineError):
-    """The memory does not hold what was asked for, be it weights, cache or a single request."""
+    """Too little memory for the weights, the cache or a single request."""
 
 
 class ModelError(SlotlineError):
-    """A checkpoint is missing, broken or of an architecture that no model family serves."""
+    """Checkpoint that is missing, broken or of an unsupported architecture."""
 
 
 class RequestError(SlotlineError, ValueError):
-    """One request is wrong. Only that request fails; the engine goes on."""
+    """Invalid request. Only this request fails, and the engine continues."""
 
 
 class IntegrityError(SlotlineError):
-    """The integrity checker found rows, blocks or references that contradict each other: a bug in slotline."""
+    """Contradiction between rows, blocks or references, found by the integrity checker: a bug in slotline."""

@@ -20,13 +20,13 @@ __all__ = ["HookHost", "PlanNote", "Ranking", "Registrar", "hookimpl", "hookspec
 
 @frozen
 class Ranking:
-    """An order of candidates, best first, and the label of the plugin that gave it."""
+    """Order of candidates, best first, and the label of the plugin that returned it."""
 
     names: tuple[str, ...]
     label: str
 
     def place(self, name: str) -> int:
-        """Return the place of a candidate in the order. Those left out share the last place."""
+        """Return the index of a candidate in the order. Candidates that are missing share the last place."""
         return self.names.index(name) if name in self.names else len(self.names)
 
 
@@ -41,10 +41,10 @@ class HookHost:
         """Register a module or object with hook implementations.
 
         Raises:
-            PluginLoadError: if a hook is misspelt or asks for an unknown argument, or if there is no hook at all.
+            PluginLoadError: if a hook is misspelt or takes an unknown argument, or if there is no hook at all.
         """
         try:
-            hash(plugin)  # pluggy puts plugins into sets, but only when it calls them
+            hash(plugin)  # plugins must be hashable, but pluggy puts them into sets only when it calls them
             self._manager.register(plugin, label)
             self._manager.check_pending()
         except (pluggy.PluginValidationError, TypeError, ValueError) as error:
@@ -68,7 +68,7 @@ class HookHost:
         self._manager.register(_Offer(kind.hook, load), label)
 
     def remove(self, label: str) -> None:
-        """Take a plugin out again, if it is in."""
+        """Unregister a plugin. An unknown label is ignored."""
         if self._manager.has_plugin(label):
             self._manager.unregister(name=label)
 
@@ -94,10 +94,10 @@ class HookHost:
             pass
 
     def rank_candidates(self, kind: str, group: str, candidates: Sequence[str], device: DeviceInfo) -> Ranking | None:
-        """Ask for an order of the candidates that fit; return the first answer, or None.
+        """Return the first order of the candidates that a plugin returns, or None.
 
         Raises:
-            PluginError: if a plugin fails, or names something that is no candidate, or names one twice.
+            PluginError: if a plugin fails, or its answer contains an unknown or repeated name.
         """
         arguments = {"kind": kind, "group": group, "candidates": tuple(candidates), "device": device}
         for label, names in self._call("slotline_rank_candidates", self.labels(), **arguments):
@@ -117,7 +117,7 @@ class HookHost:
         """Return every reviewer's notes, each with the plugin's label.
 
         Raises:
-            PluginError: if a reviewer raises, or returns something else than notes.
+            PluginError: if a reviewer raises, or returns anything but notes.
         """
         results = self._call("slotline_review_plan", self.labels(), plan=plan, request=request)
         notes = [(label, note) for label, result in results for note in result]
@@ -129,7 +129,7 @@ class HookHost:
         return tuple(notes)
 
     def engine_built(self, engine: Any) -> None:
-        """Show a new engine to every plugin that wants to see it."""
+        """Pass a new engine to every plugin with this hook."""
         for _ in self._call("slotline_engine_built", self.labels(), engine=engine):
             pass
 
@@ -144,7 +144,7 @@ class HookHost:
         return tuple(sorted(name for name, plugin in found if not isinstance(plugin, _Offer)))
 
     def _call(self, hook: str, labels: Iterable[str], **arguments: Any) -> Iterable[tuple[str, Any]]:
-        """Call one plugin after the other, so that each result and each error has a name."""
+        """Call one plugin after the other, so that each result and each error can be attributed."""
         plugins = dict(self._manager.list_name_plugin())
         having = {id(implementation.plugin) for implementation in getattr(self._manager.hook, hook).get_hookimpls()}
         for label in labels:

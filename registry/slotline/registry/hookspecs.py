@@ -177,18 +177,18 @@ def slotline_rank_candidates(
 ) -> Sequence[str] | None:
     """Reorder the candidates that fit, best first.
 
-    The order comes right after an order that the configuration names, and in front of measurements, graphs and
-    priorities. Candidates that are left out of the answer keep their usual order behind those in it. The first
-    plugin by name that returns an order decides.
+    The order ranks right after an order in the configuration, and before measurements, graphs and priorities.
+    Candidates that are missing in the answer follow in their usual order. The first plugin by name that returns an
+    order decides.
 
     Args:
         kind: the slot, `attention` or `state`.
         group: the group of layers, as in `slotline explain`.
         candidates: names of the plugins that can serve the group.
-        device: the machine that is planned for.
+        device: the device that is planned for.
 
     Returns:
-        Names out of `candidates`, or None to leave the order as it is.
+        Names out of `candidates`, or None to keep the order.
     """
 
 

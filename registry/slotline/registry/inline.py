@@ -1,4 +1,4 @@
-"""Inline plugins: ``./mine.py:Mine``, a class or descriptor in a file that the configuration names."""
+"""Inline plugins: ``./mine.py:Mine``, a class or descriptor in a file named by the configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotline.registry.records import PluginRecord, PluginState
 
 
 def inline_records(targets: Iterable[str | Path]) -> list[PluginRecord]:
-    """Load each inline plugin: they are named, so one that fails is an error.
+    """Load each inline plugin. A failure is an error, because the configuration names the plugin.
 
     Raises:
         PluginLoadError: naming the file, with the cause chained.
@@ -55,7 +55,7 @@ def _execute(path: Path, what: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise PluginLoadError(f"{what}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: attrs and pickle look their classes' module up
+    sys.modules[name] = module  # before the module runs, because attrs and pickle look up the module of a class
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:

@@ -1,4 +1,4 @@
-"""Read JSON that came with a checkpoint or an adapter: a stranger's file, in which anything may stand."""
+"""Reader of JSON files that come with a checkpoint or an adapter. Their content is not trusted."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slotline.registry.errors import ModelError
 
 
 def read_json(file: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the content of a JSON file.
 
     Raises:
         OSError: if it cannot be read.
-        ValueError: if it is no JSON in UTF-8, or nested more deeply than can be read.
+        ValueError: if it is not JSON in UTF-8, or nested too deeply.
     """
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -26,7 +26,7 @@ def read_object(file: Path) -> dict[str, Any]:
     """Return the object in a checkpoint's JSON file.
 
     Raises:
-        ModelError: if it cannot be read, or holds something else.
+        ModelError: if it cannot be read, or does not contain an object.
     """
     try:
         content = read_json(file)

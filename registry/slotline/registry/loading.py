@@ -1,4 +1,4 @@
-"""From a dotted path to a checked descriptor, factory or options class."""
+"""Loading of descriptors, factories and options classes from dotted paths, with checks."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
 
 
 def remedy_for(kind: Kind) -> str:
-    """Return what a user can do where a plugin of a kind fails."""
+    """Return advice for the failure of a plugin of a kind."""
     return _REMEDIES[kind]
 
 
 def label_of(descriptor: Descriptor[Any]) -> str:
-    """``kind:name``."""
+    """Return ``kind:name``."""
     return f"{descriptor.kind.value}:{descriptor.name}"
 
 
 def import_dotted(target: str, what: str, *, module: bool = False) -> Any:
-    """The object at ``package.module:attribute``.
+    """Return the object at ``package.module:attribute``.
 
     Args:
-        target: the dotted path; the attribute may have dots of its own.
-        what: who asks, for the message.
-        module: whether a path without an attribute, so a module, will do.
+        target: the dotted path. The attribute may contain dots.
+        what: the requester, for the message.
+        module: True to accept the path of a module, without an attribute.
 
     Raises:
         PluginLoadError: with the cause chained.
@@ -72,14 +72,17 @@ def import_dotted(target: str, what: str, *, module: bool = False) -> Any:
         found: Any = importlib.import_module(module_name.strip())
         for part in filter(None, attribute.split("[")[0].strip().split(".")):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # whatever a plugin does while it is imported
+    except (Exception, SystemExit) as error:  # importing a plugin may raise anything
         raise PluginLoadError(f"{what}: cannot load {target!r}: {one_line(error)}", fix=load_fix(error)) from error
     return found
 
 
 @contextmanager
 def typed_failures(what: str, fix: str) -> Iterator[None]:
-    """Turn what a plugin's code raises inside, save our own errors, into a `PluginError` that begins with `what`."""
+    """Turn exceptions of a plugin's code inside into a `PluginError` that begins with `what`.
+
+    Slotline's own errors pass unchanged.
+    """
     try:
         yield
     except SlotlineError:
@@ -89,7 +92,7 @@ def typed_failures(what: str, fix: str) -> Iterator[None]:
 
 
 def building(descriptor: Descriptor[Any], source: str) -> AbstractContextManager[None]:
-    """Around what a plugin's factory does: a `PluginError` names the plugin, who brings it, and the remedy."""
+    """Turn exceptions of a plugin's factory inside into a `PluginError` with plugin, source and remedy."""
     return typed_failures(
         f"{label_of(descriptor)} of {source} cannot be built for this model",
         fix=f"{_REMEDIES[descriptor.kind]}; the cause is chained (--traceback shows it)",
@@ -97,14 +100,14 @@ def building(descriptor: Descriptor[Any], source: str) -> AbstractContextManager
 
 
 def one_line(error: BaseException) -> str:
-    """The type of an error and the first line of its message."""
+    """Return the type of an error and the first line of its message."""
     text = error.message if hasattr(error, "message") else str(error)
     first = str(text).strip().splitlines()
     return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
 
 
 def load_fix(error: BaseException) -> str:
-    """Return what to do about a plugin whose import fails."""
+    """Return advice for a plugin whose import fails."""
     if isinstance(error, SlotlineError) and error.fix:
         return error.fix
     if isinstance(error, ModuleNotFoundError) and error.name:
@@ -114,10 +117,10 @@ def load_fix(error: BaseException) -> str:
 
 
 def to_descriptor(target: Any, what: str) -> Descriptor[Any]:
-    """The descriptor that an entry point's object stands for.
+    """Return the descriptor of the object that an entry point names.
 
-    `target` may be a descriptor, a class with an attribute `descriptor` (whose factory is the class itself if it names
-    none), or a callable without arguments that returns a descriptor.
+    `target` may be a descriptor, a class with an attribute `descriptor`, or a callable without arguments that returns a
+    descriptor. If the descriptor of a class has no factory, the class is the factory.
 
     Raises:
         PluginLoadError: if it is none of these, or the descriptor is incomplete.
@@ -165,10 +168,10 @@ def _check(descriptor: Descriptor[Any], what: str) -> None:
 
 
 def bind_contract(descriptor: Descriptor[Any]) -> int:
-    """The contract version that host and plugin both speak, the highest one.
+    """Return the highest contract version that host and plugin both support.
 
     Raises:
-        ContractError: if there is none, with the side that must move.
+        ContractError: if there is none, naming the side that must be updated.
     """
     host = HOST_CONTRACTS[descriptor.kind]
     version = host.common(descriptor.contract)
@@ -183,10 +186,11 @@ def bind_contract(descriptor: Descriptor[Any]) -> int:
 
 
 def resolve_factory(descriptor: Descriptor[Any], source: str = "") -> Callable[..., Any]:
-    """The plugin's factory, imported if the descriptor gives a path.
+    """Return the plugin's factory, imported if the descriptor has a path.
 
     Args:
-        source: who brings it, for the message.
+        descriptor: the plugin.
+        source: the plugin's distribution or file, for the message.
 
     Raises:
         PluginLoadError: if it cannot be imported or called.
@@ -200,7 +204,7 @@ def resolve_factory(descriptor: Descriptor[Any], source: str = "") -> Callable[.
 
 
 def resolve_options(descriptor: Descriptor[Any]) -> type | None:
-    """The class of the plugin's own table, or None if it takes no options.
+    """Return the class of the plugin's own table, or None if it takes no options.
 
     Raises:
         PluginLoadError: if it cannot be imported or is not an attrs class.

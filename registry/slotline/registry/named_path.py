@@ -1,4 +1,4 @@
-"""Say what a name is that was given for a checkpoint folder or a configuration file, and is neither."""
+"""Diagnosis of a name that was given as a checkpoint folder or a configuration file but is neither."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".onnx", ".pte", ".m
 
 
 def as_path(value: object) -> str | None:
-    """Return a path as text, `~` expanded; None for what is no path."""
+    """Return a path as text with `~` expanded, or None for values that are not paths."""
     try:
         text = os.fspath(value)  # type: ignore[call-overload]
     except Exception:  # a stranger's `__fspath__` too
@@ -21,12 +21,12 @@ def as_path(value: object) -> str | None:
 
 
 def explain_name(text: str) -> tuple[str, str] | None:
-    """Return what a name is instead of a folder or a TOML file, and what to do; None where nothing can be said."""
+    """Return a description of the name and a fix, or None if nothing is known about it."""
     path = os.path.expanduser(text)
     name, suffix = os.path.basename(path), os.path.splitext(path)[1].lower()
     if "\0" in text:
         return "it has a NUL character, which no path has", "correct it"
-    if address := re.match(r"https?:/+[^/]+/(.*)", text):  # a path keeps one slash of two
+    if address := re.match(r"https?:/+[^/]+/(.*)", text):  # a Path collapses two slashes into one
         model = "/".join(address[1].split("/")[:2])
         return "it is an address on the net, and nothing is downloaded here", _download(model)
     if suffix == ".gguf":
@@ -56,7 +56,7 @@ def _download(model: str) -> str:
 
 
 def _near(path: str) -> str | None:
-    """Return the file or folder beside it whose name is nearly the same."""
+    """Return a file or folder in the same place with a similar name."""
     parent, name = os.path.split(path.rstrip("/"))
     try:
         found = difflib.get_close_matches(name, os.listdir(parent or "."), n=1, cutoff=0.8)

@@ -1,4 +1,4 @@
-"""Numbers of NumPy as Python's own, so that both count as numbers wherever one is asked for. Imports no NumPy."""
+"""Conversion of NumPy numbers to Python numbers, so that both are accepted as numbers. Imports no NumPy."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def plain_number(value: Any) -> Any:
-    """Return a scalar of NumPy as a Python object, anything else as it is."""
+    """Return a NumPy scalar as a Python object, other values unchanged."""
     kind = type(value)
     return (
         value.item()
@@ -16,5 +16,5 @@ def plain_number(value: Any) -> Any:
 
 
 def plain_list(value: Any) -> Any:
-    """Return a scalar or array of NumPy as Python objects, anything else as it is."""
+    """Return a NumPy scalar or array as Python objects, other values unchanged."""
     return value.tolist() if type(value).__module__ == "numpy" and hasattr(value, "tolist") else value

@@ -1,4 +1,4 @@
-"""Asking a plugin what is left of its offer on the machine at hand."""
+"""Probes of plugins: the part of an offer that is available on the machine at hand."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from slotline.registry.loading import import_dotted, label_of, one_line
 
 
 def probe(descriptor: Descriptor[Any], device: DeviceInfo) -> Any:
-    """The plugin's capabilities on `device`, no wider than those declared, or a sentence that says why it cannot run.
+    """Return the plugin's capabilities on `device`, or a sentence with the reason why it cannot run.
 
-    A probe that raises is a refusal too: the plugin is not usable there, and the reason goes into the plan.
+    The capabilities are never wider than those declared. A probe that raises counts as a refusal: the plugin cannot be
+    used there, and the plan shows the reason.
     """
     if descriptor.probe is None:
         return descriptor.capabilities
@@ -37,7 +38,7 @@ def probe(descriptor: Descriptor[Any], device: DeviceInfo) -> Any:
 
 
 def widened(offer: Any, declared: Any) -> Iterator[str]:
-    """Each capability of `offer` that goes beyond `declared`, in words; both of one attrs class."""
+    """Yield, in words, each capability of `offer` that exceeds `declared`. Both are of one attrs class."""
     for item in attrs.fields(type(declared)):
         new, old = getattr(offer, item.name), getattr(declared, item.name)
         if type(new) is type(old) and _wider(new, old):

@@ -1,4 +1,4 @@
-"""Rows of the plugin list: what is known of each plugin without, or after, loading it."""
+"""Rows of the plugin list: facts about each plugin before and after loading it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROJECT = "slotline"
 
 
 class PluginState(StrEnum):
-    """Where a plugin stands."""
+    """State of a plugin."""
 
     AVAILABLE = "available"  # known from metadata or from a package's hooks, not asked for yet
     LOADED = "loaded"
@@ -34,19 +34,19 @@ class PluginState(StrEnum):
 
 @frozen(kw_only=True)
 class PluginRecord:
-    """One plugin.
+    """Row of one plugin.
 
     Attributes:
         kind: its slot, or ``hooks``.
-        name: the name that a configuration uses.
+        name: the name used in a configuration.
         value: ``module:attribute`` that it is loaded from.
-        distribution: the installed distribution that brings it; empty for an inline plugin.
-        version: of the distribution.
-        path: where the distribution lies, or the file of an inline plugin.
-        state: where it stands.
-        error: why it failed, is incompatible, blocked or shadowed, in one line.
-        descriptor: once loaded, or as a package's hook offers it.
-        inline: whether the configuration names its file.
+        distribution: the installed distribution that contains it, empty for an inline plugin.
+        version: version of the distribution.
+        path: location of the distribution, or the file of an inline plugin.
+        state: state of the plugin.
+        error: the reason why it failed, is incompatible, blocked or shadowed, in one line.
+        descriptor: the descriptor, once loaded or offered by a package's hook.
+        inline: True if the configuration names its file.
     """
 
     kind: RecordKind
@@ -67,18 +67,18 @@ class PluginRecord:
 
     @property
     def source(self) -> str:
-        """Who brings it, for messages."""
+        """Distribution and version, or file, for messages."""
         return f"{self.distribution} {self.version}" if self.distribution else f"the inline plugin {self.value}"
 
 
 def installed_records() -> list[PluginRecord]:
-    """A row for each entry point of our groups, read from metadata without importing anything.
+    """Return a row for each entry point of our groups, read from metadata without importing anything.
 
-    A distribution that is on the path twice (an editable install beside its source, stale metadata) counts once: the
-    first one on the path, as for imports.
+    If a distribution is on the path twice (e.g. an editable install and stale metadata), the first one counts, as for
+    imports.
     """
     rows: dict[tuple[str, str], PluginRecord] = {}
-    points = entry_points()  # once for all groups: each call reads the metadata of everything that is installed
+    points = entry_points()  # once for all groups, each call reads the metadata of all distributions
     known: dict[int, tuple[str, str, str]] = {}
     groups: list[tuple[RecordKind, str]] = [(kind, kind.entry_point_group) for kind in Kind]
     for kind, group in (*groups, *((HOOKS, group) for group in HOOK_GROUPS)):
@@ -95,12 +95,15 @@ def installed_records() -> list[PluginRecord]:
 
 
 def canonical(distribution: str) -> str:
-    """A distribution's name in the form that compares equal for all its spellings (PEP 503)."""
+    """Return a distribution's name in the form that compares equal for all its spellings (PEP 503)."""
     from packaging.utils import canonicalize_name
 
     return canonicalize_name(distribution)
 
 
 def _facts_of(dist: Distribution | None) -> tuple[str, str, str]:
-    """Name, version and place of a distribution; its metadata is parsed for each of the first two."""
+    """Return the name, version and location of a distribution.
+
+    Its metadata is parsed for each of the first two.
+    """
     return (dist.name, dist.version, str(dist.locate_file(""))) if dist else ("", "", "")

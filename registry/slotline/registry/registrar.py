@@ -1,4 +1,4 @@
-"""Descriptors joined to rows: what a hook plugin registers, and whether an entry point and its descriptor agree."""
+"""Conversion of offered descriptors to rows, and the check that an entry point and its descriptor agree."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from slotline.registry.records import PluginRecord
 
 
 class Collected:
-    """The registrar that a hook plugin's `slotline_register` gets."""
+    """Registrar passed to a hook plugin's `slotline_register`."""
 
     def __init__(self, row: PluginRecord) -> None:
         self._row = row
         self.rows: list[PluginRecord] = []
 
     def add(self, descriptor: Descriptor[Any]) -> None:
+        """Add a row for one descriptor."""
         found = to_descriptor(descriptor, f"what hook plugin {self._row.label!r} registers")
         self.rows.append(attrs.evolve(self._row, kind=found.kind, name=found.name, descriptor=found))
 
     def extend(self, kind: Kind, offers: Iterable[Any]) -> None:
-        """Take what the hook of a slot returned.
+        """Add rows for the result of a slot's hook.
 
         Raises:
-            PluginLoadError: if an offer is no descriptor, or is one of another slot.
+            PluginLoadError: if an offer is not a descriptor, or belongs to another slot.
         """
         what = f"what {kind.hook} of {self._row.label!r} offers"
         for offer in offers:

@@ -1,4 +1,4 @@
-"""Code that a model's folder brings along. It is named in messages and never run."""
+"""Detection of Python code in a model's folder. The code is named in messages and never run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ FILES = (
 
 
 def remote_code(folder: Path, *auto_classes: str) -> str | None:
-    """Return the file and the class of a folder that one of transformers' Auto classes would run.
+    """Return the file and the class in a folder that one of transformers' Auto classes would run.
 
     Args:
-        folder: a Hugging Face folder; files that are missing or broken name no code.
+        folder: a Hugging Face folder. Missing or broken files are ignored.
         auto_classes: names of Auto classes, for example ``AutoTokenizer``.
     """
     for name in FILES:
@@ -36,6 +36,6 @@ def remote_code(folder: Path, *auto_classes: str) -> str | None:
 
 
 def _named(value: object) -> str | None:
-    """The class of an entry: a name, or the names of a slow and a fast tokenizer."""
+    """Return the class named by an entry, which is one name or the names of a slow and a fast tokenizer."""
     names = value if isinstance(value, list) else [value]
     return next((name for name in names if isinstance(name, str)), None)

@@ -1,4 +1,4 @@
-"""Which plugin rows may load: allow and block lists, duplicates, required distributions."""
+"""Rules for plugin rows that may load: allow and block lists, duplicates, required distributions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slotline.registry.records import PROJECT, PluginRecord, PluginState, canoni
 
 
 def apply_lists(rows: Iterable[PluginRecord], rules: PluginsConfig, blocked: Sequence[str]) -> list[PluginRecord]:
-    """Mark the rows that the lists keep out. `allow` concerns other distributions' plugins, `block` all of them."""
+    """Mark the rows that the lists exclude. `allow` applies to other distributions' plugins, `block` to all."""
     return [_listed(row, rules, (*rules.block, *blocked)) for row in rows]
 
 
@@ -29,12 +29,12 @@ def _listed(row: PluginRecord, rules: PluginsConfig, blocked: Sequence[str]) -> 
 def settle_duplicates(
     rows: Sequence[PluginRecord], rules: PluginsConfig, *, tolerant: bool = False
 ) -> list[PluginRecord]:
-    """Leave one row to each label.
+    """Keep one row for each label.
 
     Args:
-        rows: all rows, blocked ones among them.
-        rules: `distribution` says which of several to take.
-        tolerant: a conflict becomes failed rows instead of an error.
+        rows: all rows, blocked ones included.
+        rules: `distribution` names the distribution to take.
+        tolerant: True to turn a conflict into failed rows instead of an error.
 
     Raises:
         PluginConflictError: naming the distributions.
@@ -88,7 +88,7 @@ def _choose(group: list[PluginRecord], wanted: str) -> list[PluginRecord]:
 
 
 def check_own(rows: Sequence[PluginRecord]) -> None:
-    """Raise PluginError unless slotline's own plugins are among the rows."""
+    """Raise PluginError unless slotline's own plugins are in the rows."""
     if not any(canonical(row.distribution) == PROJECT for row in rows):
         raise PluginError(
             "slotline is not installed: its own plugins come from entry points, and there are none",
@@ -97,10 +97,10 @@ def check_own(rows: Sequence[PluginRecord]) -> None:
 
 
 def check_required(requirements: Iterable[str]) -> None:
-    """Compare `[plugins] require` with what is installed.
+    """Compare `[plugins] require` with the installed distributions.
 
     Raises:
-        PluginError: listing every requirement that is not met.
+        PluginError: listing every unmet requirement.
     """
     unmet = [(text, problem) for text in requirements for problem in _unmet(text)]
     if unmet:
@@ -125,7 +125,7 @@ def _unmet(text: str) -> Iterator[str]:
 
 
 def unused_rules(rows: Sequence[PluginRecord], rules: PluginsConfig) -> tuple[str, ...]:
-    """A sentence for each entry of `allow` and `distribution` that no plugin answers to."""
+    """Return a sentence for each entry of `allow` and `distribution` that matches no plugin."""
     names = {name for row in rows for name in (row.name, row.label)}
     entries = [("allow", entry) for entry in rules.allow or ()] + [("distribution", e) for e in rules.distribution]
     return tuple(

@@ -1,6 +1,6 @@
-"""Names, dtypes and shapes of the tensors in a file of weights. The tensors themselves are not read.
+"""Names, dtypes and shapes of the tensors in a weight file. The tensors themselves are not read.
 
-A reader looks here before it converts anything and before it takes memory of the sizes that a configuration names.
+Callers check a file here before they convert anything or allocate memory of the sizes in a configuration.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _INDICES = frozenset({"I64", "I32", "BOOL", "int64", "int32", "bool"})
 
 @frozen(kw_only=True)
 class StoredTensor:
-    """A tensor as its file describes it.
+    """Description of a tensor in a file.
 
     Attributes:
-        name: in the file.
-        dtype: as safetensors or torch names it.
+        name: name in the file.
+        dtype: dtype name of safetensors or torch.
         shape: sizes.
-        file: where it lies.
+        file: the file.
     """
 
     name: str
@@ -40,21 +40,21 @@ class StoredTensor:
 
     @property
     def is_weight(self) -> bool:
-        """True for real numbers of 16 bits and more, which mean what they say."""
+        """True for real numbers of at least 16 bits, which are stored unpacked."""
         return self.dtype in _WEIGHTS
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 def stored_tensors(file: Path) -> tuple[StoredTensor, ...]:
-    """Read what a safetensors file or a torch file says of its tensors.
+    """Read the descriptions of the tensors in a safetensors file or a torch file.
 
     Raises:
         ValueError: if a header is broken, or tensors are quantized in torch's own way.
-        TypeError: if a torch file does not hold a table of tensors.
+        TypeError: if a torch file does not contain a table of tensors.
         OSError: if the file cannot be read. Torch raises errors of other types for broken files of its own.
     """
     if file.suffix == ".safetensors":
@@ -63,9 +63,10 @@ def stored_tensors(file: Path) -> tuple[StoredTensor, ...]:
 
 
 def unfit(tensors: Iterable[StoredTensor], indices: Collection[str] = ()) -> StoredTensor | None:
-    """Return the first tensor that is no plain weight: quantized, packed, complex, or of whole numbers.
+    """Return the first tensor that is not a plain weight: quantized, packed, complex, or of integers.
 
     Args:
+        tensors: the tensors of a file.
         indices: names of tensors that hold token ids or masks.
     """
     for tensor in tensors:
@@ -118,7 +119,7 @@ def _of_torch_file(file: Path) -> tuple[StoredTensor, ...]:
 
 
 def _dtype(tensor: Any) -> str:
-    """A torch tensor's dtype by name; one that is not dense says so."""
+    """Return a torch tensor's dtype by name, preceded by its layout if it is not strided."""
     name = str(tensor.dtype).removeprefix("torch.")
     layout = str(tensor.layout).removeprefix("torch.")
     return name if layout == "strided" else f"{layout} {name}"

@@ -1,7 +1,7 @@
 """Strict conversion of TOML values to the types of the configuration classes.
 
-cattrs alone is lax: "no" becomes True, 1.9 becomes 1, "12" becomes 12 and "abc" a tuple of letters. Here each value
-must have the type that it has in TOML; the one widening is a whole number where a number is wanted.
+cattrs by itself is lax: "no" becomes True, 1.9 becomes 1, "12" becomes 12 and "abc" a tuple of letters. Here each value
+must have the type that it has in TOML. The only widening is an integer for a float.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Hook = Callable[[Any, Any], Any]
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """`value` as `kind`.
+    """Return `value` converted to `kind`.
 
     Raises:
-        ValueError: naming the value, what is allowed, and what was probably meant.
+        ValueError: naming the value, the allowed values, and a suggestion.
     """
     try:
         return _converter().structure(value, kind)

@@ -17,7 +17,7 @@ _SURELY = 0.8
 
 @frozen
 class Fault:
-    """One thing that is wrong: where, at which dotted key, what, and how it is mended where that takes a sentence."""
+    """Fault in a configuration: its place, its dotted key, a description, and a fix if that takes a sentence."""
 
     origin: Origin
     key: str
@@ -29,9 +29,9 @@ class Fault:
 
 
 def raise_faults(faults: Sequence[Fault]) -> None:
-    """Raise one ConfigError that lists `faults` in the order of the layers and lines; nothing if there are none.
+    """Raise one ConfigError that lists `faults` in the order of the layers and lines, if there are any.
 
-    The text lists the first `MOST_SHOWN`, the error's attribute `faults` all of them.
+    The message lists the first `MOST_SHOWN`. The error's attribute `faults` has all of them.
     """
     if not faults:
         return
@@ -49,10 +49,10 @@ def _position(fault: Fault) -> tuple[int, str, int]:
 
 
 def suggestion(path: KeyPath, known: Iterable[KeyPath]) -> str:
-    """`; did you mean ...?` for a key that does not exist, or nothing.
+    """Return `; did you mean ...?` for an unknown key, or an empty string.
 
-    Tried in turn: a similar path if the table does not exist either; a similar name in the same table and the same name
-    in others; a similar name anywhere.
+    Candidates in this order: a similar path if the table does not exist either, a similar name in the same table, the
+    same name in other tables, a similar name anywhere.
     """
     known = tuple(known)
     meant: Iterable[KeyPath] = ()
@@ -66,7 +66,7 @@ def suggestion(path: KeyPath, known: Iterable[KeyPath]) -> str:
 
 
 def is_near(path: KeyPath, known: Iterable[KeyPath]) -> bool:
-    """Return whether a key that does not exist is surely a known one misspelt, or one of another table."""
+    """Return True if an unknown key is most likely a misspelt key, or a key of another table."""
     known = tuple(known)
     near = _close(".".join(path), {".".join(other): (other,) for other in known}, _SURELY)
     return bool(near or (len(path) == 1 and _close(path[0], _by_name(known), _SURELY)))
@@ -85,6 +85,6 @@ def _close(name: str, known: Mapping[str, tuple[KeyPath, ...]], cutoff: float) -
 
 
 def similar(name: str, names: Iterable[str]) -> str:
-    """`; did you mean ...?` for a name in a list, or nothing."""
+    """Return `; did you mean ...?` for a name in a list, or an empty string."""
     close = difflib.get_close_matches(name, sorted(names), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""

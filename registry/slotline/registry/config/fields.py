@@ -1,4 +1,4 @@
-"""Reading configuration classes: their keys, types and words for both."""
+"""Introspection of configuration classes: their keys, types and descriptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLURAL: Mapping[Any, str] = types.MappingProxyType(
 
 @cache
 def table_fields(cls: Any) -> dict[str, attrs.Attribute[Any]]:
-    """The keys of the table that `cls` describes, with resolved types, but not the catch-all for sub-tables."""
+    """Return the keys of the table that `cls` describes, with resolved types, without the catch-all for sub-tables."""
     attrs.resolve_types(cls)
     fields = (item for item in attrs.fields(cls) if item.init and "rest" not in item.metadata)
     return {item.metadata.get("key", item.name): item for item in fields}
@@ -30,48 +30,48 @@ def table_fields(cls: Any) -> dict[str, attrs.Attribute[Any]]:
 
 @cache
 def rest_field(cls: Any) -> attrs.Attribute[Any] | None:
-    """The attribute that takes the sub-tables which no key of `cls` names, or None."""
+    """Return the attribute that takes all sub-tables without a key in `cls`, or None."""
     attrs.resolve_types(cls)
     return next((item for item in attrs.fields(cls) if "rest" in item.metadata), None)
 
 
 def is_table(kind: Any) -> bool:
-    """Whether a type is a configuration class of its own."""
+    """Return True if a type is a configuration class."""
     return isinstance(kind, type) and attrs.has(kind)
 
 
 def admits_table(kind: Any) -> bool:
-    """Whether a value of this type can be a TOML table with free keys."""
+    """Return True if a value of this type can be a TOML table with free keys."""
     members = union_members(kind)
     return any(is_mapping(member) for member in members)
 
 
 def is_mapping(kind: Any) -> bool:
-    """Whether a type is a mapping, parametrised or bare."""
+    """Return True if a type is a mapping, parametrised or bare."""
     origin = get_origin(kind) or kind
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
 def is_array(kind: Any) -> bool:
-    """Whether a type is written as a TOML array."""
+    """Return True if a type is written as a TOML array."""
     origin = get_origin(kind) or kind
     array = isinstance(origin, type) and issubclass(origin, Collection)
     return array and not issubclass(origin, (str, bytes, Mapping))
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; the type itself if it is none."""
+    """Return the alternatives of a union, or the type itself for other types."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
 def literal_values(kind: Any) -> tuple[Any, ...]:
-    """All literal values that the type allows."""
+    """Return all literal values that the type allows."""
     members = (member for member in union_members(kind) if get_origin(member) is Literal)
     return tuple(value for member in members for value in get_args(member))
 
 
 def key_paths(cls: type, prefix: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every key and table of `cls`, outermost first."""
+    """Yield every key and table of `cls`, outermost first."""
     for key, item in table_fields(cls).items():
         yield (*prefix, key)
         if is_table(item.type):
@@ -79,7 +79,7 @@ def key_paths(cls: type, prefix: KeyPath = ()) -> Iterator[KeyPath]:
 
 
 def describe(kind: Any) -> str:
-    """What a value of the type is, in words: ``a whole number or 'auto'``."""
+    """Return a type in words, e.g. ``a whole number or 'auto'``."""
     return " or ".join(_describe_one(member) for member in union_members(kind) if member is not type(None))
 
 

@@ -1,4 +1,4 @@
-"""Text of one configuration file: what is no text of a reasonable size is refused before it is read."""
+"""Text of one configuration file. Anything but text of a reasonable size is refused before it is read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS = (
 
 
 class UnreadableError(Exception):
-    """Reason why a file gives no text, with the line where it stops to be one, or 0."""
+    """Reason why a file cannot be read as text, with the line of the first bad byte, or 0."""
 
     def __init__(self, reason: str, line: int = 0) -> None:
         super().__init__(reason)
@@ -30,7 +30,7 @@ class UnreadableError(Exception):
 
 
 def is_shell_pipe(path: Path) -> bool:
-    """Return whether a path is standard input or a pipe of the shell, whose folder says nothing."""
+    """Return True if a path is standard input or a pipe of the shell, whose folder has no meaning."""
     return os.fspath(path).startswith(_SHELL_PIPES)
 
 
@@ -38,7 +38,7 @@ def read_text(path: Path) -> str:
     """Return the text of a regular file, or of a pipe that the shell opened.
 
     Raises:
-        UnreadableError: if there is no file, it is none, it is too large, or it is not UTF-8.
+        UnreadableError: if the file is missing, not a regular file, too large, or not UTF-8.
     """
     try:
         with open(path, "rb", opener=_open) as file:

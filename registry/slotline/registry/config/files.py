@@ -1,4 +1,4 @@
-"""The file layer of a configuration: a file over the files that it extends, each read once."""
+"""File layer of a configuration: a file merged over the files that it extends, each read once."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ MAX_CHAIN = 32
 
 @frozen
 class Layer:
-    """A file merged over those that it extends.
+    """File merged over those that it extends.
 
     Attributes:
         tree: the values.
-        length: files in the longest chain, this one included.
+        length: files in the longest chain, this file included.
     """
 
     tree: Table
@@ -45,8 +45,8 @@ class FileReader:
     """Reader of the files of one configuration.
 
     Attributes:
-        faults: what is wrong, added to.
-        warnings: what has no effect, added to.
+        faults: list of faults, extended by the reader.
+        warnings: list of settings without effect, extended by the reader.
         names: the files read, in the order of merging.
     """
 
@@ -56,16 +56,16 @@ class FileReader:
     _layers: dict[Path, Layer] = field(factory=dict, init=False)
 
     def read(self, path: Path) -> Table:
-        """Return the file at `path` over what it extends."""
+        """Return the file at `path` merged over the files that it extends."""
         return self._layer(path, real_path(path), (), None).tree
 
     def _layer(self, path: Path, real: Path, chain: tuple[Path, ...], named: Origin | None) -> Layer:
-        """Return the layer of a file, whose real path is looked up in what was read already.
+        """Return the layer of a file. Files that were already read are found by their real path.
 
         Args:
             path, real: the file as named, and without symbolic links.
             chain: the real paths of the files that extend it, outermost first.
-            named: the key `extends` that names it; None for the first file.
+            named: the key `extends` that names it. None for the first file.
         """
         if real in self._layers:
             return self._layers[real]
@@ -89,7 +89,7 @@ class FileReader:
             self._too_long(named, (*chain, real))
             return nothing
         layer = self._layer(base, real, chain, named)
-        if len(chain) + layer.length > MAX_CHAIN:  # read before, by a shorter way
+        if len(chain) + layer.length > MAX_CHAIN:  # read before, through a shorter chain
             self._too_long(named, (*chain, real))
             return nothing
         return layer
@@ -102,7 +102,10 @@ class FileReader:
         self.faults.append(Fault(origin, "extends", message))
 
     def _bases(self, node: Node | None, path: Path) -> list[tuple[Path, Path]]:
-        """Return what a file extends, as named and without symbolic links; a file named twice counts at the end."""
+        """Return the files that a file extends, as named and without symbolic links.
+
+        The last mention of a file counts.
+        """
         if node is None:
             return []
         names = node.value if isinstance(node, Leaf) else node
@@ -118,7 +121,7 @@ class FileReader:
         return [(base, real) for real, base in reversed(distinct.items())]
 
     def _own(self, path: Path, real: Path, named: Origin | None) -> Table:
-        """Return the values of one file, without those that only the first file may have."""
+        """Return the values of one file, without those that are allowed only in the first file."""
         own = self._checked_version(self._values(path, real, named))
         trust = None if named is None else find(own, TRUST)
         if trust is None:
@@ -143,7 +146,7 @@ class FileReader:
         return Table({}, whole)
 
     def _checked_version(self, tree: Table) -> Table:
-        """Check each file's own version here, since a file above it would hide it."""
+        """Check the version of one file, which a file that extends it would hide later."""
         node = tree.items.get("config_version")
         if not isinstance(node, Leaf):
             return tree
@@ -156,20 +159,20 @@ class FileReader:
 
 
 def expanded(path: Path) -> Path:
-    """Return a path with the home folder in place of `~`."""
+    """Return a path with `~` replaced by the home folder."""
     return Path(os.path.expanduser(path))
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder from which a file's relative paths count."""
+    """Return the folder that relative paths in a file refer to."""
     return Path() if is_shell_pipe(path) else path.parent
 
 
 def real_path(path: Path) -> Path:
-    """Return an absolute path without symbolic links, as far as it can be followed."""
+    """Return an absolute path without symbolic links, as far as they can be followed."""
     try:
         return Path(os.path.realpath(path))
-    except (OSError, ValueError):  # a NUL in it; reading it says so
+    except (OSError, ValueError):  # the path contains a NUL, which reading it reports
         return path
 
 
@@ -189,7 +192,7 @@ def _parsed(text: str, whole: Origin) -> Table:
         line = re.search(r"at line (\d+)", str(error))
         place = int(line[1]) if line else _line(text, len(text.rstrip()))
         raise _FaultyError(Fault(_at(whole, place), "", f"is not valid TOML: {error}")) from error
-    except ValueError as error:  # more digits than Python turns into a number
+    except ValueError as error:  # more digits than Python converts to a number
         digits = re.search(r"\d[\d_]{999,}", text)
         place = _line(text, digits.start()) if digits else 0
         raise _FaultyError(Fault(_at(whole, place), "", f"holds a number that is too long: {error}")) from error

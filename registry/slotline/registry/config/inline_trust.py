@@ -1,4 +1,4 @@
-"""Rule for inline plugins, which are code: a file that another one extends may name them only from a trusted folder."""
+"""Trust rule for inline plugins, which are code: extended files may name them only in a trusted folder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ KEY: KeyPath = ("plugins", "allow_inline_from")
 def refused_inline(tree: Table, first: Path, folder: Path) -> Iterator[Fault]:
     """Return a fault if an extended file outside the trusted folders names inline plugins.
 
-    What the environment, `--set` or an argument names comes from the person who starts the run. Folders are compared
-    without symbolic links and `..`.
+    Inline plugins from the environment, `--set` or an argument are trusted, because they come from the user who starts
+    the run. Folders are compared without symbolic links and `..`.
 
     Args:
         tree: the merged values.
         first: the first file, without symbolic links.
-        folder: from which its relative paths count.
+        folder: the folder that its relative paths refer to.
     """
     node = find(tree, INLINE)
     file = None if node is None else node.origin.file

@@ -20,7 +20,7 @@ _BOUNDS = {">=": "minimum", ">": "exclusiveMinimum", "<=": "maximum", "<": "excl
 
 
 def json_schema(option_classes: Mapping[tuple[Kind, str], type] | None = None) -> Schema:
-    """The schema of a whole file.
+    """Return the schema of a whole file.
 
     Args:
         option_classes: the options class of each installed plugin that has one, by kind and name.
@@ -86,7 +86,10 @@ def _type(kind: Any) -> Schema:
 
 
 def _limits(validator: Any) -> Schema:
-    """What a validator says about numbers and texts: ours answer `json_schema`, those of attrs are read."""
+    """Return the schema of a validator's limits on numbers and texts.
+
+    Our validators have a method `json_schema`. Those of attrs are read.
+    """
     if validator is None:
         return {}
     if hasattr(validator, "json_schema"):

@@ -1,4 +1,4 @@
-"""Loading a configuration: layers merged, typed and checked, every value with its origin."""
+"""Loader of a configuration: layers are merged, typed and checked, and every value has its origin."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 @frozen(kw_only=True, eq=False)
 class LoadedConfig:
-    """A configuration and how it came about.
+    """Configuration and the origins of its values.
 
     Attributes:
-        config: what was asked for; nothing rewrites it.
-        origins: where each value came from, by dotted key, defaults included; for a table with free keys the table
-            and each value in it.
+        config: the user's settings, which are never modified.
+        origins: the origin of each value by dotted key, defaults included. For a table with free keys, of the table and
+            of each value in it.
         files: the files read, in the order of merging, so that the last one wins.
-        warnings: what is odd but no error.
+        warnings: oddities that are not errors.
         tree: the values as written.
     """
 
@@ -49,7 +49,7 @@ class LoadedConfig:
 
     @property
     def plugin_rules(self) -> PluginsConfig:
-        """Which plugins may load."""
+        """Rules for plugins that may load."""
         return self.config.plugins
 
     @property
@@ -59,20 +59,20 @@ class LoadedConfig:
 
     @property
     def inline_files(self) -> tuple[str, ...]:
-        """A sentence for each inline plugin: its file, what is taken from it, and where it is named."""
+        """Sentence for each inline plugin: its file, the attribute taken from it, and the place that names it."""
         where = self.origins["plugins.inline"].where
         found = (text.rpartition(":") for text in self.inline_plugins)
         return tuple(f"{_with_target(Path(file))} runs for {name}, named in {where}" for file, _, name in found)
 
     def path(self, key: str) -> Path | None:
-        """The path in a key such as ``model``, resolved against the file that names it; None if it is empty."""
+        """Return the path in a key like ``model``, resolved against the file that names it, or None if it is empty."""
         value: Any = self.config
         for name in key.split("."):
             value = getattr(value, name)
         return Path(_resolved(value, self.origins[key])) if value else None
 
     def paths(self, key: str) -> dict[str, Path]:
-        """The paths in a table of them such as ``lora.adapters``, each resolved against the file that names it."""
+        """Return the paths in a table like ``lora.adapters``, each resolved against the file that names it."""
         value: Any = self.config
         for name in key.split("."):
             value = getattr(value, name)
@@ -84,15 +84,15 @@ class LoadedConfig:
     @overload
     def options(self, kind: Kind, name: str, options_class: None, beside: Sequence[type] = ()) -> None: ...
     def options(self, kind: Kind, name: str, options_class: type[T] | None, beside: Sequence[type] = ()) -> T | None:
-        """The plugin's own table as an object of its class, defaults where the file has none.
+        """Return the plugin's own table as an object of its class, with defaults for missing keys.
 
         Args:
             kind, name: the plugin.
             options_class: its attrs class, or None if it takes no options.
-            beside: the classes of plugins that have the same table; keys that only they know are theirs.
+            beside: the classes of plugins that share the table. Keys that only they know are ignored.
 
         Raises:
-            ConfigError: for every key that is wrong, or for any key at all where the plugin takes no options.
+            ConfigError: listing every wrong key, or any key if the plugin takes no options.
         """
         path = options_path(kind, name)
         tree = find(self.tree, path) or Table({}, DEFAULT)
@@ -110,10 +110,11 @@ class LoadedConfig:
         return options
 
     def check_plugin_tables(self, installed: Mapping[Kind, Collection[str]]) -> LoadedConfig:
-        """Look for tables of plugins that are not installed, and return this with a warning for each.
+        """Return this configuration with a warning for each table of a plugin that is not installed.
 
         Raises:
-            ConfigError: in strict mode, or if the table asks for the plugin, as ``[logits_processors.NAME]`` does.
+            ConfigError: in strict mode, or if the table itself requests the plugin, as ``[logits_processors.NAME]``
+                does.
         """
         absent = list(absent_plugins(self.tree, installed))
         raise_faults([fault for asked, fault in absent if asked or self.config.strict])
@@ -132,13 +133,13 @@ def load_config(
     Later layers win: defaults, the files that the file extends, the file, the environment, `overrides`, `values`.
 
     Args:
-        path: a TOML file; None for none.
-        overrides: ``a.b=value`` as of ``--set``; the value is TOML, or a text without quotes.
+        path: a TOML file, or None.
+        overrides: ``a.b=value`` as for ``--set``. The value is TOML, or text without quotes.
         values: keyword values, with dotted or nested keys.
-        environ: the environment; None for that of the process.
+        environ: the environment. None means that of the process.
 
     Raises:
-        ConfigError: listing every fault with file and line, key, value and what was probably meant.
+        ConfigError: listing every fault with file and line, key, value and a suggestion.
     """
     faults: list[Fault] = []
     files: list[str] = []
@@ -158,7 +159,7 @@ def load_config(
     if plain(find(tree, ("strict",)) or Leaf(False, DEFAULT)) is True:
         found += strangers
     raise_faults(faults + found)
-    if config is None:  # structure() names a fault whenever it makes no object
+    if config is None:  # structure() returns a fault whenever it returns no object
         raise RuntimeError("the configuration was not built, and no fault says why")
     origins = dict(_origins(config, Config, tree))
     warnings += [f"{fault}; {fault.fix}" for fault in strangers]
@@ -169,7 +170,7 @@ def _file(path: Any) -> Path:
     """Return the path of a configuration file.
 
     Raises:
-        ConfigError: if it is no path, or that of something else.
+        ConfigError: if it is not a path, or the path of something else.
     """
     text = as_path(path)
     if not text:
@@ -221,9 +222,9 @@ def _resolved(text: str, origin: Origin) -> str:
 
 
 def _with_target(path: Path) -> str:
-    """Return a path, and where it leads if it goes through symbolic links."""
+    """Return a path as text, with its target if it goes through symbolic links."""
     target = real_path(path)
-    direct = real_path(Path()) / path  # the current folder may lie behind a link itself
+    direct = real_path(Path()) / path  # the current folder may be reached through a link itself
     return f"{path}" if target == Path(os.path.normpath(direct)) else f"{path} ({target})"
 
 

@@ -1,4 +1,4 @@
-"""Limit on nesting in configuration texts and values, so that a hostile one is a fault and not a traceback."""
+"""Limit on nesting in configuration texts and values, so that a hostile one is reported as a fault."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _TOKEN = re.compile(
 
 
 def too_deep_at(text: str) -> int | None:
-    """Return the offset where a TOML text nests deeper than `MAX_NESTING`, or None.
+    """Return the offset at which a TOML text nests deeper than `MAX_NESTING`, or None.
 
-    The text may be invalid: from an unfinished string on, the parser has the word.
+    The text may be invalid. The scan ends at an unfinished string, which the parser reports.
     """
     depth = dots = end = 0
     for token in _TOKEN.finditer(text):

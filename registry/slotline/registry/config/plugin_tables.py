@@ -1,4 +1,4 @@
-"""Where a plugin's own options stand in the file, by kind."""
+"""Location of a plugin's own options in the file, by kind."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def kinds_of(table: str) -> tuple[Kind, ...]:
-    """The kinds whose plugins have their own tables in a table."""
+    """Return the kinds whose plugins have their own tables in a table."""
     return tuple(kind for kind, outer in PLUGIN_TABLES.items() if outer == table)
 
 
 def options_path(kind: Kind, name: str) -> KeyPath:
-    """The key path of a plugin's own table."""
+    """Return the key path of a plugin's own table."""
     return PLUGIN_TABLES[kind], name
 
 
 def plugin_tables(tree: Table) -> Iterator[tuple[str, str, Node]]:
-    """Each plugin table of the configuration: the outer table, the plugin's name, the node."""
+    """Yield each plugin table of the configuration: the outer table, the plugin's name, the node."""
     for table in dict.fromkeys(PLUGIN_TABLES.values()):
         outer = find(tree, (table,))
         for name, node in outer.items.items() if isinstance(outer, Table) else ():
@@ -60,7 +60,7 @@ def plugin_tables(tree: Table) -> Iterator[tuple[str, str, Node]]:
 
 
 def absent_plugins(tree: Table, installed: Mapping[Kind, Collection[str]]) -> Iterator[tuple[bool, Fault]]:
-    """A fault for each table whose plugin is not installed, and whether the table itself asks for the plugin."""
+    """Yield, for each table whose plugin is not installed, True if the table requests the plugin, and a fault."""
     for table, name, node in plugin_tables(tree):
         kinds = kinds_of(table)
         names = {known for kind in kinds for known in installed.get(kind, ())}

@@ -1,6 +1,6 @@
-"""Where the keys of a TOML text stand, which `tomllib` does not tell.
+"""Line numbers of the keys in a TOML text, which `tomllib` does not provide.
 
-The text is known to be valid, so the scanner only has to find its way, not to judge.
+The text is known to be valid, so the scanner does not check it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ _SCALAR = re.compile(r"[^,\]}#\n]*")
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
-    """Line number (from 1) of each key and table of a valid TOML text; an implied table has that of its first key."""
+    """Return the line number (from 1) of each key and table of a valid TOML text.
+
+    An implied table has the line number of its first key.
+    """
     scanner = _Scanner(text)
     scanner.document()
     return scanner.lines
@@ -36,6 +39,7 @@ class _Scanner:
         self._breaks = [match.start() for match in re.finditer("\n", text)]
 
     def document(self) -> None:
+        """Scan the whole text."""
         prefix: KeyPath = ()
         self._skip()
         while self.at < len(self.text):

@@ -1,4 +1,4 @@
-"""The reference of the configuration file, generated from the classes that define it."""
+"""Reference of the configuration file, generated from the classes that define it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slotline.registry.config.tree import KeyPath
 
 
 def reference(cls: type = Config) -> str:
-    """Every table and key of `cls` as Markdown: key, type, default, meaning."""
+    """Return every table and key of `cls` as Markdown: key, type, default, meaning."""
     return "\n".join(_tables(cls, ())).rstrip() + "\n"
 
 

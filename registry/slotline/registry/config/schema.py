@@ -1,6 +1,6 @@
-"""The configuration as frozen classes: one class a table, one attribute a key, with its meaning beside it.
+"""Configuration as frozen classes: one class per table, one attribute per key, with its description.
 
-These classes are the single source: the loader, the JSON Schema and docs/configuration.md are made from them.
+These classes are the only source. The loader, the JSON Schema and docs/configuration.md are made from them.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "proc
 
 
 def _doc(text: str, **more: Any) -> dict[str, Any]:
-    """Metadata of a key: `doc`; `key`, its name in the file; `rest`, takes the sub-tables that no key has; `short`,
-    the key of the sub-table that a plain value stands for; `path`, a relative path counts from the naming file."""
+    """Return the metadata of a key.
+
+    Args:
+        text: description of the key.
+        more: `key`, the name in the file. `rest`, True for the attribute that takes all other sub-tables. `short`, the
+            key of a sub-table that a plain value sets. `path`, True for a path relative to the naming file.
+    """
     return {"doc": text, **more}
 
 
 @frozen(kw_only=True)
 class AttentionConfig:
-    """Which attention backend runs."""
+    """Choice of the attention backend."""
 
     backend: str | tuple[str, ...] | Mapping[str, str] = field(
         default="auto",
@@ -45,8 +50,8 @@ class AttentionConfig:
     cascade: bool | Literal["auto"] = field(
         default="auto",
         metadata=_doc(
-            "serve a prefix that all requests of a step share once for all: 'auto' where the backend can and it pays, "
-            "true to insist on backends that can"
+            "read a prefix shared by all requests of a step only once: 'auto' if the backend supports it and it is "
+            "faster, true to require support of all backends"
         ),
     )
 
@@ -63,8 +68,8 @@ class StateConfig:
         default="auto",
         validator=AtLeast(0, auto=True),
         metadata=_doc(
-            "states kept for prefix caching; 'auto' is `scheduler.max_requests`, in a quarter of what their states "
-            "leave of the cache's memory at most"
+            "states kept for prefix caching; 'auto' is `scheduler.max_requests`, limited to a quarter of the cache's "
+            "memory that remains after the requests' states"
         ),
     )
 
@@ -94,15 +99,15 @@ class CacheConfig:
         default=0.9,
         validator=fraction_or_size,
         metadata=_doc(
-            "share of the device's memory for weights and cache together, or a size for the cache alone such as '2GiB'"
+            "share of the device's memory for weights and cache together, or a size of only the cache, e.g. '2GiB'"
         ),
     )
     prefix_caching: bool = field(default=True, metadata=_doc("reuse the blocks of equal prefixes"))
     kv_sharing_fast_prefill: bool = field(
         default=False,
         metadata=_doc(
-            "in models whose last layers read the caches of earlier ones, run those for the tokens alone whose logits "
-            "are wanted; refused for other models"
+            "if a model's last layers read the caches of earlier ones, run them only for the tokens whose logits are "
+            "wanted; refused for other models"
         ),
     )
     kv_spec: Mapping[str, str] = field(
@@ -112,7 +117,7 @@ class CacheConfig:
 
 @frozen(kw_only=True)
 class KVConnectorConfig:
-    """Where blocks of the cache are kept that the pool has no room for."""
+    """Storage for cache blocks that the pool has no room for."""
 
     name: str = field(default="", metadata=_doc("KV connector plugin; empty for none"))
     options: Mapping[str, Any] = field(
@@ -124,23 +129,23 @@ class KVConnectorConfig:
 class GraphsConfig:
     """CUDA graphs."""
 
-    mode: GraphMode = field(default="auto", metadata=_doc("which batches run as captured graphs"))
+    mode: GraphMode = field(default="auto", metadata=_doc("batches that run as captured graphs"))
     sizes: tuple[int, ...] | Literal["auto"] = field(
         default="auto",
         validator=counts_or_auto,
         metadata=_doc(
             "token counts to capture graphs for; 'auto': 1, 2, 4, then in steps of 8 to 256 and of 16 to 512; mixed "
-            "batches in larger ones"
+            "batches in larger steps"
         ),
     )
 
 
 @frozen(kw_only=True)
 class SchedulerConfig:
-    """What runs in a step."""
+    """Composition of a step."""
 
-    max_requests: int = field(default=256, validator=positive, metadata=_doc("rows, so requests that run at a time"))
-    max_batched_tokens: int = field(default=8192, validator=positive, metadata=_doc("tokens of one step"))
+    max_requests: int = field(default=256, validator=positive, metadata=_doc("most requests that run at a time"))
+    max_batched_tokens: int = field(default=8192, validator=positive, metadata=_doc("most tokens in one step"))
     max_model_len: int | Literal["auto"] = field(
         default="auto",
         validator=positive_or_auto,
@@ -163,28 +168,28 @@ class SchedulerConfig:
 
 @frozen(kw_only=True)
 class MultimodalConfig:
-    """Images and other inputs besides text, where the model takes any; sizes count embeddings."""
+    """Images and other inputs besides text, if the model takes any. Sizes are counted in embeddings."""
 
     cache_tokens: int | Literal["auto"] = field(
         default="auto",
         validator=positive_or_auto,
-        metadata=_doc("embeddings kept on the device; 'auto' is what a step may make, or one large item"),
+        metadata=_doc("embeddings kept on the device; 'auto' is the most that a step computes, or one large item"),
     )
     max_tokens_per_step: int | Literal["auto"] = field(
         default="auto",
         validator=positive_or_auto,
-        metadata=_doc("embeddings made in one step; 'auto' is `scheduler.max_batched_tokens`, or one large item"),
+        metadata=_doc("embeddings computed in one step; 'auto' is `scheduler.max_batched_tokens`, or one large item"),
     )
 
 
 @frozen(kw_only=True)
 class ParallelConfig:
-    """A model over several devices."""
+    """Distribution of a model over several devices."""
 
     pipeline: int | tuple[str, ...] = field(
         default=1,
         validator=number_or_names,
-        metadata=_doc("devices that hold the layers one part after the other, or how many of `device`'s type"),
+        metadata=_doc("devices of the pipeline stages in order, or the number of devices of `device`'s type"),
     )
     layers: tuple[int, ...] = field(
         default=(), metadata=_doc("layers of each pipeline stage; empty balances the stages by their parameters")
@@ -193,27 +198,27 @@ class ParallelConfig:
         default=1,
         validator=number_or_names,
         metadata=_doc(
-            "devices that hold the keys of each request in turn, block by block, the model's own first; or how many of "
-            "`device`'s type"
+            "devices that share the keys of each request block by block, the model's own first; or the number of "
+            "devices of `device`'s type"
         ),
     )
 
 
 @frozen(kw_only=True)
 class SamplingConfig:
-    """Sampling, where it is the engine's business and not a request's."""
+    """Sampling settings of the engine. Requests have their own sampling parameters."""
 
-    seed: int = field(default=0, validator=at_least(0), metadata=_doc("seeds the requests that bring no seed"))
+    seed: int = field(default=0, validator=at_least(0), metadata=_doc("seed for requests without a seed of their own"))
     generation_config: Literal["auto", "none"] = field(
         default="auto",
         metadata=_doc(
-            "where parameters that a request leaves out come from: 'auto' is the model's generation_config.json "
-            "(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, do_sample), 'none' leaves it unread"
+            "defaults of parameters that a request leaves out: 'auto' is the model's generation_config.json "
+            "(temperature, top_k, top_p, min_p, repetition_penalty, max_new_tokens, do_sample), 'none' ignores it"
         ),
     )
-    logprobs_mode: LogprobsMode = field(default="raw_logprobs", metadata=_doc("what `logprobs` of an output holds"))
+    logprobs_mode: LogprobsMode = field(default="raw_logprobs", metadata=_doc("values in `logprobs` of an output"))
     max_logprobs: int = field(
-        default=20, validator=at_least(0), metadata=_doc("most log-probabilities a request may ask for")
+        default=20, validator=at_least(0), metadata=_doc("most log-probabilities that a request may ask for")
     )
 
 
@@ -226,12 +231,12 @@ class DrafterConfig:
     adaptive: bool | Literal["auto"] = field(
         default="auto",
         metadata=_doc(
-            "verify as many drafts as pay, down to none, by measured acceptance and cost; auto where no seed's text "
-            "depends on that"
+            "adapt the number of drafts, down to none, to measured acceptance and cost; 'auto' if no seed's text "
+            "depends on it"
         ),
     )
     graphs: bool | Literal["auto"] = field(
-        default="auto", metadata=_doc("capture the drafter's own steps in CUDA graphs; auto where that is possible")
+        default="auto", metadata=_doc("capture the drafter's own steps in CUDA graphs; 'auto' if possible")
     )
     path: str = field(default="", metadata=_doc("folder of the draft checkpoint", path=True))
     options: Mapping[str, Any] = field(
@@ -254,16 +259,16 @@ class LoraConfig:
     target_modules: tuple[str, ...] = field(
         default=(),
         metadata=_doc(
-            "layers that may carry an adapter, by the last part of their name, as 'q_proj'; empty for all linear ones "
-            "but the output projection 'lm_head'; it and the embedding 'embed_tokens' must be named"
+            "layers that may carry an adapter, by the last part of their name, e.g. 'q_proj'; empty for all linear "
+            "layers except 'lm_head', which must be named like the embedding 'embed_tokens'"
         ),
     )
     merge: bool = field(
-        default=False, metadata=_doc("add the one adapter to the weights: no cost in a step, and no other adapter")
+        default=False, metadata=_doc("add a single adapter to the weights: no cost per step, but no other adapter")
     )
     specialize_graphs: bool = field(
         default=True,
-        metadata=_doc("capture graphs for no adapter, one and several; false captures them for several alone"),
+        metadata=_doc("capture separate graphs for no, one and several adapters; false captures only the last"),
     )
     adapters: Mapping[str, str] = field(
         factory=dict, metadata=_doc("adapters to load at the start: name to folder", path=True)
@@ -279,10 +284,10 @@ class StructuredOutputConfig:
 
     backend: str = field(
         default="auto",
-        metadata=_doc("structured-output plugin: 'auto' takes the best that is installed, 'none' none"),
+        metadata=_doc("structured-output plugin: 'auto' is the best installed plugin, 'none' disables it"),
     )
     compile_threads: int = field(
-        default=2, validator=positive, metadata=_doc("grammars compiled at a time, beside the steps")
+        default=2, validator=positive, metadata=_doc("grammars compiled at a time, in separate threads")
     )
     cached_grammars: int = field(
         default=256, validator=positive, metadata=_doc("compiled grammars kept for later requests")
@@ -294,7 +299,7 @@ class StructuredOutputConfig:
 
 @frozen(kw_only=True)
 class PluginsConfig:
-    """Which plugins may load."""
+    """Rules for plugins that may load."""
 
     require: tuple[str, ...] = field(
         default=(), metadata=_doc("distributions that must be installed, e.g. 'my-attn>=1.2'")
@@ -305,7 +310,7 @@ class PluginsConfig:
     )
     block: tuple[str, ...] = field(default=(), metadata=_doc("'NAME' or 'KIND:NAME' that never loads, ours included"))
     distribution: Mapping[str, str] = field(
-        factory=dict, metadata=_doc("which distribution a 'NAME' or 'KIND:NAME' comes from, where two offer it")
+        factory=dict, metadata=_doc("distribution to take a 'NAME' or 'KIND:NAME' from if two offer it")
     )
     inline: tuple[str, ...] = field(
         default=(),
@@ -314,8 +319,8 @@ class PluginsConfig:
     allow_inline_from: tuple[str, ...] = field(
         default=(),
         metadata=_doc(
-            "folders, or files, outside the first file's folder whose configurations may name inline plugins where "
-            "they are extended; counts in the first file, the environment, `--set` and arguments only",
+            "folders or files outside the first file's folder whose configurations may name inline plugins when they "
+            "are extended; allowed only in the first file, the environment, `--set` and arguments",
             path=True,
         ),
     )
@@ -327,7 +332,7 @@ def _plugin_rules(value: PluginsConfig | Sequence[str]) -> PluginsConfig:
 
 @frozen(kw_only=True)
 class ObservabilityConfig:
-    """What is measured and logged."""
+    """Measurement and logging."""
 
     profile: bool = field(default=False, metadata=_doc("time the parts of each step"))
     count_nans: bool = field(
@@ -336,7 +341,7 @@ class ObservabilityConfig:
     check_integrity: bool = field(
         default=False,
         metadata=_doc(
-            "check rows, blocks and references after each step, and in it what attention and state backends write"
+            "check rows, blocks and references after each step, and the writes of attention and state backends in it"
         ),
     )
     progress: bool = field(default=True, metadata=_doc("show a progress bar on long work"))
@@ -344,7 +349,7 @@ class ObservabilityConfig:
 
 @frozen(kw_only=True)
 class Config:
-    """The whole file."""
+    """Settings of the whole file."""
 
     config_version: int = field(
         default=CONFIG_VERSION, validator=version_is(CONFIG_VERSION), metadata=_doc("version of this format")
@@ -354,7 +359,7 @@ class Config:
     )
     task: Literal["auto", "generate", "embed", "classify"] = field(
         default="auto",
-        metadata=_doc("what requests get: text, an embedding or class scores; 'auto' is the model's own"),
+        metadata=_doc("output of requests: text, an embedding or class scores; 'auto' is the model's own"),
     )
     tokenizer: str = field(default="", metadata=_doc("a local folder; empty for the model's own", path=True))
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
@@ -367,8 +372,8 @@ class Config:
     batch_invariant: bool = field(
         default=False,
         metadata=_doc(
-            "a request's log-probabilities are bitwise the same alone and in any batch; slower, and refused where a "
-            "part cannot"
+            "a request's log-probabilities are bitwise the same in any batch; slower, and refused if a part does not "
+            "support it"
         ),
     )
     offload_gib: float = field(default=0.0, validator=at_least(0), metadata=_doc("GiB of weights kept in host memory"))

@@ -1,4 +1,4 @@
-"""Short form of tables: a plain value in place of a table stands for one of its keys."""
+"""Short form of tables: a plain value in place of a table sets one of its keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slotline.registry.config.tree import Leaf, Node, Table
 
 
 def expand_short(tree: Table) -> Table:
-    """Write out the short form of tables: ``plugins = [...]`` is ``plugins = {inline = [...]}``."""
+    """Expand the short form of tables: ``plugins = [...]`` becomes ``plugins = {inline = [...]}``."""
     items: dict[str, Node] = dict(tree.items)
     for key, item in table_fields(Config).items():
         node = items.get(key)

@@ -1,4 +1,4 @@
-"""A resolved configuration as TOML text."""
+"""Output of a resolved configuration as TOML text."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class _Line:
 
 
 def show(loaded: LoadedConfig, *, origins: bool = False) -> str:
-    """The whole configuration as a TOML document, defaults included; it loads to the same configuration.
+    """Return the whole configuration as a TOML document, defaults included. It loads to the same configuration.
 
     Args:
-        loaded: what `load_config` returned.
-        origins: whether each line ends in a comment that says where its value came from.
+        loaded: the result of `load_config`.
+        origins: True to end each line with a comment that names the origin of its value.
     """
     lines = list(_table_lines(loaded, type(loaded.config), loaded.config, ()))
     width = max(len(line.text) for line in lines if line.origin) if origins else 0

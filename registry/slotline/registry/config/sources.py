@@ -39,8 +39,8 @@ def environment_layer(environ: Mapping[str, str], faults: list[Fault], strangers
 
     Args:
         environ: names and values.
-        faults: what is wrong, added to.
-        strangers: variables that are no keys and resemble none, added to.
+        faults: list of faults, extended by this function.
+        strangers: list of variables that are not keys and resemble none, extended by this function.
     """
     tree = _EMPTY
     for name in sorted(environ):
@@ -68,7 +68,7 @@ def environment_layer(environ: Mapping[str, str], faults: list[Fault], strangers
 
 
 def overrides_layer(overrides: Sequence[str], faults: list[Fault]) -> Table:
-    """``--set a.b=value``; the value is TOML, or a text without quotes."""
+    """Return the tree of ``--set a.b=value`` arguments. A value is TOML, or text without quotes."""
     tree = _EMPTY
     for override in overrides:
         origin = Origin(kind="set", where=f"--set {_brief(override)}", text=override)
@@ -99,7 +99,7 @@ def arguments_layer(values: Mapping[str, Any], faults: list[Fault]) -> Table:
 
 
 def _given(path: KeyPath, raw: str, origin: Origin, faults: list[Fault]) -> Table:
-    """Return the tree of one key with a value given as text, or a fault and the empty tree."""
+    """Return the tree of one key with a value given as text, or add a fault and return the empty tree."""
     if _type_of(path) is not str and too_deep_at(raw) is not None:
         faults.append(Fault(origin, "", TOO_DEEP))
         return _EMPTY
@@ -135,7 +135,7 @@ def _parse_key(key: str) -> KeyPath | None:
 
 
 def _bare_value(path: KeyPath, raw: str) -> Any:
-    """`raw` as TOML, else as a text. Where only a text is possible, `123` and `true` are texts too."""
+    """Return `raw` as TOML, else as text. If only text is possible, `123` and `true` are texts too."""
     value = parse_toml_value(raw)
     if value is None or (not isinstance(value, str) and _type_of(path) is str):
         return raw

@@ -1,4 +1,4 @@
-"""From a tree of values to a frozen class, key by key, so that one wrong value hides no other."""
+"""Conversion of a tree of values to a frozen class, key by key, so that one wrong value hides no other."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _MOST_SUGGESTIONS = 100
 
 
 def structure(cls: type[T], tree: Node, known: Iterable[KeyPath], path: KeyPath = ()) -> tuple[T | None, list[Fault]]:
-    """The object of class `cls` that `tree` describes, or None with the faults that prevent it.
+    """Return the object of class `cls` that `tree` describes, or None with the faults that prevent it.
 
     Args:
-        cls: a frozen attrs class; its attributes are the keys.
+        cls: a frozen attrs class. Its attributes are the keys.
         tree: the values.
         known: every key of the whole configuration, for suggestions.
-        path: where `tree` hangs in the configuration.
+        path: the key path of `tree` in the configuration.
     """
     if isinstance(tree, Leaf):
         message = f"{brief_value(tree.value)} is not a table: write [{dotted(path)}] and keys below it"
@@ -48,7 +48,7 @@ def structure(cls: type[T], tree: Node, known: Iterable[KeyPath], path: KeyPath 
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as TOML writes it."""
+    """Return a key path in TOML notation."""
     return ".".join(map(toml_key, path))
 
 
@@ -96,7 +96,7 @@ def _validate(item: attrs.Attribute[Any], value: Any) -> None:
         item.validator(None, item, value)
     except (ValueError, TypeError):
         raise
-    except Exception:  # it looks at other keys: the constructor runs it again, with them
+    except Exception:  # the validator reads other keys, so the constructor runs it again with them
         return
 
 

@@ -18,12 +18,12 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_key(key: str) -> str:
-    """A key, in quotes where TOML needs them."""
+    """Return a key, in quotes if TOML needs them."""
     return key if _BARE.fullmatch(key) else toml_value(key)
 
 
 def toml_value(value: Any) -> str:
-    """A value on one line; None, which TOML lacks, is shown as ``none``."""
+    """Return a value on one line. None, which TOML lacks, is shown as ``none``."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -35,22 +35,22 @@ def toml_value(value: Any) -> str:
     if isinstance(value, (list, tuple, set, frozenset)):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, int) and value.bit_length() > _LONGEST_INTEGER:
-        return hex(value)  # Python refuses to write so many digits
+        return hex(value)  # Python refuses to convert this many digits
     return str(value) if isinstance(value, int | float | date | time) else safe_repr(value, 200)
 
 
 def brief_value(value: Any) -> str:
-    """Return a value as TOML text for a message, cut off where it is long."""
+    """Return a value as TOML text for a message, cut off if it is long."""
     text = toml_value(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}... ({len(text):,} characters)"
 
 
 def parse_toml_value(text: str) -> Any:
-    """The TOML value that `text` is; None if it is not one, or one that nests too deep."""
+    """Return the value of a TOML text, or None if it is invalid or nested too deeply."""
     if too_deep_at(text) is not None:
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except ValueError:  # no TOML, or a number of too many digits
+    except ValueError:  # not TOML, or a number with too many digits
         return None
     return parsed["value"] if len(parsed) == 1 else None

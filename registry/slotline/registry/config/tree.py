@@ -1,4 +1,4 @@
-"""Configuration values as a tree in which every node knows where it came from."""
+"""Configuration values as a tree in which every node knows its origin."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ OriginKind: TypeAlias = Literal["default", "file", "env", "set", "argument"]
 
 @frozen(kw_only=True)
 class Origin:
-    """Where a value came from.
+    """Origin of a value.
 
     Attributes:
-        kind: the layer; later ones of default, file, env, set, argument win.
+        kind: the layer. The later of default, file, env, set, argument wins.
         where: the place to show, e.g. ``run.toml:12``.
-        text: the line or argument as it was written; empty for a default.
+        text: the line or argument as written, empty for a default.
         line: line number in the file, else 0.
-        folder: what a relative path in the value counts from; None for the current folder.
-        file: the file, without symbolic links; None for other layers.
+        folder: the folder that a relative path in the value refers to. None for the current folder.
+        file: the file, without symbolic links. None for other layers.
     """
 
     kind: OriginKind
@@ -38,7 +38,7 @@ DEFAULT = Origin(kind="default", where="default")
 
 @frozen
 class Leaf:
-    """A value that is not a table."""
+    """Value that is not a table."""
 
     value: Any
     origin: Origin
@@ -46,7 +46,7 @@ class Leaf:
 
 @frozen
 class Table:
-    """A table, perhaps empty."""
+    """Table, possibly empty."""
 
     items: Mapping[str, Node] = field(repr=False)
     origin: Origin
@@ -56,7 +56,7 @@ Node: TypeAlias = Leaf | Table
 
 
 def build(values: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin], path: KeyPath = ()) -> Table:
-    """The tree of nested mappings; `origin_of` is asked for each key path."""
+    """Return the tree of nested mappings. `origin_of` is called for each key path."""
     items: dict[str, Node] = {}
     for key, value in values.items():
         inner = (*path, str(key))
@@ -66,7 +66,7 @@ def build(values: Mapping[str, Any], origin_of: Callable[[KeyPath], Origin], pat
 
 
 def merge(low: Table, high: Table) -> Table:
-    """`high` over `low`: tables merge key by key, anything else is replaced."""
+    """Return `high` merged over `low`. Tables merge key by key, other values are replaced."""
     items = dict(low.items)
     for key, node in high.items.items():
         below = items.get(key)
@@ -76,7 +76,7 @@ def merge(low: Table, high: Table) -> Table:
 
 
 def leaves(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """Every value below `node`; an empty table counts as one."""
+    """Yield every value below `node`. An empty table counts as a value."""
     if isinstance(node, Leaf) or not node.items:
         yield path, node
         return
@@ -85,14 +85,14 @@ def leaves(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
 
 
 def plain(node: Node) -> Any:
-    """The values alone, as TOML gave them."""
+    """Return the values without origins, as TOML gave them."""
     if isinstance(node, Leaf):
         return node.value
     return {key: plain(inner) for key, inner in node.items.items()}
 
 
 def find(node: Node, path: KeyPath) -> Node | None:
-    """The node at `path` below `node`, or None."""
+    """Return the node at `path` below `node`, or None."""
     for key in path:
         if isinstance(node, Leaf) or key not in node.items:
             return None
@@ -101,7 +101,7 @@ def find(node: Node, path: KeyPath) -> Node | None:
 
 
 def single(path: KeyPath, value: Any, origin: Origin) -> Table:
-    """A tree with `value` at `path` and nothing else."""
+    """Return a tree with only `value` at `path`."""
     for key in reversed(path):
         value = {key: value}
     return build(value, lambda _path: origin)

@@ -1,4 +1,4 @@
-"""Validators of configuration values: each raises a ValueError that names the value and what is allowed."""
+"""Validators of configuration values. Each raises a ValueError that names the value and the allowed values."""
 
 from __future__ import annotations
 
@@ -26,52 +26,57 @@ _UNITS = {
 
 
 def is_integer(value: object) -> bool:
-    """Whether `value` is an int proper; True and False are not."""
+    """Return True if `value` is an int but not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 @frozen
 class AtLeast:
-    """An integer or float from `minimum` to `maximum`; the string 'auto' too, if `auto` says so."""
+    """Integer or float from `minimum` to `maximum`. With `auto`, the string 'auto' is accepted too."""
 
     minimum: float
     auto: bool = False
     maximum: int | None = None
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the number is in the range."""
         if self.auto and value == "auto":
             return
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not value >= self.minimum:  # which no NaN is
+        if not number or not value >= self.minimum:  # false for NaN
             other = " or 'auto'" if self.auto else ""
             raise ValueError(f"{value!r} is too small: use a number >= {self.minimum}{other}")
         if value > (self.maximum or sys.float_info.max):
             raise ValueError(f"{value!r} is too large: use a number <= {self.maximum or sys.float_info.max}")
 
     def json_schema(self) -> dict[str, Any]:
+        """Return the limits as JSON Schema."""
         most = {} if self.maximum is None else {"maximum": self.maximum}
         return {"minimum": self.minimum, **most}  # JSON Schema applies it to numbers alone
 
 
 @frozen
 class VersionIs:
-    """Exactly the version of the format that this slotline reads."""
+    """Version of the file format that this slotline reads."""
 
     version: int
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the value is the version."""
         if not is_integer(value) or value != self.version:
             raise ValueError(f"{value!r} is not a version that this slotline reads: use {self.version}")
 
     def json_schema(self) -> dict[str, Any]:
+        """Return the version as JSON Schema."""
         return {"const": self.version}
 
 
 @frozen
 class FractionOrSize:
-    """A float in (0, 1], or a size such as '2GiB' or '512MB'."""
+    """Float in (0, 1], or a size in bytes, e.g. '2GiB' or '512MB'."""
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the value is a fraction or a size."""
         if isinstance(value, str):
             size_in_bytes(value)
         elif not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= 1:
@@ -80,43 +85,48 @@ class FractionOrSize:
             )
 
     def json_schema(self) -> dict[str, Any]:
+        """Return the limits as JSON Schema."""
         return {"exclusiveMinimum": 0, "maximum": 1, "pattern": SIZE_PATTERN}
 
 
 @frozen
 class NumberOrNames:
-    """An integer from 1 on, or a list of one name or more."""
+    """Integer of at least 1, or a list of at least one name."""
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the value is a count or a list of names."""
         if not (value >= 1 if is_integer(value) else isinstance(value, tuple) and value):
             raise ValueError(
                 f"{value!r} is neither a number from 1 on nor a list of names: use 2 or ['cuda:0', 'cuda:1']"
             )
 
     def json_schema(self) -> dict[str, Any]:
+        """Return the limits as JSON Schema."""
         return {"minimum": 1, "minItems": 1}
 
 
 @frozen
 class Counts:
-    """A list of numbers from 1 on, or the string 'auto'."""
+    """List of integers of at least 1, or the string 'auto'."""
 
     def __call__(self, _instance: Any, _attribute: Any, value: Any) -> None:
+        """Raise ValueError unless the value is 'auto' or a list of counts."""
         wrong = [] if value == "auto" else [one for one in value if not is_integer(one) or one < 1]
         if wrong:
             raise ValueError(f"{wrong[0]!r} is too small: use numbers >= 1 or 'auto'")
 
     def json_schema(self) -> dict[str, Any]:
+        """Return the limits as JSON Schema."""
         return {"items": {"type": "integer", "minimum": 1}}
 
 
 def at_least(minimum: float) -> AtLeast:
-    """A number that is `minimum` or more."""
+    """Return a validator of numbers of at least `minimum`."""
     return AtLeast(minimum)
 
 
 def version_is(version: int) -> VersionIs:
-    """The number `version` and no other."""
+    """Return a validator that accepts only `version`."""
     return VersionIs(version)
 
 
@@ -130,7 +140,7 @@ number_or_names = NumberOrNames()
 
 
 def size_in_bytes(text: str) -> int:
-    """Bytes of a size such as '2GiB' (powers of 1024) or '512MB' (powers of 1000).
+    """Return the bytes of a size like '2GiB' (powers of 1024) or '512MB' (powers of 1000).
 
     Raises:
         ValueError: if `text` is not a positive number with a unit.

@@ -1,4 +1,4 @@
-"""Negotiation: requests, candidates, the plan that comes of them, and why."""
+"""Negotiation: requests, candidates, the resulting plan, and its reasons."""
 
 from slotline.registry.negotiation.codes import CODES, Code, Severity
 from slotline.registry.negotiation.explain import diff, explain_code, explain_failure, explain_plan, why_not

@@ -1,4 +1,4 @@
-"""From a solution to the plan: the decisions in the engine's terms, and why every other candidate was passed over."""
+"""Assembly of the plan from a solution: the engine's decisions, and the reason why every other candidate lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slotline.registry.negotiation.search import CRITERIA, CachePart, Search, So
 
 
 def assemble(search: Search, solution: Solution, warnings: tuple[Note, ...]) -> Plan:
-    """Make the plan of a solution."""
+    """Return the plan of a solution."""
     request = search.problem.request
     notes = with_ways_out(search, solution, changes_of(search, solution))
     dtype, kv_dtype = solution.pair
@@ -94,7 +94,7 @@ def _spec_reason(search: Search, kinds: tuple[str, ...], spec: Candidate) -> str
 def _spec_rejections(
     search: Search, solution: Solution, kinds: tuple[str, ...], spec: Candidate
 ) -> Iterator[Rejection]:
-    """Why the other specs do not hold these kinds."""
+    """Yield the reasons why the other specs do not hold these kinds."""
     problem = search.problem
     for item in problem.kv_specs:
         if item is spec:
@@ -122,7 +122,7 @@ def _rejection(source: Candidate, reasons: tuple[Reason, ...]) -> Rejection:
 
 
 def _first_difference(other: Solution, solution: Solution) -> str:
-    """The most important criterion in which two solutions differ."""
+    """Return the most important criterion in which two solutions differ."""
     places = (i for i, (a, b) in enumerate(zip(other.cost, solution.cost, strict=True)) if a != b)
     return CRITERIA[next(places, len(CRITERIA) - 1)]
 
@@ -162,7 +162,7 @@ def _group(search: Search, solution: Solution, index: int) -> GroupPlan:
 
 
 def _cascade(search: Search, solution: Solution, index: int) -> str:
-    """Without shared blocks there are no common prefixes."""
+    """Return the group's cascade state. Without shared blocks there are no common prefixes."""
     if not _shares(search, solution):
         return NONE
     group, candidate = search.problem.request.groups[index], solution.offer(index).candidate
@@ -183,7 +183,7 @@ def _shares(search: Search, solution: Solution) -> bool:
 
 
 def _rejections(search: Search, solution: Solution, index: int) -> tuple[tuple[Rejection, ...], str]:
-    """Why the others lost, and in one line why this one won."""
+    """Return the reasons why the other candidates lost, and one line on why this one won."""
     chosen = solution.offer(index)
     rejected, decided = [], []
     for offer in search.offers(solution.pair)[index]:
@@ -218,7 +218,7 @@ def _why_chosen(search: Search, solution: Solution, index: int, chosen: Offer, d
 
 
 def _chosen_by_measurement(search: Search, solution: Solution, index: int, chosen: Offer) -> str:
-    """The figures of the chosen one and of the next best."""
+    """Return the measured times of the chosen backend and of the second best."""
     measured = search.problem.request.measured
     assert measured is not None
     rivals = [o for o in search.offers(solution.pair)[index] if not o.reasons and o.candidate is not chosen.candidate]
@@ -229,7 +229,7 @@ def _chosen_by_measurement(search: Search, solution: Solution, index: int, chose
 
 
 def _cost_text(search: Search, index: int, offer: Offer) -> str:
-    """The measured time of a step with an offer; "" without one."""
+    """Return the measured time of a step with an offer, or "" without one."""
     request = search.problem.request
     if request.measured is None or offer.measured in (0, UNMEASURED):
         return ""
@@ -238,7 +238,7 @@ def _cost_text(search: Search, index: int, offer: Offer) -> str:
 
 
 def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> tuple[Reason, str]:
-    """Solve once more with the candidate in place, and name the first criterion by which that is worse."""
+    """Solve again with the candidate forced, and name the first criterion by which the result is worse."""
     other = search.best(forced={index: offer.candidate})
     if other is None:
         text = "nothing in common with the other groups: no block size and layout suits it and them"
@@ -253,12 +253,12 @@ def _why_lost(search: Search, solution: Solution, index: int, offer: Offer) -> t
 
 
 def _ranker(search: Search, index: int) -> str:
-    """Return the label of the plugin that ordered the candidates of a group, "" without one."""
+    """Return the label of the plugin that ordered the candidates of a group, or "" without one."""
     return search.ranked_by.get(search.problem.request.groups[index].name, "")
 
 
 def _slower_text(search: Search, solution: Solution, index: int, offer: Offer) -> str:
-    """By how much a candidate was slower, or why it has no figure."""
+    """Return how much slower a candidate was, or the reason why it has no measured time."""
     request, chosen = search.problem.request, solution.offer(index)
     assert request.measured is not None
     own = _cost_text(search, index, offer)
@@ -306,7 +306,7 @@ def _graphs(search: Search, solution: Solution) -> GraphPlan:
 
 
 def _measured_modes(search: Search, solution: Solution) -> str:
-    """What each graph mode takes that was timed with these backends."""
+    """Return the time of each graph mode that was measured with these backends."""
     request = search.problem.request
     if request.measured is None:
         return ""

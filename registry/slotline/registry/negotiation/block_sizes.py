@@ -1,4 +1,4 @@
-"""What is said of block sizes: changed, preferred, split for the kernel."""
+"""Notes on block sizes: changed, preferred, split for the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slotline.registry.negotiation.search import CachePart, Search, Solution, ch
 
 
 def changed(search: Search, solution: Solution) -> Iterator[Note]:
-    """A size that is not the usual one because that does not suit what was chosen."""
+    """Yield a note if the block size is not the usual one, because the chosen plugins do not accept that."""
     request = search.problem.request
     usual, size = request.default_block_size, solution.before or solution.block_size
     if isinstance(request.block_size.value, int) or size == usual:
@@ -37,7 +37,7 @@ def changed(search: Search, solution: Solution) -> Iterator[Note]:
 
 
 def preferred(search: Search, solution: Solution) -> Iterator[Note]:
-    """What the chosen backends prefer, and whether it was taken."""
+    """Yield notes on the sizes that the chosen backends prefer, and on the outcome."""
     request, size = search.problem.request, solution.block_size
     missed = [request.groups[index].name for index, _ in unmet(solution)]
     if not (solution.before or missed):
@@ -76,7 +76,7 @@ def _takes(offer: Offer, size: int) -> bool:
 
 
 def split(solution: Solution) -> Iterator[Note]:
-    """Blocks that kernels see as several."""
+    """Yield notes on blocks that kernels see as several blocks."""
     for part in solution.parts:
         if part.kernel_block_size != solution.block_size and part.spec is not None:
             yield Note(

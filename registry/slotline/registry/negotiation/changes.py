@@ -1,4 +1,4 @@
-"""What came out otherwise than asked or than usual, each with every limiting party and a way out that was tried."""
+"""Differences between the plan and the request or the usual plan, with every limiting party and a tested way out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST_WAYS_OUT = 3
 
 
 def changes_of(search: Search, solution: Solution) -> tuple[Note, ...]:
-    """Every change of the solution, without ways out; in a fixed order."""
+    """Return every change of the solution, without ways out, in a fixed order."""
     return (
         *_dtype(search, solution),
         *_later_choice(search, solution),
@@ -36,7 +36,7 @@ def changes_of(search: Search, solution: Solution) -> tuple[Note, ...]:
 
 
 def with_ways_out(search: Search, solution: Solution, notes: tuple[Note, ...]) -> tuple[Note, ...]:
-    """The same notes; each downgrade lists settings under which it is gone and no other one comes."""
+    """Return the notes with ways out: settings under which a downgrade disappears and no other one appears."""
     before = Counter(note.code for note in notes if is_downgrade(note))
     return tuple(
         evolve(note, to_avoid=_ways_out(search, solution, note, before)) if is_downgrade(note) else note
@@ -45,6 +45,7 @@ def with_ways_out(search: Search, solution: Solution, notes: tuple[Note, ...]) -
 
 
 def is_downgrade(note: Note) -> bool:
+    """Return True if a note's code is a downgrade."""
     return CODES[note.code].severity is Severity.DOWNGRADE
 
 
@@ -68,7 +69,7 @@ def _still(note: Note, after: list[Note]) -> bool:
 
 
 def _edits(search: Search, solution: Solution, note: Note) -> Iterator[Edit]:
-    """What might help: other backends first, then asking for what came out."""
+    """Yield settings that might help: other backends first, then explicitly requesting the resolved value."""
     request = search.problem.request
     kinds = {group.kv_kind for group in request.groups}
     if note.code in ("N301", "N310", "N320"):
@@ -179,7 +180,7 @@ def _graph_limits(search: Search, solution: Solution) -> Iterator[str]:
 
 
 def _cost_of_downgrade(search: Search, solution: Solution) -> Iterator[str]:
-    """What the lost graphs cost, where both this and something better were timed."""
+    """Yield the measured cost of the lost graphs, if both modes were measured."""
     request, measured = search.problem.request, search.problem.request.measured
     if measured is None:
         return
@@ -197,20 +198,20 @@ def _cost_of_downgrade(search: Search, solution: Solution) -> Iterator[str]:
 
 
 def backends_of(search: Search, solution: Solution) -> dict[str, str]:
-    """The chosen backend of each cache kind."""
+    """Return the chosen backend of each cache kind."""
     groups = search.problem.request.groups
     return {group.kv_kind: solution.offer(index).candidate.name for index, group in enumerate(groups)}
 
 
 def resolved_phases(search: Search, solution: Solution) -> dict[str, str]:
-    """The state of each phase over all groups."""
+    """Return the state of each phase over all groups."""
     states = [dict(solution.offer(index).graphs) for index in range(len(search.problem.request.groups))]
     phases = graphs.phases_of(search.problem.request.query_len.value)
     return {phase: graphs.phase_state([state[phase] for state in states]) for phase in phases}
 
 
 def resolved_graphs(search: Search, solution: Solution) -> str:
-    """The mode over all groups by its configuration name."""
+    """Return the mode over all groups by its configuration name."""
     return graphs.resolved_mode(resolved_phases(search, solution))
 
 

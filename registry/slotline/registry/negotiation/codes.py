@@ -1,6 +1,6 @@
-"""The stable codes of negotiation, as data. docs/negotiation.md documents the same codes; a test holds them equal.
+"""Stable codes of negotiation, as data. docs/negotiation.md documents the same codes, and a test compares them.
 
-A code keeps its meaning for good: a rule that goes away leaves a gap, a new rule takes a new number.
+A code keeps its meaning forever: a removed rule leaves a gap, and a new rule gets a new number.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from attrs import frozen
 
 
 class Severity(Enum):
-    """What a code does to a plan."""
+    """Effect of a code on a plan."""
 
-    REJECTION = "rejection"  # one candidate is out, in one group
-    DOWNGRADE = "downgrade"  # the plan differs from what was asked or is usual; an error under strict
-    NOTE = "note"  # worth knowing, costs nothing; never an error
-    WARNING = "warning"  # worth attention, does not change the plan
+    REJECTION = "rejection"  # excludes one candidate from one group
+    DOWNGRADE = "downgrade"  # the plan differs from the request or the usual plan, an error under strict
+    NOTE = "note"  # information without a cost, never an error
+    WARNING = "warning"  # deserves attention, does not change the plan
     ERROR = "error"  # no plan
 
 
 @frozen(kw_only=True)
 class Code:
-    """One code: a title for tables, an explanation, and what to do about it."""
+    """Stable code with a title for tables, an explanation, and a fix."""
 
     name: str
     severity: Severity
@@ -580,5 +580,5 @@ CAPABILITY_CODES: Mapping[str, str] = MappingProxyType(
 
 
 def code_of(capability: str) -> str:
-    """The code of a refusal by a capability."""
+    """Return the code of a refusal by a capability."""
     return CAPABILITY_CODES.get(capability, "N179")

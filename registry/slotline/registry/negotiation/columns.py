@@ -1,4 +1,4 @@
-"""Plain text in columns, wrapped to a width. Deterministic: no terminal, no colour, no clock."""
+"""Plain text in columns, wrapped to a width. The output does not depend on terminal, colour or time."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ LABEL = 14
 
 
 def row(label: str, text: str, width: int, *, indent: int = 0) -> list[str]:
-    """One labelled entry; further lines hang under the text."""
+    """Return the lines of one labelled entry. Continuation lines are indented to the text."""
     head = " " * indent + label
     head = head.ljust(LABEL) if len(head) < LABEL else head + "  "
     return hang(head, text, width)
 
 
 def hang(head: str, text: str, width: int) -> list[str]:
-    """Wrap `text` behind `head`, with words left whole."""
+    """Wrap `text` after `head`, without breaking words."""
     lines = wrap(text, max(width - len(head), 20), break_long_words=False, break_on_hyphens=False) or [""]
     return [
         f"{lead}{line}".rstrip() for lead, line in zip([head, *[" " * len(head)] * len(lines)], lines, strict=False)
@@ -25,7 +25,7 @@ def hang(head: str, text: str, width: int) -> list[str]:
 
 
 def rows(label: str, texts: Iterable[str], width: int, *, indent: int = 0) -> list[str]:
-    """Several entries under one label, which stands at the first."""
+    """Return the lines of several entries under one label, which is printed at the first."""
     found: list[str] = []
     for number, text in enumerate(texts):
         found += row(label if number == 0 else "", text, width, indent=indent)
@@ -33,7 +33,7 @@ def rows(label: str, texts: Iterable[str], width: int, *, indent: int = 0) -> li
 
 
 def table(cells: Sequence[Sequence[str]], indent: str) -> list[str]:
-    """Left-aligned columns, two spaces apart."""
+    """Return left-aligned columns, two spaces apart."""
     if not cells:
         return []
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
@@ -42,5 +42,5 @@ def table(cells: Sequence[Sequence[str]], indent: str) -> list[str]:
 
 
 def place(origin: str, key: str) -> str:
-    """An origin without the key it ends with, where the key stands beside it anyway."""
+    """Return an origin without the key at its end, if the key is printed next to it anyway."""
     return origin.removesuffix(key).strip() or origin

@@ -1,4 +1,4 @@
-"""When there is no plan: the smallest set of needs that exclude each other, and what would make a plan possible."""
+"""Diagnosis if there is no plan: the smallest set of needs that exclude each other, and tested remedies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slotline.registry.negotiation.search import Search, captures, must_capture
 
 
 def explain_infeasible(problem: Problem) -> Failure:
-    """The record of a problem that has no solution."""
+    """Return the record of a problem without a solution."""
     search = Search(problem)
     asked, inherent = asked_keys(problem), inherent_keys(problem)
     conflict, *further = [
@@ -39,8 +39,9 @@ def explain_infeasible(problem: Problem) -> Failure:
 
 
 def conflicts(problem: Problem, asked: dict[str, Asked[Any]], inherent: dict[str, Asked[Any]]) -> list[tuple[str, ...]]:
-    """Minimal conflicts that share no member, until what is left of the request can be satisfied; at least one,
-    which is empty if even no needs leave no plan.
+    """Return minimal conflicts that share no member, until the rest of the request can be satisfied.
+
+    At least one conflict is returned. It is empty if there is no plan even without any needs.
     """
     found = [minimal_conflict(problem, asked, inherent)]
     while found[-1]:
@@ -56,10 +57,10 @@ def conflicts(problem: Problem, asked: dict[str, Asked[Any]], inherent: dict[str
 def minimal_conflict(
     problem: Problem, asked: dict[str, Asked[Any]], inherent: dict[str, Asked[Any]]
 ) -> tuple[str, ...]:
-    """A set of needs that cannot hold together, of which none can be left out. Empty if even no needs leave no plan.
+    """Return an irreducible set of needs that cannot be satisfied together, empty if there is no plan without needs.
 
-    Deletion filter, by halves. What the user cannot change is dropped first and explicit choices last, so that a
-    conflict which can be told in terms of explicit choices is.
+    Deletion filter with halving. Needs that the user cannot change are dropped first and explicit choices last, so that
+    the conflict consists of explicit choices if possible.
     """
     explicit = [key for key, value in asked.items() if value.explicit]
     open_ = [key for key in asked if key not in explicit]
@@ -112,7 +113,7 @@ def _feasible(problem: Problem, request: PlanRequest) -> bool:
 
 
 def joint_remedy(problem: Problem, asked: dict[str, Asked[Any]]) -> tuple[str, ...]:
-    """Where no single change helps: a smallest set of settings that together make a plan possible, as one text."""
+    """Return, if no single change helps, a smallest set of settings that together make a plan possible, as one text."""
     waived = list(asked)
     if Search(problem.without(*waived)).best() is None:
         return ()
@@ -140,7 +141,7 @@ def _code(search: Search, conflict: tuple[Conflict, ...]) -> str:
 
 
 def _each_group_served(search: Search) -> bool:
-    """Whether each group and each kind has its plugin, so that only what they share can be at fault."""
+    """Return True if each group and each kind has a plugin, so that only shared settings can be the cause."""
     problem = search.problem
     offers = all(any(not offer.reasons for offer in own) for own in search.offers(_pair(search)))
     return offers and all(search.specs(kind) for kind in problem.kinds) and not must_capture(problem)
@@ -162,7 +163,7 @@ def _message(search: Search, conflict: tuple[Conflict, ...], code: str) -> str:
 
 
 def _sizes(search: Search) -> str:
-    """Every backend with its sizes (behaviour 151)."""
+    """Return every backend with its block sizes (behaviour 151)."""
     shown = {
         offer.candidate.name: " and ".join(align.describe() for align in offer.aligns)
         for offers in search.offers(_pair(search))
@@ -188,7 +189,7 @@ def _groups(search: Search) -> tuple[GroupFailure, ...]:
 
 
 def _reasons(search: Search, offer: Offer) -> tuple[Reason, ...]:
-    """The candidate's own reasons; where it has none, what stands in its way is the rest of the plan."""
+    """Return the candidate's own reasons. If it has none, the rest of the plan excludes it."""
     if offer.reasons:
         return offer.reasons
     problem = search.problem

@@ -1,4 +1,4 @@
-"""Changes a user could make, as text and as the request they lead to, so that advice is tried before it is given."""
+"""Settings that a user could change, as text and as the resulting request, so that advice is tested first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WHAT_IF = "what if"
 
 
 def edits_for(request: PlanRequest, key: str, solution: Solution) -> Iterator[Edit]:
-    """Settings that give up one need, read off a solution that was found without it; best first."""
+    """Yield settings that give up one need, taken from a solution that was found without it, best first."""
     if key.startswith("attention.backend"):
         yield from _backend_edits(request, key, solution)
     elif key.startswith("cache.kv_spec."):
@@ -45,7 +45,7 @@ def _backend_edits(request: PlanRequest, key: str, solution: Solution) -> Iterat
 
 
 def backend_edit(request: PlanRequest, names: Mapping[str, str]) -> Edit:
-    """Name the backend of some kinds and keep what is asked for the others."""
+    """Return an edit that names the backend of some kinds and keeps the request for the others."""
     kinds = tuple(dict.fromkeys(group.kv_kind for group in request.groups))
     table: dict[str, Any] = {kind: request.backend_for(kind).value or AUTO for kind in kinds}
     table.update(names)
@@ -56,7 +56,7 @@ def backend_edit(request: PlanRequest, names: Mapping[str, str]) -> Edit:
 
 
 def kv_spec_edit(request: PlanRequest, kind: str, name: str) -> Edit:
-    """Name the spec of one kind."""
+    """Return an edit that names the spec of one kind."""
     specs = {**request.kv_specs, kind: Asked(name, _WHAT_IF, True)}
     return f"cache.kv_spec.{kind} = {toml(name)}", evolve(request, kv_specs=specs)
 
@@ -88,13 +88,13 @@ def _value_edits(request: PlanRequest, key: str, solution: Solution) -> Iterator
 
 
 def value_edit(request: PlanRequest, key: str, field: str, value: Any) -> Edit:
-    """Set one plain value; `field` is its name in the request."""
+    """Return an edit that sets one plain value. `field` is its name in the request."""
     changes: dict[str, Any] = {field: Asked(value, _WHAT_IF, value != AUTO)}
     return f"{key} = {toml(value)}", evolve(request, **changes)
 
 
 def toml(value: Any) -> str:
-    """A value as it would stand in the file."""
+    """Return a value as written in the file."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Plans and failures as text: the same data as their JSON, of a fixed width, equal in every run."""
+"""Plans and failures as text: the same data as their JSON, with a fixed width, equal in every run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _AnyGroup: TypeAlias = GroupPlan | CacheGroupPlan | StateGroupPlan | GroupFailur
 
 
 def explain_plan(plan: Plan, width: int = 100) -> str:
-    """What runs, why, why not the others, and what came out otherwise than asked."""
+    """Return a text with the choices, their reasons, the rejections, and the differences from the request."""
     lines = [_headline(plan)]
     if plan.facts:
         lines += row("model", ", ".join(f"{key} {value}" for key, value in plan.facts.items()), width)
@@ -56,7 +56,7 @@ def explain_plan(plan: Plan, width: int = 100) -> str:
 
 
 def explain_failure(failure: Failure, width: int = 100) -> str:
-    """Why there is no plan, who objects to what, and what would help."""
+    """Return a text with the reasons why there is no plan, the objections, and remedies."""
     lines = [*hang(f"no plan  {failure.code} ", failure.message, width)]
     for number, members in enumerate((failure.conflict, *failure.further)):
         lines += _conflict(members, width, "apart from that, " if number else "")
@@ -71,10 +71,10 @@ def explain_failure(failure: Failure, width: int = 100) -> str:
 
 
 def explain_code(name: str, width: int = 100) -> str:
-    """A code's long text.
+    """Return a code's long text.
 
     Raises:
-        ConfigError: if there is no such code.
+        ConfigError: if the code does not exist.
     """
     code = CODES.get(name.upper())
     if code is None:
@@ -85,10 +85,10 @@ def explain_code(name: str, width: int = 100) -> str:
 
 
 def why_not(outcome: Plan | NegotiationError | Failure, name: str, width: int = 100) -> str:
-    """Why a plugin was not chosen, group by group.
+    """Return the reasons why a plugin was not chosen, group by group.
 
     Raises:
-        ConfigError: if nothing of that name took part.
+        ConfigError: if no candidate has that name.
     """
     failure = outcome.failure if isinstance(outcome, NegotiationError) else outcome
     groups = _all_groups(failure)
@@ -100,7 +100,7 @@ def why_not(outcome: Plan | NegotiationError | Failure, name: str, width: int = 
 
 
 def diff(before: Plan, after: Plan) -> str:
-    """What differs between two plans, key by key; one line each, ``key: old -> new``."""
+    """Return the differences between two plans, one line per key: ``key: old -> new``."""
     old, new = _flat(before.decision()), _flat(after.decision())
     changed = sorted(key for key in old.keys() | new.keys() if old.get(key, "-") != new.get(key, "-"))
     if not changed:
@@ -118,7 +118,7 @@ def _headline(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Iterator[str]:
-    """Each stage's device, layers and weights."""
+    """Yield each stage's device, layers and weights."""
     for index, stage in enumerate(plan.stages):
         weights = stage.num_parameters * _BYTES[plan.dtype] / 2**20
         yield (
@@ -302,7 +302,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested mappings and lists as dotted keys; items that have a name are keyed by it."""
+    """Return nested mappings and lists as dotted keys. Items with a name are keyed by it."""
     if isinstance(value, Mapping):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, list) and all(isinstance(item, Mapping) and "name" in item for item in value):

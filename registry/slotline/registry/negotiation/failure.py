@@ -1,4 +1,4 @@
-"""The record of a negotiation that found no plan."""
+"""Record of a negotiation that found no plan."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from slotline.registry.negotiation.reasons import Note, Rejection
 
 @frozen(kw_only=True)
 class Conflict:
-    """One member of a minimal set of needs that cannot hold together.
+    """Member of a minimal set of needs that cannot be satisfied together.
 
     Attributes:
-        key: the configuration key, or ``model.<need>`` or ``device`` for what is given.
-        value: what was asked.
-        origin: who asked.
-        inherent: True if the model or the device brings it, so that no setting takes it away.
-        sufficient: True if a plan exists once this need alone is given up.
-        instead: what to set then, a plan that was tried; "" if giving it up does not help.
+        key: the configuration key, or ``model.<need>`` or ``device`` for given needs.
+        value: the requested value.
+        origin: the origin of the request.
+        inherent: True if it comes from the model or the device, so that no setting can remove it.
+        sufficient: True if giving up only this need makes a plan possible.
+        instead: the setting to use then, which was tested. "" if giving the need up does not help.
     """
 
     key: str
@@ -30,6 +30,7 @@ class Conflict:
     instead: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {
             "key": self.key,
             "value": self.value,
@@ -42,7 +43,7 @@ class Conflict:
 
 @frozen(kw_only=True)
 class GroupFailure:
-    """What each candidate lacked for one group (of attention or state layers, or a layer kind for cache specs)."""
+    """Reasons of every candidate for one group (of attention or state layers, or a layer kind for cache specs)."""
 
     name: str
     kind: str
@@ -50,22 +51,23 @@ class GroupFailure:
     rejected: tuple[Rejection, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         rejected = [item.to_json() for item in self.rejected]
         return {"name": self.name, "kind": self.kind, "layers": self.layers, "rejected": rejected}
 
 
 @frozen(kw_only=True)
 class Failure:
-    """The record of a negotiation that found no plan; the data behind `NegotiationError`.
+    """Record of a negotiation that found no plan. It is the data of a `NegotiationError`.
 
     Attributes:
-        code: what failed, a key of `codes.CODES`.
+        code: the failure, a key of `codes.CODES`.
         message: one line.
         groups: all rejections with all reasons.
-        conflict: the minimal set of needs that exclude each other; empty if nothing was asked that could be given up.
-        further: conflicts that remain once the first is resolved; no two share a member.
-        remedies: settings that make a plan possible, each tried.
-        notes: under `strict`, the downgrades that may not pass.
+        conflict: the minimal set of needs that exclude each other. Empty if no need could be given up.
+        further: conflicts that remain once the first is resolved. No two share a member.
+        remedies: settings that make a plan possible. Each was tested.
+        notes: under `strict`, the downgrades that are not allowed.
     """
 
     code: str
@@ -77,6 +79,7 @@ class Failure:
     notes: tuple[Note, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {
             "ok": False,
             "code": self.code,
@@ -91,5 +94,5 @@ class Failure:
 
     @property
     def inherent(self) -> bool:
-        """True if nothing the user can set is part of the conflict."""
+        """True if the conflict contains no setting of the user."""
         return not self.notes and all(member.inherent for member in self.conflict)

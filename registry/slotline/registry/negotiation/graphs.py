@@ -1,6 +1,6 @@
-"""Graph modes: what each asks of each phase, what a group reaches, and which mode that is over all groups.
+"""Graph modes: their demands on each phase, the state that a group reaches, and the resulting mode over all groups.
 
-A group that cannot be captured breaks the graph at its own layers and costs the other groups nothing.
+A group that cannot be captured breaks the graph at its own layers and does not affect the other groups.
 """
 
 from __future__ import annotations
@@ -35,46 +35,49 @@ GRAPH_DEVICES = frozenset({"cuda"})
 
 
 def effective_mode(request: PlanRequest) -> str:
-    """The mode to aim at: `auto` is the best that pays; some devices have no graphs, and some models allow none."""
+    """Return the mode to aim at.
+
+    `auto` is the best mode, but some devices have no graphs and some models allow none.
+    """
     if request.uncaptured or request.device.type not in GRAPH_DEVICES:
         return "none"
     return request.auto_graphs if request.graphs.value == AUTO else request.graphs.value
 
 
 def phases_of(query_len: int) -> tuple[str, ...]:
-    """The phases that occur: `verify` only under speculation (query_len = 1 + draft tokens > 1)."""
+    """Return the phases that occur. `verify` occurs only under speculation (query_len = 1 + draft tokens > 1)."""
     return ("decode", "verify", "mixed") if query_len > 1 else ("decode", "mixed")
 
 
 def wanted(mode: str, phase: str) -> str:
-    """What a mode asks of a phase: full, piecewise or none."""
+    """Return the demand of a mode on a phase: full, piecewise or none."""
     decode, mixed = _MODES[mode]
     return mixed if phase == "mixed" else decode
 
 
 def required_level(phase: str) -> GraphSupport:
-    """The graph support that capturing a phase takes."""
+    """Return the graph support needed to capture a phase."""
     return _REQUIRED[phase]
 
 
 def group_state(want: str, capturable: bool) -> str:
-    """How one group runs in one phase."""
+    """Return the state of one group in one phase."""
     if want == NONE:
         return NONE
     return CAPTURED if want == FULL and capturable else EAGER
 
 
 def phase_state(states: Sequence[str]) -> str:
-    """A phase over all groups: full if all are captured, piecewise if one breaks the graph, none without graphs."""
+    """Return a phase's state over all groups: full if all are captured, piecewise if one breaks the graph, or none."""
     if not states or NONE in states:
         return NONE
     return FULL if all(state == CAPTURED for state in states) else PIECEWISE
 
 
 def resolved_mode(phases: Mapping[str, str]) -> str:
-    """The mode by its configuration name, from the state of each phase.
+    """Return the mode by its configuration name, from the state of each phase.
 
-    Under speculation `verify` stands for uniform decode, since nearly all decode batches are of that shape.
+    Under speculation `verify` represents uniform decode, since nearly all decode batches have that shape.
     """
     pair = (phases.get("verify", phases["decode"]), phases["mixed"])
     for mode, states in _MODES.items():
@@ -84,13 +87,13 @@ def resolved_mode(phases: Mapping[str, str]) -> str:
 
 
 def capture_sizes(sizes: Sequence[int], uniform_query_len: int, max_requests: int) -> tuple[int, ...]:
-    """Token counts to capture uniform decode batches at: multiples of the query length, ascending.
+    """Return the token counts to capture uniform decode batches at: multiples of the query length, ascending.
 
-    A uniform batch holds whole requests, so a size that is no multiple of 1 + draft tokens would never be met
-    exactly. Sizes are rounded up, and cut to the largest batch there can be.
+    A uniform batch contains whole requests, so a size that is not a multiple of 1 + draft tokens would never occur.
+    Sizes are rounded up, and limited to the largest possible batch.
 
     Args:
-        sizes: the token counts asked for.
+        sizes: the requested token counts.
         uniform_query_len: query tokens of each request, 1 + draft tokens.
         max_requests: most requests in a batch.
     """

@@ -1,4 +1,4 @@
-"""What was decided for groups of layers, and for graphs: the parts of a `Plan`."""
+"""Decisions for groups of layers and for graphs: the parts of a `Plan`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ PHASES = ("decode", "verify", "mixed")
 
 @frozen(kw_only=True)
 class GraphPlan:
-    """The graph mode over all groups.
+    """Graph mode over all groups.
 
     Attributes:
         asked, resolved: modes by their configuration names.
-        phases: (phase, ``full``, ``piecewise`` or ``none``) for each phase that occurs; ``full`` when every group is
-            captured, ``piecewise`` when the graph is broken at one group at least.
-        reason: why this mode, where it is not simply the one asked for.
-        measured: what the modes take that were timed with these backends; it is no part of the decision.
+        phases: (phase, ``full``, ``piecewise`` or ``none``) for each phase that occurs. ``full`` means that every group
+            is captured, ``piecewise`` that at least one group breaks the graph.
+        reason: the reason for the mode, if it is not simply the requested one.
+        measured: times of the modes that were measured with these backends. Not part of the decision.
     """
 
     asked: str
@@ -39,14 +39,15 @@ class GraphPlan:
 
     @property
     def any_captured(self) -> bool:
-        """Whether a phase is captured, whole or in pieces."""
+        """True if a phase is captured, whole or in pieces."""
         return any(state != "none" for _, state in self.phases)
 
     def decision(self) -> dict[str, Any]:
-        """What was decided."""
+        """Return the decision without its reasons."""
         return {"asked": self.asked, "resolved": self.resolved, "phases": dict(self.phases), "reason": self.reason}
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {**self.decision(), "measured": self.measured}
 
 
@@ -55,13 +56,15 @@ class CacheGroupPlan:
     """Layers that share one block table.
 
     Attributes:
-        name: the spec's name, with the window where windows differ.
-        kv_spec: the plugin; `distribution`, `version`, `contract` say which.
-        kinds: the layer kinds it holds; `inexact` those that it holds with waste.
-        layers: those that own a cache, in model order.
-        block_size, kernel_block_size: tokens; the second divides the first.
+        name: the spec's name, with the window if windows differ.
+        kv_spec: the plugin, identified by `distribution`, `version` and `contract`.
+        kinds: the layer kinds that it holds.
+        inexact: the kinds that it holds with waste.
+        layers: the layers that own a cache, in model order.
+        block_size, kernel_block_size: tokens. The second divides the first.
         layout: physical order inside a kernel block.
-        reason: why this spec; rejected: the others.
+        reason: the reason for this spec.
+        rejected: the other specs.
     """
 
     name: str
@@ -79,7 +82,7 @@ class CacheGroupPlan:
     rejected: tuple[Rejection, ...] = ()
 
     def decision(self) -> dict[str, Any]:
-        """What was decided, without the reasons."""
+        """Return the decision without its reasons."""
         return {
             **source_of(self),
             "name": self.name,
@@ -94,31 +97,34 @@ class CacheGroupPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
 
 
 @frozen(kw_only=True)
 class GroupPlan:
-    """One attention group and the backend that serves it.
+    """Attention group and its backend.
 
     Attributes:
         name: the group's name.
         layers: in model order.
-        backend: the plugin; `distribution`, `version`, `contract`, `inline` say which.
+        backend: the plugin, identified by `distribution`, `version`, `contract` and `inline`.
         cache_group: name of the `CacheGroupPlan` that its layers belong to, "" for layers without a cache.
-        kv_spec, block_size, kernel_block_size, layout: those of the cache group.
+        kv_spec, block_size, kernel_block_size, layout: values of the cache group.
         dtype, kv_dtype: names.
-        query_len: most query tokens of a uniform decode batch; max_query_len: of any batch.
+        query_len: most query tokens of one request in a uniform decode batch.
+        max_query_len: most query tokens of one request in any batch.
         graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
-        cascade: how a prefix that all requests share is served apart: ``captured`` where graphs hold it, ``eager``, or
-            ``none`` where it is not; `cascade_refusal` says why a backend that could does not for these layers.
-        kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``; empty for other caches.
-        fast_prefill: whether the layers, which all read other layers' caches, are run for the tokens alone whose logits
-            are wanted, in steps that run without a graph.
-        last_queries: whether the model may leave out queries of the other tokens in the last of the layers, in such
-            steps: all keys and values are stored, and the backend gets a second plan.
-        reason: why this backend.
-        rejected: the others, in the candidates' order.
+        cascade: execution of a prefix shared by all requests: ``captured`` in graphs, ``eager``, or ``none`` without
+            cascade.
+        cascade_refusal: the reason why a backend with cascade does not use it for these layers.
+        kv_scales: of an eight-bit cache, ``checkpoint``, ``calculate`` or ``1``. Empty for other caches.
+        fast_prefill: True if the layers, which all read other layers' caches, run only for the tokens whose logits are
+            wanted, in steps without a graph.
+        last_queries: True if the model may skip the queries of the other tokens in the last layer, in steps without a
+            graph. All keys and values are stored, and the backend gets a second plan.
+        reason: the reason for this backend.
+        rejected: the other candidates, in their order.
     """
 
     name: str
@@ -147,11 +153,11 @@ class GroupPlan:
     rejected: tuple[Rejection, ...] = ()
 
     def captured(self, phase: str) -> bool:
-        """Whether the group's attention is inside the graph of a phase."""
+        """Return True if the group's attention is inside the graph of a phase."""
         return dict(self.graphs).get(phase) == CAPTURED
 
     def decision(self) -> dict[str, Any]:
-        """What was decided, without the reasons."""
+        """Return the decision without its reasons."""
         return {
             **source_of(self),
             "name": self.name,
@@ -176,6 +182,7 @@ class GroupPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         refused = {"cascade_refusal": self.cascade_refusal} if self.cascade_refusal else {}
         return {
             **self.decision(),
@@ -187,13 +194,15 @@ class GroupPlan:
 
 @frozen(kw_only=True)
 class StateCachePlan:
-    """State layers whose memory and checkpoints one cache spec decides on.
+    """State layers whose memory and checkpoints are managed by one cache spec.
 
     Attributes:
-        kv_spec: the plugin; `distribution`, `version`, `contract` say which.
-        kinds: the layer kinds it holds; `inexact` those that it does not name as exact.
-        layers: in model order; their tensors have resolved dtypes.
-        reason: why this spec; rejected: the others.
+        kv_spec: the plugin, identified by `distribution`, `version` and `contract`.
+        kinds: the layer kinds that it holds.
+        inexact: the kinds that it does not declare as exact.
+        layers: in model order. Their tensors have resolved dtypes.
+        reason: the reason for this spec.
+        rejected: the other specs.
     """
 
     kv_spec: str
@@ -218,23 +227,24 @@ class StateCachePlan:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}
 
 
 @frozen(kw_only=True)
 class StateGroupPlan:
-    """State layers of one kind and the backend that serves them. Each request has one slot of state in every layer.
+    """State layers of one kind and their backend. Each request has one slot of state in every layer.
 
     Attributes:
         name: the group's name.
-        layers: in model order; their tensors have resolved dtypes.
-        backend: the plugin; `distribution`, `version`, `contract`, `inline` say which.
+        layers: in model order. Their tensors have resolved dtypes.
+        backend: the plugin, identified by `distribution`, `version`, `contract` and `inline`.
         dtype, state_dtype: names, of activations and of recurrent states.
         max_query_len: most tokens of one request in a batch.
         graphs: (phase, ``captured``, ``eager`` or ``none``) for each phase that occurs.
-        rollback_copy: whether the backend holds room for the rows' states once more, to go back to accepted drafts.
-        reason: why this backend.
-        rejected: the others, in the candidates' order.
+        rollback_copy: True if the backend allocates a second copy of the rows' states, to go back to accepted drafts.
+        reason: the reason for this backend.
+        rejected: the other candidates, in their order.
     """
 
     name: str
@@ -253,11 +263,11 @@ class StateGroupPlan:
     rejected: tuple[Rejection, ...] = ()
 
     def captured(self, phase: str) -> bool:
-        """Whether the group's layers are inside the graph of a phase."""
+        """Return True if the group's layers are inside the graph of a phase."""
         return dict(self.graphs).get(phase) == CAPTURED
 
     def decision(self) -> dict[str, Any]:
-        """What was decided, without the reasons."""
+        """Return the decision without its reasons."""
         return {
             **source_of(self),
             "name": self.name,
@@ -274,4 +284,5 @@ class StateGroupPlan:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {**self.decision(), "reason": self.reason, "rejected": [item.to_json() for item in self.rejected]}

@@ -1,7 +1,7 @@
-"""Measured costs: what `slotline tune` timed, in the terms in which negotiation compares candidates.
+"""Measured costs: the times of `slotline tune`, in the form in which negotiation compares candidates.
 
-A run is one engine on one machine: which backends, block size and graph mode it had, and the median time of a step in
-each case. Its cost is the geometric mean over the cases, so that each counts by its ratio and not by its length.
+A run is one engine on one machine with its backends, block size and graph mode, and the median time of a step in each
+case. Its cost is the geometric mean over the cases, so that ratios count instead of absolute times.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ AUTO = "auto"
 
 @frozen(kw_only=True)
 class MeasuredRun:
-    """One engine that was timed, or that failed.
+    """Engine that was measured, or that failed.
 
     Attributes:
-        backends: from cache kind to backend.
-        versions: from backend to its distribution's version.
-        block_size: of the pool. graphs: the mode, resolved.
-        aim: the mode that was asked for, or that ``auto`` aimed at.
-        seconds: from case (``decode 64``) to the median time of a step; empty if it failed.
-        noise: half the distance of the samples' quartiles, as a share of their median; the median over the cases.
-        failure: why, in one line.
+        backends: cache kind -> backend.
+        versions: backend -> version of its distribution.
+        block_size: block size of the pool.
+        graphs: the resolved graph mode.
+        aim: the mode that was requested, or that ``auto`` aimed at.
+        seconds: case (``decode 64``) -> median time of a step. Empty if the run failed.
+        noise: half the interquartile range of the samples relative to their median. The median over the cases.
+        failure: the reason of a failure, in one line.
     """
 
     backends: Mapping[str, str]
@@ -48,7 +49,7 @@ class MeasuredRun:
     failure: str = ""
 
     def mean(self, cases: Iterable[str]) -> float:
-        """Geometric mean of the cases' seconds."""
+        """Return the geometric mean of the cases' seconds."""
         logs = [log(self.seconds[case]) for case in cases]
         return exp(sum(logs) / len(logs))
 
@@ -58,8 +59,8 @@ class Measured:
     """All runs for one model on one device.
 
     Attributes:
-        date: when, as in ``2026-11-21``.
-        dtype, kv_dtype: the pair that was timed.
+        date: date of the measurement, as in ``2026-11-21``.
+        dtype, kv_dtype: the measured pair.
         aim: the graph mode under which backends were compared.
         runs: in the order of their measurement.
         source: the file they were read from.
@@ -74,27 +75,30 @@ class Measured:
 
     @cached_property
     def cases(self) -> tuple[str, ...]:
-        """The cases that every run has that did not fail."""
+        """Cases that every successful run has."""
         done = [run for run in self.runs if run.seconds]
         return tuple(case for case in (done[0].seconds if done else ()) if all(case in run.seconds for run in done))
 
     @property
     def origin(self) -> str:
-        """Where figures come from, for a reader."""
+        """Source of the measured times, for a reader."""
         return f"slotline tune {self.date}"
 
     def cost(self, run: MeasuredRun) -> int:
-        """Nanoseconds of a step, averaged over the cases; `UNMEASURED` for a failed run."""
+        """Return the nanoseconds of a step, averaged over the cases. `UNMEASURED` for a failed run."""
         return round(run.mean(self.cases) * 1e9) if run.seconds and self.cases else UNMEASURED
 
     def cheapest(self, runs: Iterable[MeasuredRun]) -> MeasuredRun | None:
-        """The cheapest that did not fail; the first one where several are too close to tell. None without any."""
+        """Return the fastest successful run, or None.
+
+        If several runs are too close to distinguish, the first one is returned.
+        """
         done = [run for run in runs if self.cost(run) < UNMEASURED]
         costs = clamped([(self.cost(run), run.noise) for run in done])
         return min(zip(costs, range(len(done)), done, strict=True), default=(0, 0, None))[2]
 
     def of_backend(self, request: PlanRequest, kv_kind: str, candidate: Candidate) -> MeasuredRun | None:
-        """The cheapest run with a candidate for layers of a kind, under what the request fixes; None without one."""
+        """Return the fastest run with a candidate for layers of a kind, under the request's fixed settings, or None."""
         size = request.block_size.value
         if request.graphs.value not in (AUTO, self.aim):
             return None
@@ -109,18 +113,18 @@ class Measured:
         return min(runs, key=self.cost, default=None)
 
     def of_modes(self, backends: Mapping[str, str], block_size: int) -> list[MeasuredRun]:
-        """What was timed with these backends and this block size, by the cost of the graph mode."""
+        """Return the runs with these backends and this block size, ordered by the cost of their graph mode."""
         same = (run for run in self.runs if run.backends == backends and run.block_size == block_size and run.seconds)
         return sorted(same, key=self.cost)
 
     def best(self, request: PlanRequest, candidates: Sequence[Candidate]) -> MeasuredRun | None:
-        """The cheapest run that the request allows and whose backends are still the same; None without one."""
+        """Return the fastest run that the request allows and whose backends are unchanged, or None."""
         versions = {item.name: item.version for item in candidates}
         return self.cheapest(run for run in self.runs if _allowed(run, request, versions))
 
 
 def with_measurements(request: PlanRequest, measured: Measured | None, candidates: Sequence[Candidate]) -> PlanRequest:
-    """The request with figures to choose by, and with the block size and graph mode that ``auto`` starts from."""
+    """Return the request with measured costs, and with the block size and graph mode that ``auto`` starts from."""
     if measured is None:
         return request
     best = measured.best(request, candidates)
@@ -131,13 +135,13 @@ def with_measurements(request: PlanRequest, measured: Measured | None, candidate
 
 
 def clamped(costs: Sequence[tuple[int, float]]) -> list[int]:
-    """Costs, each given with its noise, with those that differ too little from the lowest made equal to it."""
+    """Return the costs, with those that differ from the lowest by less than the noise set equal to it."""
     lowest, around = min(costs, default=(0, 0.0))
     return [lowest if cost <= lowest * (1 + max(TIE, around, noise)) else cost for cost, noise in costs]
 
 
 def in_words(nanoseconds: int) -> str:
-    """A time with three digits: ``1.02 ms``."""
+    """Return a time with three digits: ``1.02 ms``."""
     for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
         if nanoseconds >= size:
             return f"{nanoseconds / size:.3g} {unit}"
@@ -145,12 +149,12 @@ def in_words(nanoseconds: int) -> str:
 
 
 def figures(run: MeasuredRun, cases: Iterable[str]) -> str:
-    """The times of some cases: ``decode 1 1.01 ms, mixed 64 2.3 ms``."""
+    """Return the times of some cases: ``decode 1 1.01 ms, mixed 64 2.3 ms``."""
     return ", ".join(f"{case} {in_words(round(run.seconds[case] * 1e9))}" for case in cases)
 
 
 def told_cases(measured: Measured) -> tuple[str, ...]:
-    """The cases that stand for the others where there is little room: the smallest decode batch and the mixed one."""
+    """Return the cases to show if space is limited: the smallest decode batch and the mixed batch."""
     first = [case for case in measured.cases if case.startswith("decode")][:1]
     return (*first, *(case for case in measured.cases if case.startswith("mixed")))
 
@@ -168,7 +172,7 @@ def _allowed(run: MeasuredRun, request: PlanRequest, versions: Mapping[str, str]
 
 
 def to_json(measured: Measured) -> dict[str, Any]:
-    """As JSON types."""
+    """Return the measurements as JSON types."""
     return {
         "date": measured.date,
         "dtype": measured.dtype,
@@ -191,10 +195,10 @@ def to_json(measured: Measured) -> dict[str, Any]:
 
 
 def from_json(record: Mapping[str, Any], source: str = "") -> Measured:
-    """What `to_json` wrote.
+    """Return the measurements that `to_json` wrote.
 
     Raises:
-        KeyError, TypeError: if it is something else.
+        KeyError, TypeError: if the record has another form.
     """
     runs = tuple(MeasuredRun(**run) for run in record["runs"])
     fields = {name: record[name] for name in ("date", "dtype", "kv_dtype", "aim")}

@@ -1,4 +1,4 @@
-"""What each group needs, need by need, so that every refusal names its origin and every need can be given up alone."""
+"""Needs of each group, one by one, so that every refusal names its origin and every need can be given up separately."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Ranker = Callable[[str, str, tuple[str, ...]], Ranking | None]
 
 
 def no_ranking(kind: str, group: str, candidates: tuple[str, ...]) -> Ranking | None:
-    """Leave the order of candidates as it is."""
+    """Keep the order of candidates."""
     return None
 
 
 @frozen(kw_only=True)
 class Problem:
-    """A request with its candidates; `waived` holds the keys of needs that are not insisted on."""
+    """Request with its candidates. `waived` holds the keys of needs that may be ignored."""
 
     request: PlanRequest
     attention: tuple[Candidate, ...]
@@ -33,32 +33,33 @@ class Problem:
     rank: Ranker = no_ranking
 
     def insists(self, key: str) -> bool:
+        """Return True if the need of this key is not waived."""
         return key not in self.waived
 
     def without(self, *keys: str) -> Problem:
-        """The same problem with these needs given up."""
+        """Return the same problem with these needs given up."""
         return evolve(self, waived=self.waived | frozenset(keys))
 
     def candidates_for(self, group: GroupRequest) -> tuple[Candidate, ...]:
-        """The backends that take part in a group: names that nobody offers only where they were asked for."""
+        """Return the backends that take part in a group. Unknown names take part only in groups that request them."""
         named = self.request.backend_for(group.kv_kind).value
         return tuple(item for item in self.attention if item.installed or item.name in named)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The cache kinds of the model, in the order of its groups."""
+        """Cache kinds of the model, in the order of its groups."""
         return tuple(dict.fromkeys(group.kv_kind for group in self.request.groups if group.has_cache))
 
 
 @frozen(kw_only=True)
 class GroupNeed:
-    """One need of one group of one capability.
+    """Need of one group for one capability.
 
     Attributes:
         key: the configuration key, or ``model.<capability>[<group>]``, or ``device``.
         capability: the attribute that must cover `value`.
-        origin: who needs it.
-        inherent: True if no setting takes it away.
+        origin: the origin of the need.
+        inherent: True if no setting can remove it.
     """
 
     key: str
@@ -68,12 +69,15 @@ class GroupNeed:
     inherent: bool = False
 
     def active(self) -> bool:
-        """Whether it is a need at all: a feature that is not wanted is none."""
+        """Return True if the need demands anything. A feature that is not wanted demands nothing."""
         return self.value is not False and self.value is not None
 
 
 def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[GroupNeed, ...]:
-    """The needs of a group that hold for one candidate by itself; blocks, layout and graphs are decided jointly."""
+    """Return the needs of a group that concern one candidate by itself.
+
+    Blocks, layout and graphs are decided jointly.
+    """
     needs = (*_device_needs(problem), *_model_needs(group), *_asked_needs(problem.request, group, pair))
     insisted = tuple(need for need in needs if need.active() and problem.insists(need.key))
     return (_pair_need(problem.request, pair), *insisted)
@@ -114,12 +118,15 @@ def _model_needs(group: GroupRequest) -> Iterator[GroupNeed]:
 
 
 def model_key(capability: str, name: str) -> str:
-    """The key of a need that the model brings."""
+    """Return the key of a need that comes from the model."""
     return f"model.{capability}[{name}]"
 
 
 def _pair_need(request: PlanRequest, pair: Pair) -> GroupNeed:
-    """Some pair is always needed; giving `dtype` up means that other pairs are tried, not that none is checked."""
+    """Return the need for a dtype pair.
+
+    Giving `dtype` up means that other pairs are tried, not that none is checked.
+    """
     kv_origin = f", {request.kv_dtype.origin}" if request.kv_dtype.explicit else ""
     return GroupNeed(key="dtype", capability="dtypes", value=pair, origin=request.dtype.origin + kv_origin)
 
@@ -143,18 +150,20 @@ def _asked_needs(request: PlanRequest, group: GroupRequest, pair: Pair) -> Itera
 
 
 def sees_all(group: GroupRequest) -> bool:
-    """Whether a prefix that requests share is seen by all of their later tokens."""
+    """Return True if all later tokens of a request see the whole prefix that requests share."""
     return group.layer.window is None and group.layer.chunk is None and group.layer.attention_type == "decoder"
 
 
 def scales_key(request: PlanRequest) -> str:
-    """The setting that brings scales into play."""
+    """Return the setting that makes scales necessary."""
     return "cache.calculate_kv_scales" if request.kv_scales.value == "calculate" else "cache.dtype"
 
 
 def conditions(needs: Sequence[GroupNeed], query_len: int, pair: Pair) -> frozenset[str]:
-    """The names under which a `Limit` applies: each feature needed, ``name=value`` for each need, and
-    ``speculation`` and ``kv_dtype`` where they are in play. ``graphs`` is judged phase by phase instead.
+    """Return the names under which a `Limit` applies.
+
+    These are each needed feature, ``name=value`` for each need, and ``speculation`` and ``kv_dtype`` if they are used.
+    ``graphs`` is checked phase by phase instead.
     """
     names = {need.capability for need in needs if need.value is True}
     names |= {f"{need.capability}={need.value}" for need in needs}
@@ -166,7 +175,7 @@ def conditions(needs: Sequence[GroupNeed], query_len: int, pair: Pair) -> frozen
 
 
 def dtype_pairs(problem: Problem) -> tuple[Pair, ...]:
-    """The pairs to try, best first: what was asked, then fallbacks where the dtype was left open."""
+    """Return the pairs to try, best first: the requested pair, then fallbacks if the dtype was left open."""
     request = problem.request
     dtypes = (request.dtype.value, *(() if request.dtype.explicit else request.dtype_fallbacks))
     cache = request.cache_dtype
@@ -192,13 +201,13 @@ def _offered_pairs(candidates: Sequence[Candidate]) -> list[Pair]:
 
 
 def backend_key(request: PlanRequest, kv_kind: str) -> str:
-    """The key that names the backend of a kind: one for all, or the kind's own in a table."""
+    """Return the key that names the backend of a kind: the common one, or the kind's own key in a table."""
     own = not isinstance(request.backend.value, str | tuple | list)
     return f"attention.backend.{kv_kind}" if own else "attention.backend"
 
 
 def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
-    """The needs that a setting could take away, by key, in the order in which a reader looks for them."""
+    """Return the needs that a setting could remove, by key, in reading order."""
     request = problem.request
     found: dict[str, Asked[Any]] = {}
     for group in request.groups:
@@ -230,7 +239,7 @@ def asked_keys(problem: Problem) -> dict[str, Asked[Any]]:
 
 
 def inherent_keys(problem: Problem) -> dict[str, Asked[Any]]:
-    """The needs that model and device bring, by key."""
+    """Return the needs of model and device, by key."""
     found: dict[str, Asked[Any]] = {}
     pair = (problem.request.dtype.value, problem.request.cache_dtype)
     for group in problem.request.groups:

@@ -1,4 +1,4 @@
-"""The unary filter: one group against one candidate, all reasons kept."""
+"""Unary filter: one group against one candidate, with all reasons."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ MOST_RANKED = 1000
 
 @frozen(kw_only=True)
 class Offer:
-    """What a candidate brings to one group under one dtype pair.
+    """Offer of a candidate to one group under one dtype pair.
 
     Attributes:
-        candidate: who.
-        reasons: why it is out; empty if it may be chosen.
-        aligns: block sizes that its kernels accept, to hold all at once.
-        preferred: those that they are fastest with, likewise, each with what it hangs on, in words.
+        candidate: the candidate.
+        reasons: the reasons against it. Empty if it may be chosen.
+        aligns: block sizes that its kernels accept. All must hold.
+        preferred: block sizes with the fastest kernels, each with its condition in words. All must hold.
         layouts: its layouts, preferred first.
-        graphs: (phase, state) under the mode aimed at.
-        loss: phases that were wanted inside the graph and will not be.
-        rank: place in the user's order of preference.
-        ranking: place in the order that a plugin gives by `slotline_rank_candidates`, 0 for all without one.
-        measured: nanoseconds of a step with it; 0 for all where nothing was timed. noise: of that, as a share.
+        graphs: (phase, state) under the intended mode.
+        loss: phases that were wanted inside the graph but cannot be captured.
+        rank: index in the user's order of preference.
+        ranking: index in the order returned by a plugin's `slotline_rank_candidates`, 0 for all without one.
+        measured: nanoseconds of a step with it, 0 for all without measurements.
+        noise: relative noise of `measured`.
     """
 
     candidate: Candidate
@@ -59,20 +60,21 @@ class Offer:
     noise: float = 0.0
 
     def accepts_block(self, size: int) -> bool:
+        """Return True if its kernels accept the block size."""
         return all(align.refusal(size) is None for align in self.aligns)
 
     def prefers_block(self, size: int) -> bool:
-        """Whether its kernels are as fast with it as they can be, as far as it says."""
+        """Return True if its kernels are fastest with the block size, as far as it declares that."""
         return all(align.refusal(size) is None for align, _ in self.preferred)
 
     @property
     def preference(self) -> int:
-        """The user's order of preference, and within it the order that a plugin gives."""
+        """User's order of preference, and within it the order given by a plugin."""
         return self.rank * MOST_RANKED + self.ranking
 
     @property
     def order(self) -> tuple[int, int, int, int, str, str]:
-        """What decides between offers that suit the same blocks and layout; smaller is better."""
+        """Sort key among offers that accept the same blocks and layout. Smaller is better."""
         candidate = self.candidate
         static = (self.loss, -candidate.capabilities.priority, candidate.name, candidate.distribution)
         return (self.preference, self.measured, *static)
@@ -107,7 +109,7 @@ def offer_of(problem: Problem, group: GroupRequest, candidate: Candidate, pair: 
 
 
 def _measured(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> tuple[int, float]:
-    """What was timed with a candidate, and the noise of that."""
+    """Return the measured time with a candidate, and its noise."""
     request, measured = problem.request, problem.request.measured
     if measured is None or (measured.dtype, measured.kv_dtype) != pair:
         return 0, 0.0
@@ -116,7 +118,7 @@ def _measured(problem: Problem, group: GroupRequest, candidate: Candidate, pair:
 
 
 def usability(candidate: Candidate) -> tuple[Reason, ...]:
-    """Why a plugin cannot be used at all, whatever is asked of it."""
+    """Return the reasons why a plugin cannot be used for any request."""
     if candidate.blocked is not None:
         return (_plain("N004", candidate.blocked),)
     if candidate.load_error is not None:
@@ -131,7 +133,7 @@ def usability(candidate: Candidate) -> tuple[Reason, ...]:
 
 
 def reason_of(capability: str, refusal: str, origin: str = "") -> Reason:
-    """A refusal with its code and title."""
+    """Return a refusal with its code and title."""
     code = code_of(capability)
     title = capability.replace("_", " ") if code == "N179" else CODES[code].title
     return Reason(code=code, text=f"{title}: {refusal}", origin=origin)
@@ -151,7 +153,7 @@ def _preference(problem: Problem, group: GroupRequest, candidate: Candidate) -> 
 
 
 def not_asked_for(names: Sequence[str], origin: str) -> Reason:
-    """The reason of a plugin that the configuration passes over by naming others."""
+    """Return the reason of a plugin that the configuration excludes by naming others."""
     named = ", ".join(names)
     return Reason(code="N190", text=f"{CODES['N190'].title}: {origin} names {named}", origin=origin)
 
@@ -175,14 +177,14 @@ def _limits_of(capabilities: Any, capability: str, active: frozenset[str]) -> li
 
 
 def _effective(candidate: Candidate, capability: str, active: frozenset[str]) -> tuple[Any, ...]:
-    """The offer and what narrows it under the active conditions; a need must pass all of them."""
+    """Return the offer and its limits under the active conditions. A need must pass all of them."""
     offers = [getattr(candidate.capabilities, capability, None)]
     offers += [limit.offer for limit in _limits(candidate, capability, active)]
     return tuple(offer for offer in offers if offer is not None)
 
 
 def _preferred(candidate: Candidate, active: frozenset[str]) -> tuple[tuple[Any, str], ...]:
-    """The block sizes that a candidate prefers for such a group, and why."""
+    """Return the block sizes that a candidate prefers for a group with these conditions, and the reasons."""
     name = "preferred_block_sizes"
     offers = [(candidate.capabilities.preferred_block_sizes, "")]
     offers += [(limit.offer, f" with {limit.when}{_because(limit)}") for limit in _limits(candidate, name, active)]
@@ -201,7 +203,7 @@ def _refusals_of(candidate: Candidate, need: GroupNeed, active: frozenset[str]) 
 
 
 def refusals_of(capabilities: Any, need: GroupNeed | Need, active: frozenset[str], who: str) -> list[Reason]:
-    """Why an offer does not cover a need, what narrows the offer under the active conditions counted in."""
+    """Return the reasons why an offer does not cover a need, including limits under the active conditions."""
     offer: Capability | None = getattr(capabilities, need.capability, None)
     if offer is None:
         return [reason_of(need.capability, f"needs it, the {who} says nothing of it", need.origin)]
@@ -233,7 +235,7 @@ def _layouts(candidate: Candidate, active: frozenset[str]) -> tuple[str, ...]:
 
 
 def _joint_refusals(problem: Problem, aligns: Sequence[Align], layouts: tuple[str, ...]) -> list[Reason]:
-    """Explicit block size and layout: what is decided jointly becomes a matter of one candidate once it is fixed."""
+    """Return refusals of an explicit block size and layout, which concern single candidates once they are fixed."""
     request = problem.request
     reasons = []
     size, layout = request.block_size, request.layout
@@ -248,8 +250,9 @@ def _joint_refusals(problem: Problem, aligns: Sequence[Align], layouts: tuple[st
 
 
 def kernel_sizes(block_size: int, offers: Sequence[Sequence[Align]], splittable: bool = True) -> list[int]:
-    """Kernel block sizes that every offer accepts, best first: the manager's size, then its exact divisors, largest
-    first. Behaviour 151 of the specification.
+    """Return kernel block sizes that every offer accepts, best first.
+
+    The manager's size comes first, then its exact divisors, largest first. Behaviour 151 of the specification.
     """
     aligns = [align for offer in offers for align in offer]
     sizes = [block_size, *(divisors(block_size, aligns) if splittable else ())]
@@ -257,7 +260,7 @@ def kernel_sizes(block_size: int, offers: Sequence[Sequence[Align]], splittable:
 
 
 def divisors(block_size: int, aligns: Sequence[Align]) -> list[int]:
-    """The sizes named exactly by any offer that divide the manager's size properly, largest first."""
+    """Return the sizes named exactly by any offer that are proper divisors of the manager's size, largest first."""
     exact = {size for align in aligns for size in align.exact}
     return sorted((size for size in exact if 0 < size < block_size and block_size % size == 0), reverse=True)
 
@@ -277,7 +280,7 @@ def _graph_states(
 
 
 def phase_lens(problem: Problem) -> Mapping[str, int]:
-    """Most query tokens of one request, phase by phase."""
+    """Return the most query tokens of one request, phase by phase."""
     request = problem.request
     lens = {"decode": 1, "verify": request.query_len.value, "mixed": request.max_query_len.value}
     return {phase: lens[phase] for phase in graphs.phases_of(request.query_len.value)}
@@ -286,9 +289,9 @@ def phase_lens(problem: Problem) -> Mapping[str, int]:
 def graph_refusals(
     candidate: Candidate, needs: Sequence[GroupNeed], active: frozenset[str], query_len: int, phase: str
 ) -> list[str]:
-    """Why a candidate's forward cannot be captured in a phase; empty if it can."""
+    """Return the reasons why a candidate's forward cannot be captured in a phase, empty if it can."""
     level = graphs.required_level(phase)
-    # What narrows graphs with a cascade concerns the steps that have one; the others are captured as ever.
+    # Limits of graphs with a cascade concern only the steps that have one. The others are captured as usual.
     active = active - {"cascade", "cascade=True"}
     texts = [offer.refusal(level) for offer in _effective(candidate, "graphs", active)]
     values: dict[str, Any] = {need.capability: need.value for need in needs} | {"query_len": query_len}
@@ -300,7 +303,7 @@ def graph_refusals(
 
 
 def cascade_state(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> str:
-    """Whether a chosen candidate serves a group's common prefixes apart, and whether graphs can hold that."""
+    """Return the cascade state of a group with a chosen candidate: captured, eager or none."""
     request = problem.request
     if not request.cascade.value or request.batch_invariant.value or not sees_all(group):
         return NONE
@@ -317,7 +320,7 @@ def cascade_state(problem: Problem, group: GroupRequest, candidate: Candidate, p
 
 
 def cascade_refusal(problem: Problem, group: GroupRequest, candidate: Candidate, pair: Pair) -> str:
-    """What keeps a backend that serves common prefixes apart from doing so for such a group; "" if nothing does."""
+    """Return the reason why a backend with cascade does not use it for a group, or "" if it does."""
     request = problem.request
     wanted = request.cascade.value and not request.batch_invariant.value and sees_all(group)
     if not (wanted and candidate.capabilities.cascade.support):
@@ -334,7 +337,7 @@ def _loss(problem: Problem, states: Sequence[tuple[str, str]]) -> int:
 
 
 def kv_reasons(problem: Problem, kind: str, candidate: Candidate) -> tuple[Reason, ...]:
-    """Why a cache spec cannot hold layers of a kind; empty if it may be chosen."""
+    """Return the reasons why a cache spec cannot hold layers of a kind, empty if it may be chosen."""
     unusable = usability(candidate)
     request = problem.request
     asked = request.kv_specs.get(kind)

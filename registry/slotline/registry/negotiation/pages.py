@@ -1,11 +1,12 @@
-"""One pool for cache groups with unequal pages: how large a block of each group is, and what is lost by it.
+"""Shared pool for cache groups with different page sizes: the size of each group's block, and the waste.
 
-A block of the pool belongs to one group at a time and is as many bytes for each of them, so groups whose layers need
-little for a token get blocks of more tokens. What is left of a block is padding. Blocks of a group are cut into kernel
-blocks at a fixed distance; so the bytes of a block are a multiple of each group's number of them.
+A block of the pool belongs to one group at a time and has the same number of bytes for all groups. Groups whose layers
+need few bytes per token therefore get blocks of more tokens. The rest of a block is padding. Blocks of a group are
+divided into kernel blocks at a fixed distance, so the bytes of a block are a multiple of each group's number of kernel
+blocks.
 
-Example: 10 full layers and 52 with a window of 1024, blocks of 16 tokens. A page of the first is 10/52 of one of the
-second; with 80 tokens it is 50/52, so 4 % of each block of theirs is padding.
+Example: 10 full layers and 52 with a window of 1024, blocks of 16 tokens. A page of the full layers is 10/52 of a page
+of the others. With 80 tokens it is 50/52, so 4 % of each of their blocks is padding.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ TOLERANCE = 0.03
 
 @frozen(kw_only=True)
 class GroupPage:
-    """A cache group's block.
+    """Block of a cache group.
 
     Attributes:
-        name: of the cache group.
+        name: name of the cache group.
         block_size, kernel_block_size: tokens.
-        page_bytes: what the group's layers fill of a block, alignment included.
-        blocks: held at a time by a decoding request of the longest length, at most.
-        optimal_bytes: of the keys and values that such a request's next token reads.
+        page_bytes: bytes of a block that the group's layers use, alignment included.
+        blocks: most blocks held at a time by a decoding request of the longest length.
+        optimal_bytes: bytes of the keys and values that the next token of that request reads.
     """
 
     name: str
@@ -49,18 +50,18 @@ class GroupPage:
 
     @property
     def ratio(self) -> int:
-        """Kernel blocks in a block."""
+        """Number of kernel blocks in a block."""
         return self.block_size // self.kernel_block_size
 
 
 @frozen(kw_only=True)
 class PoolPlan:
-    """How the pool's memory is cut into blocks.
+    """Division of the pool's memory into blocks.
 
     Attributes:
-        block_bytes: what one block takes.
-        shared: whether a block's bytes serve whichever group holds it; if not, it takes memory in each of them.
-        max_model_len: tokens of the request that the figures are of.
+        block_bytes: bytes of one block.
+        shared: True if a block's bytes can be used by any group. False if a block takes memory in each group.
+        max_model_len: tokens of the request that the numbers refer to.
         groups: in the plan's order.
     """
 
@@ -71,24 +72,24 @@ class PoolPlan:
 
     @property
     def bytes_per_request(self) -> int:
-        """Of a decoding request of `max_model_len` tokens, at most."""
+        """Most bytes of a decoding request of `max_model_len` tokens."""
         return sum(group.blocks for group in self.groups) * self.block_bytes
 
     @property
     def optimal_bytes_per_request(self) -> int:
-        """The same if only keys and values were kept that are still read, without blocks and padding."""
+        """Most bytes of the same request without blocks and padding, for keys and values that are still read."""
         return sum(group.optimal_bytes for group in self.groups)
 
     def padding(self, group: GroupPage) -> float:
-        """The share of a block of the group that none of its layers uses."""
+        """Return the fraction of a block of the group that none of its layers uses."""
         return 1 - group.page_bytes / self.block_bytes
 
     def group(self, name: str) -> GroupPage:
-        """The group of that name; raises KeyError."""
+        """Return the group of that name. Raises KeyError if there is none."""
         return {group.name: group for group in self.groups}[name]
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return the record as JSON types."""
         return {
             "block_bytes": self.block_bytes,
             "shared": self.shared,
@@ -108,7 +109,7 @@ class PoolPlan:
         }
 
     def lines(self) -> list[str]:
-        """The figures in words."""
+        """Return the numbers in words."""
         need, best = self.bytes_per_request, self.optimal_bytes_per_request
         text = (
             f"{self.block_bytes} bytes a block; a request of {self.max_model_len} tokens holds "
@@ -133,19 +134,20 @@ class PoolPlan:
 
 
 def optimal_bytes(layer: AttentionLayer, page_bytes: int, block_size: int, max_model_len: int) -> int:
-    """Bytes of what the token behind `max_model_len` - 1 others reads at most in one layer, its own key included."""
+    """Return the bytes that the token at position `max_model_len` - 1 reads in one layer, its own key included."""
     reach = min(max_model_len, layer.window or max_model_len, layer.chunk or max_model_len)
     return -(-page_bytes * reach // block_size)
 
 
 def share_pages(offers: Sequence[Sequence[GroupPage]], max_model_len: int) -> PoolPlan:
-    """Choose each group's block so that requests need least memory, or nearly so with smaller blocks.
+    """Choose each group's block so that requests need the least memory, or nearly the least with smaller blocks.
+
+    For each possible size of a pool block, each group takes the block that fits and needs the fewest blocks. All
+    combinations that could be best are therefore tried.
 
     Args:
         offers: for each group the blocks that its spec accepts.
-
-    For each size that a block of the pool could have, each group takes what fits and needs fewest blocks; so all
-    combinations that could be best are tried.
+        max_model_len: tokens of the longest request.
     """
     sizes = sorted({page.page_bytes for group in offers for page in group})
     smallest = max(min(page.page_bytes for page in group) for group in offers)
@@ -156,7 +158,7 @@ def share_pages(offers: Sequence[Sequence[GroupPage]], max_model_len: int) -> Po
 
 
 def pages_apart(pages: Sequence[GroupPage], max_model_len: int) -> PoolPlan:
-    """Each group in memory of its own: a block takes its page in every group."""
+    """Return a plan with separate memory for each group: a block takes its page in every group."""
     size = sum(page.page_bytes for page in pages)
     return PoolPlan(block_bytes=size, shared=len(pages) == 1, max_model_len=max_model_len, groups=tuple(pages))
 
@@ -169,18 +171,21 @@ def _fit(offers: Sequence[Sequence[GroupPage]], size: int, max_model_len: int) -
 
 
 def _preference(plan: PoolPlan) -> tuple[int, int, int]:
-    """Prefixes are found in steps of the blocks' least common multiple; so that comes first."""
+    """Return the sort key of a plan.
+
+    Prefixes are found in steps of the blocks' least common multiple, so it comes first.
+    """
     sizes = [group.block_size for group in plan.groups]
     return lcm(*sizes), sum(sizes), plan.bytes_per_request
 
 
 def in_percent(share: float) -> str:
-    """A share in words."""
+    """Return a fraction in percent."""
     return f"{100 * share:.1f} %"
 
 
 def in_units(count: int) -> str:
-    """A number of bytes in words."""
+    """Return a number of bytes with a unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""Plugins that stand alone (drafters, logits processors, state backends, LoRA): needs against one offer."""
+"""Check of plugins without groups (drafters, logits processors, LoRA): needs against one offer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from slotline.registry.negotiation.request import Need
 
 
 def part_reasons(capabilities: Any, needs: Iterable[Need]) -> tuple[Reason, ...]:
-    """Why an offer does not cover some needs, all reasons; empty if it may be used.
+    """Return all reasons why an offer does not cover some needs, empty if it may be used.
 
-    Limits between features count: a limit narrows an offer where the need that it names is active. A need of None or
-    False is none.
+    Limits between features apply: a limit narrows an offer if the need that it names is active. Needs of None or False
+    are inactive.
     """
     wanted = {need.capability: need for need in needs if need.value is not None and need.value is not False}
     active = frozenset(wanted)

@@ -1,4 +1,4 @@
-"""The plan: everything negotiation decided, with the record of why. Frozen data; it holds no factory and no plugin."""
+"""Plan: all decisions of negotiation, with their reasons. Frozen data without factories or plugins."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from slotline.registry.negotiation.state_memory import StateMemory
 
 @frozen(kw_only=True)
 class Plan:
-    """What the engine is built from.
+    """Decisions that an engine is built from.
 
     Attributes:
-        device: the machine it was made for.
+        device: the device it was made for.
         dtype, kv_dtype: names.
-        block_size: tokens of a manager block as negotiated; a cache group's own may be a multiple of it.
-        cache_groups, groups: the decisions; a group names its cache group.
-        pool: how the pool's memory is cut; None where nobody asked the cache specs.
-        states: how the memory of state layers is cut; None without them, or where nobody asked.
+        block_size: negotiated tokens of a manager block. A cache group's own block size may be a multiple of it.
+        cache_groups, groups: the decisions. A group names its cache group.
+        pool: division of the pool's memory, None before the cache specs were built.
+        states: division of the memory of state layers, None without them or before the specs were built.
         graphs: the graph mode.
         state_groups: the decisions for layers that keep a state instead of keys and values.
         state_caches: the cache specs that hold the states.
-        downgrades: what came out otherwise than asked or than usual; an error each under `strict`.
-        warnings: what the user should look at besides.
-        notes: what differs from the plainest case without any cost.
-        settings: asked and resolved, key by key.
+        downgrades: differences from the request or the usual plan. Each is an error under `strict`.
+        warnings: other points that deserve the user's attention.
+        notes: differences from the simplest case without any cost.
+        settings: requested and resolved values, key by key.
         parts: plugins chosen elsewhere.
-        facts: what is known of the model.
-        measured: where measured costs come from, "" where nothing was measured.
-        stages: of the pipeline; empty for one device.
-        inline_plugins: a sentence for each inline plugin that names its file; no part of the digest.
-        digest: SHA-256 over the decisions (not over the reasons), in hex; equal in every process that decided the same.
+        facts: facts of the model.
+        measured: source of the measured costs, "" without measurements.
+        stages: stages of the pipeline, empty for one device.
+        inline_plugins: a sentence for each inline plugin that names its file. Not part of the digest.
+        digest: SHA-256 over the decisions (not over the reasons), in hex. Equal decisions have equal digests in every
+            process.
     """
 
     device: DeviceInfo
@@ -72,27 +73,28 @@ class Plan:
 
     @property
     def short_digest(self) -> str:
+        """First characters of the digest."""
         return self.digest[:6]
 
     @property
     def prefix_caching(self) -> bool:
-        """Whether blocks are shared between requests: asked for, and possible in every cache group."""
+        """True if blocks are shared between requests: requested, and possible in every cache group."""
         return any(setting.key == "cache.prefix_caching" and setting.resolved == "true" for setting in self.settings)
 
     def group(self, name: str) -> GroupPlan:
-        """The group of that name; raises KeyError."""
+        """Return the group of that name. Raises KeyError if there is none."""
         return {group.name: group for group in self.groups}[name]
 
     def cache_group(self, name: str) -> CacheGroupPlan:
-        """The cache group of that name; raises KeyError."""
+        """Return the cache group of that name. Raises KeyError if there is none."""
         return {group.name: group for group in self.cache_groups}[name]
 
     def with_parts(self, *parts: Part) -> Plan:
-        """The same plan with more parts on record, and so another digest."""
+        """Return the same plan with more parts, and therefore another digest."""
         return evolve(self, parts=(*self.parts, *parts))
 
     def decision(self) -> dict[str, Any]:
-        """What the digest covers, as JSON types."""
+        """Return the contents of the digest as JSON types."""
         device = self.device
         return {
             "device": {"type": device.type, "compute_capability": device.compute_capability},
@@ -109,14 +111,14 @@ class Plan:
             "settings": {setting.key: setting.resolved for setting in self.settings},
             "parts": [_part(part) for part in self.parts],
             "facts": {key: _plain(value) for key, value in self.facts.items()},
-            **({"stages": self._stages()} if self.stages else {}),  # one device has the digest that it always had
+            **({"stages": self._stages()} if self.stages else {}),  # keeps the digest of a plan for one device
         }
 
     def _stages(self) -> list[dict[str, Any]]:
         return [{"name": f"stage {index}", **asdict(stage)} for index, stage in enumerate(self.stages)]
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan as JSON types, the record of reasons included."""
+        """Return the whole plan as JSON types, reasons included."""
         return {
             "ok": True,
             "digest": self.digest,
@@ -137,13 +139,13 @@ class Plan:
         }
 
     def explain(self, width: int = 100) -> str:
-        """The plan and its reasons as text, `width` columns wide at most where words allow."""
+        """Return the plan and its reasons as text, at most `width` columns wide if words allow."""
         from slotline.registry.negotiation.explain import explain_plan
 
         return explain_plan(self, width)
 
     def summary(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         groups: tuple[GroupPlan | StateGroupPlan, ...] = (*self.groups, *self.state_groups)
         backends = ", ".join(f"{group.name}={group.backend}" for group in groups)
         changed = " ".join(dict.fromkeys(note.code for note in self.downgrades))
@@ -153,7 +155,7 @@ class Plan:
 
 
 def digest_of(decision: Mapping[str, Any]) -> str:
-    """SHA-256 in hex over canonical JSON: sorted keys, no spaces, ASCII."""
+    """Return the SHA-256 in hex over canonical JSON: sorted keys, no spaces, ASCII."""
     text = json.dumps(decision, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

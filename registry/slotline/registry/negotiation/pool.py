@@ -1,4 +1,4 @@
-"""Writing down in a plan how the pool is cut: block sizes, the figures, and what a downgrade costs."""
+"""Record of the pool's division in a plan: block sizes, memory, and the cost of a downgrade."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from slotline.registry.negotiation.solve import hold_strictly
 
 
 def with_pool(plan: Plan, pool: PoolPlan, request: PlanRequest, contiguous: tuple[str, ...] = ()) -> Plan:
-    """The same plan with the block sizes of `pool`.
+    """Return the plan with the block sizes of `pool`.
 
     Args:
+        plan: the plan.
+        pool: the division of the pool's memory.
+        request: the request of the plan.
         contiguous: the cache specs that cannot share blocks with other groups.
 
     Raises:

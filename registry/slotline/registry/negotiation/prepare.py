@@ -1,4 +1,4 @@
-"""From a loaded configuration, a model's facts and discovered plugins to a request and its candidates."""
+"""Preparation of a request and its candidates from a configuration, a model's facts and discovered plugins."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ from slotline.registry.records import PluginRecord, PluginState
 
 
 class Plugins(Protocol):
-    """What is needed of the plugin registry."""
+    """Methods of the plugin registry that are needed here."""
 
-    def records(self) -> Sequence[PluginRecord]: ...
+    def records(self) -> Sequence[PluginRecord]:
+        """Return every row, by kind and name."""
 
-    def load(self, kind: Kind, name: str, *, required: bool) -> Descriptor[Any] | None: ...
+    def load(self, kind: Kind, name: str, *, required: bool) -> Descriptor[Any] | None:
+        """Return the descriptor of a plugin, or None if it is not required and does not load."""
 
 
 def prepare_request(
@@ -49,23 +51,24 @@ def prepare_request(
     parts: Sequence[Part] = (),
     settings: Sequence[Setting] = (),
 ) -> PlanRequest:
-    """The request that a configuration and a model make on a device.
+    """Return the request of a configuration and a model on a device.
 
     Args:
         loaded: the configuration with the origin of each value.
-        facts: of the model.
-        device: the machine.
-        max_model_len: longest sequence, as resolved.
-        dtype_fallbacks: where `dtype` is 'auto', the dtypes to try in order; empty for the checkpoint's alone.
-        draft_tokens: what the drafter proposes in a step; `tree` if it proposes a tree.
-        fast_prefill: indices of the attention layers that are run for the tokens alone whose logits are wanted.
-        last_queries: index of the layer that may leave out queries of the other tokens; None where all are needed.
-        needs: what further plugins need of attention backends.
+        facts: facts of the model.
+        device: the device.
+        max_model_len: resolved longest sequence.
+        dtype_fallbacks: if `dtype` is 'auto', the dtypes to try in order. Empty to try only the checkpoint's.
+        draft_tokens: number of tokens that the drafter proposes in a step.
+        tree: True if the drafter proposes a tree.
+        fast_prefill: indices of the attention layers that run only for the tokens whose logits are wanted.
+        last_queries: index of the layer that may skip the queries of the other tokens. None if all are needed.
+        needs: needs of further plugins towards attention backends.
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
 
     Raises:
-        NegotiationError: if scales are to be calculated for a cache that has none.
+        NegotiationError: if scales should be calculated for a cache without scales.
     """
     config, source = loaded.config, _Source(loaded)
     dtypes = (config.dtype,) if config.dtype != AUTO else tuple(dtype_fallbacks) or (facts.dtype,)
@@ -105,25 +108,25 @@ def prepare_request(
 
 
 def attention_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
-    """Every attention backend that is known, probed on `device`; broken and blocked ones with the reason."""
+    """Return every known attention backend, probed on `device`. Broken and blocked ones have the reason."""
     return candidates(registry, Kind.ATTENTION, device)
 
 
 def kv_spec_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
-    """Every cache spec that is known, probed on `device`; broken and blocked ones with the reason."""
+    """Return every known cache spec, probed on `device`. Broken and blocked ones have the reason."""
     return candidates(registry, Kind.KV_SPEC, device)
 
 
 def state_candidates(registry: Plugins, device: DeviceInfo) -> tuple[Candidate, ...]:
-    """Every state backend that is known, probed on `device`; broken and blocked ones with the reason."""
+    """Return every known state backend, probed on `device`. Broken and blocked ones have the reason."""
     return candidates(registry, Kind.STATE, device)
 
 
 def candidates(registry: Plugins, kind: Kind, device: DeviceInfo) -> tuple[Candidate, ...]:
-    """Every plugin of a kind, in the order of the registry's rows."""
+    """Return every plugin of a kind, in the order of the registry's rows."""
     names = dict.fromkeys(row.name for row in registry.records() if row.kind == kind)
     for name in names:
-        registry.load(kind, name, required=False)  # a row that cannot load says why from now on
+        registry.load(kind, name, required=False)  # loading updates the row's error
     rows = [row for row in registry.records() if row.kind == kind and row.state is not PluginState.SHADOWED]
     return tuple(_candidate(row, kind, device) for row in rows)
 
@@ -149,14 +152,14 @@ def _candidate(row: PluginRecord, kind: Kind, device: DeviceInfo) -> Candidate:
 
 
 class _Source:
-    """Looks origins up by key."""
+    """Lookup of origins by key."""
 
     def __init__(self, loaded: LoadedConfig) -> None:
         self.config = loaded.config
         self._origins = loaded.origins
 
     def asked(self, key: str, value: Any) -> Asked[Any]:
-        """The value with its place; a table has the place of its first entry."""
+        """Return the value with its origin. A table has the origin of its first entry."""
         within = [origin for at, origin in self._origins.items() if at == key or at.startswith(f"{key}.")]
         origin = next((item for item in within if item.kind != "default"), None)
         if origin is None:
@@ -167,7 +170,7 @@ class _Source:
 
 
 def _kv_scales(source: _Source, facts: ModelFacts) -> Asked[str]:
-    """Where the scales of an eight-bit cache come from; what is asked for goes before what the checkpoint has."""
+    """Return the source of the scales of an eight-bit cache. The request has priority over the checkpoint."""
     asked = source.asked("cache.calculate_kv_scales", source.config.cache.calculate_kv_scales)
     if asked.value:
         if source.config.cache.dtype not in EIGHT_BIT | CACHE_DTYPES.keys():

@@ -1,4 +1,4 @@
-"""What was said of candidates and of a plan: reasons, rejections, notes."""
+"""Reasons, rejections and notes about candidates and plans."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from attrs import frozen
 
 @frozen(kw_only=True)
 class Reason:
-    """Why a candidate was not chosen.
+    """Reason why a candidate was not chosen.
 
     Attributes:
         code: a key of `codes.CODES`.
-        text: what was needed and what was offered, one line.
-        origin: who needed it.
+        text: the need and the offer, in one line.
+        origin: the origin of the need.
     """
 
     code: str
@@ -22,12 +22,13 @@ class Reason:
     origin: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {"code": self.code, "text": self.text, "origin": self.origin}
 
 
 @frozen(kw_only=True)
 class Rejection:
-    """A candidate that lost in one group, with every reason found."""
+    """Candidate that lost in one group, with every reason."""
 
     name: str
     distribution: str = ""
@@ -35,20 +36,21 @@ class Rejection:
     reasons: tuple[Reason, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {**source_of(self), "name": self.name, "reasons": [reason.to_json() for reason in self.reasons]}
 
 
 @frozen(kw_only=True)
 class Note:
-    """Something that came out otherwise than asked, or that the user should know.
+    """Difference from the request, or other information for the user.
 
     Attributes:
         code: a key of `codes.CODES`.
-        key: the configuration key it concerns.
-        text: what happened, one line.
+        key: the configuration key that it concerns.
+        text: one line of description.
         asked, resolved: the two values.
-        because: every party that limits it.
-        to_avoid: settings with which the note goes away; each was tried.
+        because: every party that limits the value.
+        to_avoid: settings with which the note disappears. Each was tested.
     """
 
     code: str
@@ -60,6 +62,7 @@ class Note:
     to_avoid: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {
             "code": self.code,
             "key": self.key,
@@ -72,5 +75,5 @@ class Note:
 
 
 def source_of(item: Any) -> dict[str, Any]:
-    """Which distribution brings something, as JSON types."""
+    """Return the distribution of a plugin as JSON types."""
     return {"distribution": item.distribution, "version": item.version}

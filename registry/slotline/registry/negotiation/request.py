@@ -1,4 +1,4 @@
-"""What is asked of negotiation: values with their origin, attention groups, and the candidates that offer something."""
+"""Input of negotiation: values with their origin, attention groups, and candidates."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ EIGHT_BIT = frozenset(CACHE_DTYPES.values())
 
 @frozen
 class Asked(Generic[T]):
-    """A value as it was asked for.
+    """Requested value with its origin.
 
     Attributes:
         value: the value.
-        origin: who asked, in words: ``run.toml:12 attention.backend``, ``drafter ngram: 1+4 tokens``, ``default``.
-        explicit: True if a person or a plugin named it; then it is honoured or refused, never changed.
+        origin: the origin in words: ``run.toml:12 attention.backend``, ``drafter ngram: 1+4 tokens``, ``default``.
+        explicit: True if a user or a plugin set it. An explicit value is used or refused, never changed.
     """
 
     value: T
@@ -46,13 +46,13 @@ class Asked(Generic[T]):
 
 @frozen(kw_only=True)
 class Need:
-    """One more need that a part of the engine has of attention backends, e.g. ``lse`` for a merge of partial results.
+    """Additional need of a part of the engine towards attention backends, e.g. ``lse`` to merge partial results.
 
     Attributes:
         capability: attribute of `AttentionCapabilities` that must cover it.
         value: the need, in the terms of that capability's class.
-        origin: who needs it.
-        group: name of the attention group it concerns; None for all.
+        origin: the origin of the need.
+        group: name of the attention group that it concerns, None for all.
     """
 
     capability: str
@@ -66,10 +66,10 @@ class GroupRequest:
     """Layers whose attention needs are equal, so that one backend instance can serve them.
 
     Attributes:
-        name: the cache kind, with ``_1``, ``_2`` where several groups have one kind.
+        name: the cache kind, with ``_1``, ``_2`` if several groups have the same kind.
         layers: in model order, at least one.
-        fast_prefill: whether their batches have the tokens alone whose logits are wanted.
-        last_queries: whether the model may leave out queries of the other tokens in the last of them.
+        fast_prefill: True if their batches contain only the tokens whose logits are wanted.
+        last_queries: True if the model may skip the queries of the other tokens in the last layer.
     """
 
     name: str
@@ -79,34 +79,36 @@ class GroupRequest:
 
     @property
     def layer(self) -> AttentionLayer:
-        """The first layer; in all that negotiation looks at, the others equal it."""
+        """First layer. The others are equal in everything that negotiation reads."""
         return self.layers[0]
 
     @property
     def kv_kind(self) -> str:
+        """Cache kind of the layers."""
         return self.layer.kv_kind
 
     @property
     def has_cache(self) -> bool:
-        """Encoder-only layers keep nothing between steps."""
+        """False for encoder-only layers, which keep nothing between steps."""
         return self.layer.attention_type != "encoder_only"
 
 
 @frozen(kw_only=True)
 class StateGroupRequest:
-    """State layers of one kind with equal facts, so that one backend instance can serve them; at least one."""
+    """State layers of one kind with equal facts, so that one backend instance can serve them. At least one layer."""
 
     name: str
     layers: tuple[StateLayer, ...]
 
     @property
     def state_kind(self) -> str:
+        """Kind of the state layers."""
         return self.layers[0].state_kind
 
 
 @frozen(kw_only=True)
 class Part:
-    """A plugin chosen elsewhere that the plan records: a drafter, a logits processor, a model family, LoRA."""
+    """Plugin chosen elsewhere that the plan records: a drafter, a logits processor, a model family, LoRA."""
 
     kind: str
     name: str
@@ -118,7 +120,7 @@ class Part:
 
 @frozen(kw_only=True)
 class Setting:
-    """One value, asked and resolved side by side."""
+    """Requested and resolved value of one key."""
 
     key: str
     asked: str
@@ -127,23 +129,24 @@ class Setting:
     explicit: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON types."""
         return {"key": self.key, "asked": self.asked, "resolved": self.resolved, "origin": self.origin}
 
 
 @frozen(kw_only=True)
 class Candidate:
-    """One plugin that might be chosen, as discovery found it and the probe left it.
+    """Plugin that might be chosen, after discovery and probe.
 
     Attributes:
-        name: the plugin's name; taken from the descriptor where not given.
+        name: the plugin's name, taken from the descriptor by default.
         descriptor: None if the plugin could not be loaded.
-        distribution, version: where it comes from; ``inline`` for a plugin from a file.
-        contract: the bound contract version, None if host and plugin have none in common; `contract_error` says more.
-        capabilities: the offer after the probe; None if there is none.
-        probe_refusal: why the probe says the plugin cannot run on this device.
+        distribution, version: the plugin's source, ``inline`` for a plugin from a file.
+        contract: the bound contract version, None if host and plugin have none in common (see `contract_error`).
+        capabilities: the offer after the probe, None if there is none.
+        probe_refusal: the probe's reason why the plugin cannot run on this device.
         load_error: the first line of the error that loading it raised.
-        blocked: which rule keeps it from loading.
-        inline: whether it comes from a file instead of an installed distribution.
+        blocked: the rule that prevents it from loading.
+        inline: True if it comes from a file instead of an installed distribution.
     """
 
     descriptor: Descriptor[Any] | None = None
@@ -160,7 +163,7 @@ class Candidate:
 
     @property
     def installed(self) -> bool:
-        """Whether anything of that name was found, be it broken or blocked."""
+        """True if a plugin of that name was found, even if it is broken or blocked."""
         troubles = (self.blocked, self.load_error, self.probe_refusal)
         return self.capabilities is not None or self.contract is None or any(text is not None for text in troubles)
 
@@ -175,37 +178,36 @@ class Candidate:
 
 @frozen(kw_only=True)
 class PlanRequest:
-    """Everything that negotiation is asked for; nothing of it is ever changed.
+    """Input of negotiation. It is never modified.
 
     Attributes:
-        device: the machine.
+        device: the device.
         groups: attention groups, from `group_layers`.
         state_groups: groups of state layers, from `group_states`.
-        state_backend: as `backend`, with state kinds for cache kinds.
-        dtype: of weights and activations; `dtype_fallbacks` are tried in order where it is not explicit.
-        kv_dtype: of the cache, as asked; ``auto`` follows dtype. `cache_dtype` is its full name.
-        kv_scales: where the scales of an eight-bit cache come from, ``checkpoint`` or ``calculate``; empty where all
-            are 1.
-        backend: ``auto``, a name, names in order of preference (``auto`` among them admits the rest), or a mapping
-            from cache kind to any of these.
-        block_size: tokens of a manager block; ``auto`` starts from `default_block_size`, and takes what backends prefer
-            unless `timed_block_size`: it is then that of the fastest run.
+        state_backend: like `backend`, with state kinds instead of cache kinds.
+        dtype: dtype of weights and activations. `dtype_fallbacks` are tried in order if it is not explicit.
+        kv_dtype: requested dtype of the cache. ``auto`` follows dtype. `cache_dtype` is its full name.
+        kv_scales: source of the scales of an eight-bit cache, ``checkpoint`` or ``calculate``. Empty if all are 1.
+        backend: ``auto``, a name, names in order of preference (``auto`` among them admits the rest), or a mapping from
+            cache kind to any of these.
+        block_size: tokens of a manager block. ``auto`` starts from `default_block_size` and follows the backends'
+            preference, except if `timed_block_size` is set, which is the block size of the fastest run.
         layout: physical order inside a page: ``auto``, ``NHD``, ``HND``.
-        kv_specs: from layer kind to the plugin that must hold it.
-        graphs: the graph mode; ``auto`` aims at `auto_graphs`.
-        uncaptured: why no forward pass of this model can be captured, whatever the backends; "" if it can.
+        kv_specs: layer kind -> the plugin that must hold it.
+        graphs: the graph mode. ``auto`` aims at `auto_graphs`.
+        uncaptured: the reason why no forward pass of this model can be captured with any backend, or "".
         query_len: most query tokens of a uniform decode batch, 1 + draft tokens.
         max_query_len: most query tokens of one request in a mixed batch.
         batch_invariant, tree_mask: features that backends must have.
-        cascade: whether common prefixes are served apart: True where backends must be able to, ``auto`` where they can.
-        prefix_caching: whether blocks are to be shared between requests.
+        cascade: use of cascade for common prefixes: True requires it of backends, ``auto`` uses it if they support it.
+        prefix_caching: True to share blocks between requests.
         needs: more needs, from plugins.
-        strict: whether each downgrade is an error; `allow` lists the codes that may pass.
+        strict: True to make each downgrade an error. `allow` lists the allowed codes.
         parts: plugins chosen elsewhere, for the record.
         settings: resolved elsewhere, for the record.
-        facts: what the plan says of the model, in order: name -> value.
-        measured: what was timed of this model on this device, to choose by; None if nothing was.
-        stages: of the pipeline, for the record; empty for one device.
+        facts: facts of the model shown in the plan, in order: name -> value.
+        measured: measurements of this model on this device, None without any.
+        stages: stages of the pipeline, for the record. Empty for one device.
     """
 
     device: DeviceInfo
@@ -242,15 +244,15 @@ class PlanRequest:
 
     @property
     def cache_dtype(self) -> str:
-        """The full name of the cache's dtype, or ``auto``."""
+        """Full name of the cache's dtype, or ``auto``."""
         return CACHE_DTYPES.get(self.kv_dtype.value, self.kv_dtype.value)
 
     def backend_for(self, kv_kind: str) -> Asked[tuple[str, ...]]:
-        """The names asked for layers of one kind, best first; empty where any will do."""
+        """Return the names requested for layers of one kind, best first. Empty for any backend."""
         return _names_for(self.backend, kv_kind)
 
     def state_backend_for(self, state_kind: str) -> Asked[tuple[str, ...]]:
-        """The same for state layers of one kind."""
+        """Return the names requested for state layers of one kind, best first. Empty for any backend."""
         return _names_for(self.state_backend, state_kind)
 
 
@@ -270,9 +272,9 @@ def group_layers(
 ) -> tuple[GroupRequest, ...]:
     """Group layers with equal needs, named after their cache kind, in the order of their first layer.
 
-    The scale counts as a need too: a backend may bake it into its host-side plan of a step. Layers whose index is in
-    `fast_prefill` see batches of their own, so they are apart; `last_queries` is the index of the layer that may leave
-    out queries, which its group notes.
+    The scale counts as a need too, because a backend may use it in its host-side plan of a step. Layers whose index is
+    in `fast_prefill` have batches of their own and form separate groups. `last_queries` is the index of the layer that
+    may skip queries, which its group records.
     """
     members: dict[tuple[object, ...], list[AttentionLayer]] = {}
     for layer in layers:

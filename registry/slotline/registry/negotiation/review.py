@@ -1,4 +1,4 @@
-"""What reviewing plugins say of a finished plan: remarks are added to it, a veto refuses it."""
+"""Review of a finished plan by plugins: remarks are added to it, and a veto refuses it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from slotline.registry.negotiation.request import PlanRequest
 
 
 class Reviewers(Protocol):
-    """What is needed of the host of hook plugins."""
+    """Methods of the hook host that are needed here."""
 
-    def review_plan(self, plan: Plan, request: PlanRequest) -> tuple[tuple[str, PlanNote], ...]: ...
+    def review_plan(self, plan: Plan, request: PlanRequest) -> tuple[tuple[str, PlanNote], ...]:
+        """Return every reviewer's notes, each with the plugin's label."""
 
 
 def review(plan: Plan, request: PlanRequest, reviewers: Reviewers) -> Plan:
-    """The same plan with the reviewers' remarks among its warnings; decisions and digest stay.
+    """Return the plan with the reviewers' remarks among its warnings. Decisions and digest stay the same.
 
     Raises:
         NegotiationError: if a reviewer refuses the plan.

@@ -1,8 +1,8 @@
-"""All combinations, in lexicographic order of what matters, so that the best plan is the same everywhere.
+"""Search over all combinations, in lexicographic order of importance, so that the best plan is deterministic.
 
 Shared variables (dtype pair, cache specs, manager block size, and in each cache group the kernel block size and the
-layout) are enumerated. Given them, attention groups no longer depend on each other, and since lexicographic cost
-vectors add up group by group, taking each group's best is the same as trying every combination of backends.
+layout) are enumerated. Given them, attention groups are independent of each other. Lexicographic cost vectors add up
+group by group. Taking each group's best is therefore the same as trying every combination of backends.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ cache."""
 
 @frozen(kw_only=True)
 class CachePart:
-    """The decision for the attention groups of one cache group.
+    """Decision for the attention groups of one cache group.
 
     Attributes:
-        key: what tells the cache groups apart.
+        key: identity of the cache group.
         members: indices into the request's groups.
         spec: the cache spec, None for layers without a cache.
         kernel_block_size, layout: common to the members.
-        offers: what was chosen for each member.
+        offers: the chosen offer of each member.
     """
 
     key: CacheKey
@@ -72,11 +72,10 @@ class CachePart:
 
 @frozen(kw_only=True)
 class Solution:
-    """A feasible combination and what it costs.
+    """Feasible combination and its cost.
 
     Attributes:
-        before: the block size that the same choices would have without the backends' preferences; 0 where these
-            changed nothing.
+        before: the block size of the same choices without the backends' preferences. 0 if these changed nothing.
     """
 
     pair: Pair
@@ -87,12 +86,12 @@ class Solution:
     before: int = 0
 
     def offer(self, index: int) -> Offer:
-        """What was chosen for the group of that index."""
+        """Return the chosen offer of the group of that index."""
         part = self.part(index)
         return part.offers[part.members.index(index)]
 
     def part(self, index: int) -> CachePart:
-        """The cache group that the group of that index belongs to."""
+        """Return the cache group that the group of that index belongs to."""
         return next(part for part in self.parts if index in part.members)
 
 
@@ -101,7 +100,7 @@ _PartCost = tuple[int, int, int, int, tuple[str, ...], int, tuple[object, ...]]
 
 @define
 class Search:
-    """One problem, with every group compared with every candidate once.
+    """Search for one problem, with every group compared with every candidate once.
 
     Attributes:
         ranked_by: group name -> label of the plugin that ordered its candidates.
@@ -113,7 +112,7 @@ class Search:
     ranked_by: dict[str, str] = field(factory=dict, init=False)
 
     def offers(self, pair: Pair) -> list[list[Offer]]:
-        """All offers by group, refused ones included, in the candidates' order."""
+        """Return all offers by group, refused ones included, in the candidates' order."""
         if pair not in self._offers:
             problem = self.problem
             self._offers[pair] = [
@@ -126,7 +125,7 @@ class Search:
         return self._offers[pair]
 
     def _ranked(self, group: GroupRequest, offers: list[Offer]) -> list[Offer]:
-        """Return the offers of a group with their place in the order that a plugin gives, if one does."""
+        """Return the offers of a group with their index in a plugin's order, if there is one."""
         names = tuple(offer.candidate.name for offer in offers if not offer.reasons)
         ranking = self.problem.rank("attention", group.name, names) if len(names) > 1 else None
         if ranking is None:
@@ -135,7 +134,7 @@ class Search:
         return [evolve(offer, ranking=ranking.place(offer.candidate.name)) for offer in offers]
 
     def specs(self, kind: str) -> list[Candidate]:
-        """The cache specs that may hold a kind."""
+        """Return the cache specs that may hold a kind."""
         if kind not in self._specs:
             problem = self.problem
             self._specs[kind] = [item for item in problem.kv_specs if not kv_reasons(problem, kind, item)]
@@ -144,11 +143,11 @@ class Search:
     def best(
         self, forced: Mapping[int, Candidate] | None = None, spec: tuple[str, Candidate] | None = None
     ) -> Solution | None:
-        """The best solution, or None.
+        """Return the best solution, or None.
 
         Args:
-            forced: group index -> the candidate it must take, to find out what that would cost.
-            spec: (kind, the cache spec it must take), likewise.
+            forced: group index -> the candidate that it must take, to determine the cost of that choice.
+            spec: (kind, the cache spec that it must take), for the same purpose.
         """
         for rank, pair in enumerate(dtype_pairs(self.problem)):
             viable = self._viable(pair, forced or {})
@@ -161,9 +160,9 @@ class Search:
         return None
 
     def _in_preferred_blocks(self, rank: int, solution: Solution) -> Solution:
-        """The same choices in blocks of the nearest size that more of the chosen backends prefer, if there is one.
+        """Return the same choices with the nearest block size that more of the chosen backends prefer, if there is one.
 
-        A preference is looked at after everything else, so that it neither makes a backend win nor lose.
+        Preferences are considered after everything else, so that they never change the choice of backends.
         """
         request = self.problem.request
         if request.block_size.value != AUTO or request.timed_block_size or not unmet(solution):
@@ -219,7 +218,10 @@ class Search:
                 yield Solution(pair=pair, block_size=size, specs=specs, parts=tuple(parts), cost=cost)
 
     def _captured_somewhere(self, viable: list[list[Offer]]) -> Iterator[list[list[Offer]]]:
-        """Explicit `full` needs one captured group at least: try each group in that part."""
+        """Yield the offers with each group in turn required to be captured.
+
+        Explicit `full` needs at least one captured group.
+        """
         if not must_capture(self.problem):
             yield viable
             return
@@ -261,7 +263,10 @@ class Search:
         return sorted({layout for pool in pools for offer in pool for layout in offer.layouts})
 
     def _block_sizes(self, viable: list[list[Offer]], more: Collection[int] = ()) -> list[int]:
-        """Manager block sizes to try: the one asked for; or the usual one and whatever else could suit, and `more`."""
+        """Return the manager block sizes to try: the requested size, or the usual and other suitable sizes.
+
+        `more` are additional sizes.
+        """
         request = self.problem.request
         asked = request.block_size.value
         if isinstance(asked, int) and self.problem.insists("cache.block_size"):
@@ -294,19 +299,19 @@ class Search:
         )
 
     def loses_prefix_caching(self, spec: Candidate) -> bool:
-        """Whether prefix caching was wanted and this spec cannot."""
+        """Return True if prefix caching was requested and this spec does not support it."""
         return self.problem.request.prefix_caching.value and spec.capabilities.prefix_caching.refusal(True) is not None
 
 
 def must_capture(problem: Problem) -> bool:
-    """Whether graphs of all batches were asked for by name, on a device that has graphs."""
+    """Return True if graphs of all batches were requested explicitly, on a device that has graphs."""
     request = problem.request
     asked = request.graphs.value == FULL and request.graphs.explicit and problem.insists("graphs.mode")
     return asked and request.device.type in GRAPH_DEVICES and bool(request.groups)
 
 
 def chosen(solution: Solution) -> list[tuple[int, Offer]]:
-    """The groups by index, and what was chosen for each."""
+    """Return the groups by index with their chosen offers."""
     return sorted(
         (pair for part in solution.parts for pair in zip(part.members, part.offers, strict=True)),
         key=lambda pair: pair[0],
@@ -314,7 +319,7 @@ def chosen(solution: Solution) -> list[tuple[int, Offer]]:
 
 
 def unmet(solution: Solution) -> list[tuple[int, Offer]]:
-    """Those whose backend prefers another block size."""
+    """Return the groups whose backend prefers another block size."""
     return [
         (index, offer)
         for index, offer in chosen(solution)
@@ -323,17 +328,20 @@ def unmet(solution: Solution) -> list[tuple[int, Offer]]:
 
 
 def captures(offer: Offer) -> bool:
-    """Whether any phase runs inside the graph."""
+    """Return True if any phase runs inside the graph."""
     return any(state == CAPTURED for _, state in offer.graphs)
 
 
 def is_exact(spec: Candidate, kind: str) -> bool:
-    """Whether a spec holds a kind without waste."""
+    """Return True if a spec holds a kind without waste."""
     return spec.capabilities.exact_kinds.refusal(kind) is None
 
 
 def cache_key(group: GroupRequest, specs: Kinds, index: int) -> CacheKey:
-    """Layers share a block table if one spec holds them and frees the same blocks for all of them."""
+    """Return the identity of a group's cache group.
+
+    Layers share a block table if one spec frees the same blocks for all.
+    """
     if not group.has_cache:
         return ("", index, None)
     spec = specs[group.kv_kind]
@@ -342,7 +350,7 @@ def cache_key(group: GroupRequest, specs: Kinds, index: int) -> CacheKey:
 
 
 def common_multiples(start: set[int], sizes: set[int]) -> list[int]:
-    """Least common multiples of `sizes` and `start` up to a bound: start first, then upwards, then downwards."""
+    """Return least common multiples of `sizes` and `start` up to a bound: start first, then upwards, then downwards."""
     bound = max(LARGEST_BLOCK, *start, *sizes) if sizes else LARGEST_BLOCK
     found = set(start) | sizes
     frontier = found
@@ -358,7 +366,7 @@ def common_multiples(start: set[int], sizes: set[int]) -> list[int]:
 
 
 def _tied(offers: list[Offer]) -> list[Offer]:
-    """The offers of one group, with costs that differ too little made equal."""
+    """Return the offers of one group, with costs that differ less than the noise set equal."""
     usable = [offer for offer in offers if not offer.reasons]
     costs = dict(zip(map(id, usable), clamped([(offer.measured, offer.noise) for offer in usable]), strict=True))
     return [evolve(offer, measured=costs.get(id(offer), offer.measured)) for offer in offers]
@@ -371,7 +379,7 @@ def _named(align: object) -> set[int]:
 
 
 def _first_fits(pools: Sequence[Sequence[Offer]], kernel: int, layout: str) -> tuple[Offer, ...] | None:
-    """The best offer of each group that takes this kernel block and layout; None if a group has none."""
+    """Return the best offer of each group that accepts this kernel block and layout. None if a group has none."""
     offers = []
     for pool in pools:
         fit = next((offer for offer in pool if layout in offer.layouts and offer.accepts_block(kernel)), None)

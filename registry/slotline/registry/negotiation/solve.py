@@ -1,4 +1,4 @@
-"""Negotiation: from a request and its candidates to one frozen plan, or to an error that says what would help."""
+"""Negotiation: from a request and its candidates to one frozen plan, or to an error with remedies."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def negotiate(
     """Find the best plan.
 
     Args:
-        request: what is asked; it stays as it is.
-        attention: the attention backends, usable or not; all of them appear in the record.
-        kv_specs: the cache specs, those of blocks and those of states, likewise.
-        states: the state backends, likewise; looked at only where the model has state layers.
-        rank: orders the candidates that fit a group, if it wants to.
+        request: the request, which is not modified.
+        attention: the attention backends, usable or not. All of them appear in the record.
+        kv_specs: the cache specs of blocks and of states, usable or not.
+        states: the state backends, usable or not. Used only if the model has state layers.
+        rank: may order the candidates that fit a group.
 
     Returns:
         The plan. The same arguments give the same plan in every process.
@@ -60,26 +60,26 @@ def negotiate(
 
 
 def _specs_of_blocks(request: PlanRequest, specs: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Return the specs that may hold keys and values, and those of states that were named for such layers."""
+    """Return the specs that may hold keys and values, and specs of states that were named for these layers."""
     kinds = {group.kv_kind for group in request.groups}
     named = {asked.value for kind, asked in request.kv_specs.items() if kind in kinds}
     return tuple(spec for spec in specs if spec.name in named or not holds_states(spec))
 
 
 def _backend_names(request: PlanRequest) -> list[str]:
-    """Every backend that the configuration names for layers that exist."""
+    """Return every backend that the configuration names for existing layers."""
     kinds = dict.fromkeys(group.kv_kind for group in request.groups)
     return [name for kind in kinds for name in request.backend_for(kind).value if name != AUTO]
 
 
 def _missing(names: Sequence[str], candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Names that nobody offers take part as candidates that are not installed, and so are reported like others."""
+    """Return candidates for unknown names, which are reported as not installed."""
     known = {candidate.name for candidate in candidates}
     return [Candidate(name=name) for name in dict.fromkeys(names) if name not in known]
 
 
 def warnings_of(problem: Problem) -> tuple[Note, ...]:
-    """What deserves attention and changes nothing."""
+    """Return the warnings, which do not change the plan."""
     request = problem.request
     return (
         *_failed_imports(problem),
@@ -119,7 +119,7 @@ def _idle_entries(request: PlanRequest, kinds: Sequence[str]) -> list[Note]:
 
 
 def hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
-    """Refuse a plan that differs from what was asked.
+    """Refuse a plan that differs from the request.
 
     Raises:
         NegotiationError: naming every difference whose code is not in `allow`.
@@ -129,7 +129,7 @@ def hold_strictly(plan: Plan, allow: Sequence[str]) -> None:
     if not notes:
         return
     codes = tuple(dict.fromkeys(note.code for note in notes))
-    ways_out = notes[0].to_avoid if len(notes) == 1 else ()  # one setting takes away one of several at most
+    ways_out = notes[0].to_avoid if len(notes) == 1 else ()  # one setting removes at most one of several differences
     allowed = f"allow = {toml((*allow, *codes))}"
     message = f"strict: the plan differs from what was asked ({', '.join(codes)})"
     raise _error(Failure(code="N510", message=message, notes=notes, remedies=(*ways_out, allowed)))

@@ -14,7 +14,7 @@ from slotline.registry.negotiation.request import Candidate, PlanRequest
 
 
 def holds_states(candidate: Candidate) -> bool:
-    """Return whether a usable cache spec holds states instead of blocks."""
+    """Return True if a usable cache spec holds states instead of blocks."""
     return not usability(candidate) and bool(candidate.capabilities.state.support)
 
 
@@ -24,7 +24,7 @@ def choose_state_caches(
     """Return the cache spec of each kind of state layers, one plan for all kinds that a spec holds.
 
     Args:
-        request: what is asked; `kv_specs` may name a spec for a kind of state.
+        request: the request. Its `kv_specs` may name a spec for a kind of state.
         specs: all cache specs. Those that hold blocks appear in the record only where they were named.
         groups: the state groups with resolved dtypes.
 
@@ -92,7 +92,7 @@ def _why_lost(kind: str, chosen: Candidate, other: Candidate) -> Reason:
 
 
 def _reasons(request: PlanRequest, kind: str, spec: Candidate) -> tuple[Reason, ...]:
-    """Return why a spec cannot hold the states of a kind; empty if it may be chosen."""
+    """Return the reasons why a spec cannot hold the states of a kind, empty if it may be chosen."""
     unusable = usability(spec)
     asked = request.kv_specs.get(kind)
     other = asked is not None and asked.value != spec.name
@@ -111,7 +111,7 @@ def _reasons(request: PlanRequest, kind: str, spec: Candidate) -> tuple[Reason, 
 
 
 def _is_shown(request: PlanRequest, kinds: tuple[str, ...], spec: Candidate) -> bool:
-    """Return whether a spec belongs on record: those of states, those named, those that did not load."""
+    """Return True for specs in the record: specs of states, named specs, and specs that failed to load."""
     named = any(asked.value == spec.name for kind, asked in request.kv_specs.items() if kind in kinds)
     return named or holds_states(spec)
 

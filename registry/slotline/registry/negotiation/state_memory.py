@@ -1,4 +1,4 @@
-"""What states take: slots for every row, slots for checkpoints, and what a request holds beside its blocks."""
+"""Memory of states: slots for rows, slots for checkpoints, and the bytes of a request in addition to its blocks."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from slotline.registry.negotiation.pages import PoolPlan, in_percent, in_units
 
 @frozen(kw_only=True)
 class StateMemory:
-    """How the memory of states is cut.
+    """Division of the memory of states.
 
     Attributes:
-        slot_bytes: of one slot over all state layers, padding included.
+        slot_bytes: bytes of one slot over all state layers, padding included.
         used_bytes: the same without padding.
-        num_layers: state layers.
+        num_layers: number of state layers.
         num_rows: rows of the scheduler, each with a slot from the start.
-        alignment: bytes; each tensor of a slot begins at a multiple.
-        checkpoints: slots for checkpoints, or ``auto``; 0 without prefix caching.
-        unit: tokens; checkpoints stand at multiples of it.
-        interval: tokens; a request leaves a checkpoint at each multiple.
-        rollback_bytes: that backends hold of their own, to go back to accepted drafts.
+        alignment: alignment in bytes of each tensor in a slot.
+        checkpoints: slots for checkpoints, or ``auto``. 0 without prefix caching.
+        unit: tokens. Checkpoints are taken at multiples of it.
+        interval: tokens. A request leaves a checkpoint at each multiple.
+        rollback_bytes: bytes that backends allocate to go back to accepted drafts.
     """
 
     slot_bytes: int
@@ -37,23 +37,23 @@ class StateMemory:
 
     @property
     def padding(self) -> float:
-        """The share of a slot that no tensor uses."""
+        """Fraction of a slot that no tensor uses."""
         return 1 - self.used_bytes / self.slot_bytes
 
     def bytes_per_request(self, pool: PoolPlan | None) -> int:
-        """Of a decoding request of the pool's longest length, at most."""
+        """Return the most bytes of a decoding request of the pool's longest length."""
         return self.slot_bytes + (pool.bytes_per_request if pool else 0)
 
     def optimal_bytes_per_request(self, pool: PoolPlan | None) -> int:
-        """The same without padding and blocks: the state, and the keys and values that the next token reads."""
+        """Return the bytes without padding and blocks: the state, and the keys and values that the next token reads."""
         return self.used_bytes + (pool.optimal_bytes_per_request if pool else 0)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types."""
+        """Return the record as JSON types."""
         return asdict(self)
 
     def lines(self, pool: PoolPlan | None) -> list[str]:
-        """The figures in words."""
+        """Return the numbers in words."""
         need, best = self.bytes_per_request(pool), self.optimal_bytes_per_request(pool)
         slots = (
             f"{in_units(self.slot_bytes)} a request in {self.num_layers} state layers, held for each of "

@@ -1,4 +1,4 @@
-"""State layers: which backend serves each group of them. Groups do not depend on each other: nothing is shared."""
+"""Choice of the backend for each group of state layers. Groups are independent of each other, as nothing is shared."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STATE_DTYPE = "float32"
 
 @frozen(kw_only=True)
 class _Verdict:
-    """One candidate for one group: why it is out, and its place among those that are not (smaller is better)."""
+    """Verdict on one candidate for one group: its reasons against it, and its order among usable candidates."""
 
     candidate: Candidate
     reasons: tuple[Reason, ...]
@@ -45,6 +45,7 @@ class _Verdict:
 
     @property
     def order(self) -> tuple[int, int, int, str]:
+        """Sort key. Smaller is better."""
         return (self.rank, self.ranking, -self.candidate.capabilities.priority, self.candidate.name)
 
 
@@ -94,7 +95,7 @@ def with_states(
 
 
 def _shared_as_far_as_states_allow(plan: Plan, candidates: Sequence[Candidate]) -> Plan:
-    """Return the plan, without prefix caching where a chosen state backend or spec takes no checkpoints."""
+    """Return the plan, without prefix caching if a chosen state backend or spec takes no checkpoints."""
     if not plan.prefix_caching:
         return plan
     because = (
@@ -136,7 +137,7 @@ def _offer(candidates: Sequence[Candidate], name: str, capability: str) -> Any:
 
 
 def _captured_as_far_as_states_allow(plan: Plan, request: PlanRequest, candidates: Sequence[Candidate]) -> Plan:
-    """The same plan with the graphs of all groups, and a downgrade where states break those that were aimed at."""
+    """Return the plan with the graphs of all groups, and a downgrade if states break the intended graphs."""
     groups: tuple[GroupPlan | StateGroupPlan, ...] = (*plan.groups, *plan.state_groups)
     phases = {
         phase: graphs.phase_state([dict(group.graphs)[phase] for group in groups])
@@ -179,7 +180,7 @@ def _graph_states(request: PlanRequest, candidate: Candidate) -> tuple[tuple[str
 
 
 def _uncaptured(request: PlanRequest, phase: str, candidate: Candidate) -> list[str]:
-    """Why a candidate's layers cannot be captured in a phase; empty if they can."""
+    """Return the reasons why a candidate's layers cannot be captured in a phase, empty if they can."""
     lens = {"decode": 1, "verify": request.query_len.value, "mixed": request.max_query_len.value}
     texts = [candidate.capabilities.graphs.refusal(graphs.required_level(phase))]
     texts += [
@@ -193,16 +194,16 @@ def _uncaptured(request: PlanRequest, phase: str, candidate: Candidate) -> list[
 def choose_states(
     request: PlanRequest, candidates: Sequence[Candidate], dtype: str, rank: Ranker = no_ranking
 ) -> tuple[StateGroupPlan, ...]:
-    """The backend of each group of state layers.
+    """Return the backend of each group of state layers.
 
     Args:
-        request: what is asked.
-        candidates: the state backends, usable or not; all of them appear in the record.
-        dtype: of activations, as resolved.
-        rank: orders the candidates that fit a group, if it wants to.
+        request: the request.
+        candidates: the state backends, usable or not. All of them appear in the record.
+        dtype: resolved dtype of activations.
+        rank: may order the candidates that fit a group.
 
     Raises:
-        NegotiationError: naming layers and kinds that no backend serves, or the settings that state layers rule out.
+        NegotiationError: naming layers and kinds that no backend supports, or the settings that state layers exclude.
     """
     verdicts = {group.name: _verdicts(request, group, candidates, dtype) for group in request.state_groups}
     unserved = [group for group in request.state_groups if all(verdict.reasons for verdict in verdicts[group.name])]
@@ -214,7 +215,7 @@ def choose_states(
 
 
 def _ranked(group: StateGroupRequest, verdicts: list[_Verdict], rank: Ranker) -> tuple[list[_Verdict], str]:
-    """Return the verdicts with their place in the order that a plugin gives, and the label of the plugin or ""."""
+    """Return the verdicts with their index in a plugin's order, and the label of the plugin or ""."""
     names = tuple(verdict.candidate.name for verdict in verdicts if not verdict.reasons)
     ranking = rank("state", group.name, names) if len(names) > 1 else None
     if ranking is None:
@@ -284,7 +285,7 @@ def _plan(
 
 
 def _typed(layer: StateLayer, dtype: str) -> StateLayer:
-    """The layer with ``auto`` resolved."""
+    """Return the layer with ``auto`` resolved."""
     tensors = (evolve(tensor, dtype=dtype if tensor.dtype == AUTO else tensor.dtype) for tensor in layer.tensors)
     return evolve(layer, tensors=tuple(tensors))
 
@@ -343,7 +344,7 @@ def _unserved(
 
 
 def _gentler(request: PlanRequest) -> Iterator[tuple[str, PlanRequest]]:
-    """Requests that ask for one thing less, each with the setting."""
+    """Yield requests with one demand less, each with the setting."""
     if request.state_backend.explicit:
         yield f"state.backend = {toml(AUTO)}", evolve(request, state_backend=Asked(AUTO))
     if request.prefix_caching.value and request.prefix_caching.explicit:
