@@ -10,15 +10,14 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_models
 import tiny_vision
 import torch
 from interpreter_patches import quicken
+from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM
-from slotline.core.scheduling.integrity import check_integrity
 
 
 def pytest_configure() -> None:
@@ -75,21 +74,6 @@ def _frozen() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
-
-
-DEFAULTS: dict[str, Any] = {
-    "dtype": "float32",
-    "backend": "torch",
-    "block_size": 16,
-    "max_model_len": 64,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "memory": "4MiB",
-    "optimize": False,
-    "observability.check_integrity": True,
-    "observability.progress": False,
-}
-"""Settings of an engine in tests, unless a test says otherwise; the integrity checker runs after every step."""
 
 
 @pytest.fixture(scope="module")
@@ -179,22 +163,3 @@ def engines() -> Iterator[Callable[..., LLM]]:
         everything_returned(llm)
     made.clear()
     gc.collect()
-
-
-def everything_returned(llm: LLM) -> None:
-    """No request, row, block or processor state is left over."""
-    engine = llm.engine
-    check_integrity(engine.scheduler)
-    assert not engine.has_work
-    assert not engine.scheduler.running
-    assert engine.scheduler.num_waiting == 0
-    assert engine.rows.num_free == engine.rows.max_requests
-    pool = engine.scheduler.cache.pool
-    assert pool.num_free == pool.num_blocks - 1
-    if engine.encoding is not None:
-        engine.encoding.reset()
-        assert engine.encoding.cache.num_used == 0
-    assert not np.any([slot.active for slot in engine.pipeline.slots])
-    if engine.grammars is not None:
-        assert not engine.grammars.active.any()
-        assert engine.grammars.compiler.num_waiting == 0

@@ -1,0 +1,90 @@
+"""A plugin whose factory fails is a typed error, whatever its kind and however it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from repository import SUPPORT
+from tiny_engines import DEFAULTS
+
+from slotline.core import LLM
+from slotline.registry.descriptor import Kind
+from slotline.registry.errors import CapacityError, PluginError, PluginLoadError
+
+Tiny = Callable[..., Path]
+PLUGINS = SUPPORT / "broken_plugins.py"
+FAMILIES = tuple(f"model_family:transformers_{name}" for name in ("decoder", "vision", "encoder", "speech"))
+SETTINGS: dict[Kind, dict[str, Any]] = {
+    Kind.ATTENTION: {"backend": "broken"},
+    Kind.STATE: {"state.backend": "broken"},
+    Kind.KV_SPEC: {"cache.kv_spec.full": "broken"},
+    Kind.KV_CONNECTOR: {"kv_connector.name": "broken"},
+    Kind.DRAFTER: {"drafter.name": "broken", "drafter.tokens": 2, "drafter.adaptive": False},
+    Kind.LOGITS_PROCESSOR: {"logits_processors.broken": {}},
+    Kind.LORA: {"lora.name": "broken"},
+    Kind.MODEL_FAMILY: {"plugins.block": FAMILIES},
+    Kind.STRUCTURED_OUTPUT: {"structured_output.backend": "broken"},
+}
+"""What makes an engine take the plugin of a kind."""
+REMEDIES = {
+    Kind.ATTENTION: r"attention\.backend",
+    Kind.STATE: r"state\.backend",
+    Kind.KV_SPEC: r"cache\.kv_spec",
+    Kind.KV_CONNECTOR: r"kv_connector\.name",
+    Kind.DRAFTER: r"drafter\.name",
+    Kind.LOGITS_PROCESSOR: r"its table",
+    Kind.LORA: r"lora\.name",
+    Kind.MODEL_FAMILY: r"\[plugins\] block",
+    Kind.STRUCTURED_OUTPUT: r"structured_output\.backend",
+}
+
+
+def start(tiny: Tiny, kind: Kind, how: str) -> None:
+    """Build an engine with the plugin of `broken_plugins.py`."""
+    path = tiny("mamba2") if kind is Kind.STATE else None
+    LLM(path, **{**DEFAULTS, **SETTINGS[kind], "plugins.inline": (inline(kind, how),)})
+
+
+def inline(kind: Kind, how: str) -> str:
+    return f"{PLUGINS}:{kind.value}_{how}"
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [("raises", "KeyError: 'no such table'"), ("exits", "SystemExit: this machine is not supported")],
+)
+def test_a_factory_that_raises_is_an_error_that_names_plugin_and_source_and_remedy(
+    kind: Kind, how: str, cause: str, tiny: Tiny
+) -> None:
+    with pytest.raises(PluginError) as raised:
+        start(tiny, kind, how)
+    assert raised.value.message == (
+        f"{kind.value}:broken of the inline plugin {inline(kind, how)} cannot be built for this model: {cause}"
+    )
+    assert raised.value.__cause__ is not None
+    raised.match(f"fix: .*{REMEDIES[kind]}")
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_a_factory_that_cannot_be_imported_is_an_error_that_names_plugin_and_source_and_remedy(
+    kind: Kind, tiny: Tiny
+) -> None:
+    with pytest.raises(PluginLoadError) as raised:
+        start(tiny, kind, "absent")
+    assert raised.value.message == (
+        f"the factory of {kind.value}:broken of the inline plugin {inline(kind, 'absent')}: cannot load "
+        "'absent_package.module:Factory': ModuleNotFoundError: No module named 'absent_package'"
+    )
+    raised.match("fix: install what provides the module 'absent_package', or ask for another plugin")
+
+
+@pytest.mark.parametrize(
+    "kind", [Kind.ATTENTION, Kind.STATE, Kind.KV_CONNECTOR, Kind.DRAFTER, Kind.LOGITS_PROCESSOR, Kind.LORA]
+)
+def test_a_factory_that_takes_more_memory_than_there_is_says_so(kind: Kind, tiny: Tiny) -> None:
+    with pytest.raises(CapacityError, match=rf"{kind.value}:broken.* does not fit into memory\n  fix: \w+"):
+        start(tiny, kind, "fills")
