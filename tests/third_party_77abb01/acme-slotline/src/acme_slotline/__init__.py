@@ -1,0 +1,1 @@
+"""Acme's plugins for slotline; what they are stands in `descriptors`."""

@@ -1,0 +1,62 @@
+"""What Acme brings to slotline. Descriptors alone: nothing here imports torch."""
+
+from __future__ import annotations
+
+from slotline.registry import Align, Choice, ContractRange, Descriptor, Flag, Kind, Range, Set
+from slotline.registry.contracts import (
+    AttentionCapabilities,
+    DrafterCapabilities,
+    KVSpecCapabilities,
+    LogitsProcessorCapabilities,
+)
+
+paged = Descriptor(
+    kind=Kind.ATTENTION,
+    name="acme_paged",
+    contract=ContractRange(1, 1),
+    capabilities=AttentionCapabilities(
+        devices=Set(("cpu",)),
+        dtypes=Set((("float32", "float32"), ("bfloat16", "bfloat16"))),
+        head_sizes=Range(8, 256, 8),
+        kernel_block_sizes=Align(exact=(48,)),
+        layouts=Choice(("HND",)),
+    ),
+    factory="acme_slotline.paged:PagedAttention",
+    summary="pages of 48 tokens, heads first, a padded batch at once",
+)
+
+full = Descriptor(
+    kind=Kind.KV_SPEC,
+    name="acme_full",
+    contract=ContractRange(1, 1),
+    capabilities=KVSpecCapabilities(
+        kv_kinds=Set(("full",)), exact_kinds=Set(("full",)), block_sizes=Align(multiple_of=48), priority=-1
+    ),
+    factory="acme_slotline.full:FullCache",
+    summary="all keys of a layer, then all values; blocks of multiples of 48 tokens",
+)
+
+repeat = Descriptor(
+    kind=Kind.DRAFTER,
+    name="acme_repeat",
+    contract=ContractRange(1, 1),
+    capabilities=DrafterCapabilities(devices=Set(("cpu",)), needs_history=True),
+    factory="acme_slotline.repeat:RepeatDrafter",
+    summary="what followed the newest token when it last came up",
+)
+
+ban = Descriptor(
+    kind=Kind.LOGITS_PROCESSOR,
+    name="acme_ban",
+    contract=ContractRange(1, 1),
+    capabilities=LogitsProcessorCapabilities(
+        parameters=("acme_ban",),
+        speculation=Flag(True, "looks at no history"),
+        order=90,
+        examples=({"acme_ban": [3]}, {"acme_ban": [0, 5, 31]}),
+        bad_examples=({"acme_ban": 3}, {"acme_ban": [-1]}, {"acme_ban": ["a"]}),
+    ),
+    factory="acme_slotline.ban:BanTokens",
+    options="acme_slotline.options:BanOptions",
+    summary="keeps tokens out: those of the configuration, and those that a request names",
+)
