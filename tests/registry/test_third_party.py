@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,8 @@ SMALL: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def acme_is_installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "acme_slotline"]:
+            monkeypatch.delitem(sys.modules, name)  # of its other version, which a test file before installed
         pretend_project_installed(monkeypatch, tmp_path_factory.mktemp("site"), ACME)
         yield
 

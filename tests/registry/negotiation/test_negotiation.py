@@ -630,10 +630,10 @@ def test_six_groups_of_eight_candidates_take_well_below_a_second() -> None:
     best = []
     for asked in (request(*layers, device=GPU), request(*layers, device=GPU, backend=explicit("none"))):
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             with contextlib.suppress(NegotiationError):
                 negotiate(asked, offers, [FULL, SLIDING])
-            best.append(time.perf_counter() - start)
+            best.append(time.process_time() - start)
     assert min(best[:3]) < 0.5
     assert min(best[3:]) < 0.5
 
