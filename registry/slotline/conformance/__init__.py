@@ -1,4 +1,4 @@
 """The conformance suite: `pytest --pyargs slotline.conformance`, with `-p slotline.testing.plugin`.
 
-One package of checks for each kind of plugin; `slotline.testing.check` says what a check is.
+One package of checks for each kind of plugin. `slotline.testing.check` defines a check.
 """

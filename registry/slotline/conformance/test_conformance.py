@@ -1,4 +1,4 @@
-"""The one test of the suite: a run of a check. `slotline.testing.plugin` says which runs there are."""
+"""The only test of the suite: a run of a check. `slotline.testing.plugin` generates the runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from slotline.testing.selection import Selected
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One test for each run."""
+    """Generate one test for each run."""
     generate(metafunc, __name__)
 
 
 def test_check(selected: Selected, request: pytest.FixtureRequest) -> None:
-    """What `slotline.testing.check` says a check is."""
+    """Run a check of `slotline.testing.check`."""
     perform(selected, request)

@@ -1,7 +1,7 @@
-"""What plugin authors test with: checks, oracles, reference plugins, mutants and reports.
+"""Test tools for plugin authors: checks, oracles, reference plugins, mutants and reports.
 
-`check_plugin(target)` runs the conformance checks from Python; `pytest --pyargs slotline.conformance` and
-`slotline conform NAME` run the same checks with pytest.
+`check_plugin(target)` runs the conformance checks from Python. `pytest --pyargs slotline.conformance` and `slotline
+conform NAME` run the same checks with pytest.
 """
 
 from __future__ import annotations

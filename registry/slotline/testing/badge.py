@@ -1,4 +1,4 @@
-"""A badge for a README, as shields.io's endpoint form: ``slotline attention contract 1 | L3``."""
+"""Badge for a README, in the form of shields.io's endpoint: ``slotline attention contract 1 | L3``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COLOURS = {
 
 
 def badge(report: Report) -> dict[str, Any]:
-    """The level that a report shows. A run of a part of the checks shows none."""
+    """Return a badge with the level of a report. A run of a part of the checks shows no level."""
     reached = report.level_reached
     return {
         "schemaVersion": 1,

@@ -1,6 +1,6 @@
-"""What a check is, and the list of all of them.
+"""Checks and their registry.
 
-A check is a function of one argument, a `Run`, that returns if the plugin does right and raises if not. The decorator
+A check is a function of one argument, a `Run`, that returns if the plugin is right and raises if not. The decorator
 `check` gives it a stable id, a level and the condition under which it applies:
 
     @check(
@@ -38,29 +38,29 @@ Case = Mapping[str, Any]
 
 
 class Level(IntEnum):
-    """How much a plugin has shown; cumulative."""
+    """Cumulative level of the behaviour that a plugin has shown."""
 
     CONTRACT = 0  # imports, descriptor, signatures, refusals at negotiation
-    NUMERICS = 1  # right values in friendly surroundings
-    HOSTILE = 2  # right values where a wrong read or write is punished
-    STATEFUL = 3  # right values over long random histories
-    GRAPHS = 4  # right values under capture and replay
-    ENGINE = 5  # right text in a whole engine
+    NUMERICS = 1  # correct values in benign surroundings
+    HOSTILE = 2  # correct values in surroundings that expose wrong reads and writes
+    STATEFUL = 3  # correct values over long random histories
+    GRAPHS = 4  # correct values under capture and replay
+    ENGINE = 5  # correct text in a whole engine
 
     def __str__(self) -> str:
         return f"L{self.value}"
 
     @property
     def title(self) -> str:
-        """``L1 numerics``."""
+        """Level in words, e.g. ``L1 numerics``."""
         return f"{self} {self.name.lower()}"
 
     @classmethod
     def parse(cls, text: str) -> Level:
-        """The level that ``L3``, ``3`` or ``stateful`` names.
+        """Return the level named by ``L3``, ``3`` or ``stateful``.
 
         Raises:
-            ValueError: if there is no such level.
+            ValueError: if the level does not exist.
         """
         for level in cls:
             if text.lower() in (str(level.value), str(level).lower(), level.name.lower()):
@@ -69,30 +69,30 @@ class Level(IntEnum):
 
 
 class Family(StrEnum):
-    """What a check's outcome says."""
+    """Meaning of a check's outcome."""
 
-    DECLARED = "declared"  # what is declared works
-    REFUSED = "refused"  # what is not declared is refused at negotiation
-    UNDERDECLARED = "underdeclared"  # informational: works though it is not declared
+    DECLARED = "declared"  # declared features work
+    REFUSED = "refused"  # undeclared features are refused at negotiation
+    UNDERDECLARED = "underdeclared"  # informational: works although it is not declared
 
 
 class NotApplicable(Exception):  # noqa: N818  an outcome, not an error
-    """Raised inside a check: it does not apply to this plugin or machine; the message is the reason shown."""
+    """Raised inside a check that does not apply to this plugin or machine. The message is the reason shown."""
 
 
 class Failed(AssertionError):  # noqa: N818  as above
-    """Raised inside a check: the plugin does wrong. A plain `assert` with a message does as well."""
+    """Raised inside a check if the plugin is wrong. A plain `assert` with a message has the same effect."""
 
 
 @define
 class Run:
-    """One run of one check.
+    """Run of one check.
 
     Attributes:
         subject: the plugin.
         case: this run's parameters.
-        seed: of every random choice inside.
-        measured: what the check reports, e.g. ``error``, ``baseline``, ``allowed``; plain numbers and texts.
+        seed: seed of every random choice inside.
+        measured: values that the check reports, e.g. ``error``, ``baseline``, ``allowed``. Plain numbers and texts.
     """
 
     subject: Subject
@@ -102,14 +102,14 @@ class Run:
 
     @property
     def rng(self) -> Random:
-        """A fresh generator that depends on the seed alone."""
+        """New generator that depends only on the seed."""
         return Random(self.seed)
 
     def __getitem__(self, name: str) -> Any:
         return self.case[name]
 
     def measure(self, *, error: float, allowed: float, baseline: float | None = None, what: str = "output") -> None:
-        """Keep the worst error of the run beside what is allowed.
+        """Record the worst error of the run and the allowed error.
 
         Raises:
             Failed: if the error is larger than allowed, or not a number.
@@ -127,22 +127,22 @@ def _frozen(given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @frozen(kw_only=True)
 class Check:
-    """One check.
+    """Registered check.
 
     Attributes:
-        kind: of plugin.
-        id: stable dotted name, the key for expectations and reports; begins with the kind.
-        level: where it counts.
-        function: does the work.
+        kind: kind of plugin.
+        id: stable dotted name that begins with the kind. The key for expectations and reports.
+        level: level of the check.
+        function: the function that runs it.
         summary: first line of the function's docstring.
-        needs: capability -> need; where the descriptor refuses one of them the check is skipped with that reason.
+        needs: capability -> need. If the descriptor refuses a need, the check is skipped with that reason.
         cases: subject -> the parameters of each run.
-        family: what the outcome says.
-        since: contract version from which it holds.
+        family: meaning of the outcome.
+        since: first contract version that it applies to.
         mandatory: False for provisional and informational checks.
-        profile: what it exercises: ``decode``, ``prefill``, ``mixed``, ``window``, ``graphs`` and the like.
-        cost: seconds it may take on two CPU cores, roughly; cheap ones run first within a level.
-        explores: True if it draws random histories; such a check cannot be expected to fail, only disabled.
+        profile: the exercised feature: ``decode``, ``prefill``, ``mixed``, ``window``, ``graphs`` and others.
+        cost: approximate seconds on two CPU cores. Cheap checks run first within a level.
+        explores: True if it draws random histories. It can be disabled, but not expected to fail.
     """
 
     kind: Kind
@@ -189,7 +189,7 @@ def check(
     cost: float = 0.1,
     explores: bool = False,
 ) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Register a function as a check; see `Check` for the arguments. Informational families are never mandatory.
+    """Register a function as a check. See `Check` for the arguments. Informational families are never mandatory.
 
     Raises:
         ValueError: if the id does not begin with the kind, is taken, or the function has no docstring.
@@ -223,7 +223,7 @@ def check(
 
 
 def all_checks(kind: Kind | None = None) -> tuple[Check, ...]:
-    """The checks of a kind, or of all, by level, then cost, then id."""
+    """Return the checks of a kind, or of all kinds, by level, then cost, then id."""
     kinds = CHECK_MODULES if kind is None else [kind]
     for every in kinds:
         for module in CHECK_MODULES.get(every, ()):

@@ -1,4 +1,4 @@
-"""Checks of the contract itself, the same for every kind: what a plugin is, before any value is computed.
+"""Checks of the contract itself, the same for every kind, without computing any values.
 
 Each kind's ``contract.py`` describes the kind with a `KindContract` and calls `register_contract_checks`.
 """
@@ -44,13 +44,13 @@ DEVICES = (
 
 @frozen(kw_only=True)
 class KindContract:
-    """What the checks need to know of a kind.
+    """Facts of a kind for the checks.
 
     Attributes:
-        kind: it.
+        kind: the kind.
         capabilities: its class of capabilities.
-        context: a build context with declared values; `Subject.build` fills contract and options in.
-        conditions: names that a `Limit` may be tied to besides capabilities.
+        context: a build context with declared values. `Subject.build` fills in contract and options.
+        conditions: names that a `Limit` may refer to in addition to capabilities.
     """
 
     kind: Kind
@@ -140,7 +140,7 @@ def _expect_frozen(offer: Any, name: str, value: Any) -> None:
 
 
 def limits_name_capabilities(contract: KindContract, run: Run) -> None:
-    """A limit narrows a capability that there is, under a condition that can arise."""
+    """A limit narrows an existing capability, under a condition that can occur."""
     offer = run.subject.descriptor.capabilities
     if "limits" not in fields_dict(contract.capabilities):
         raise NotApplicable(f"plugins of kind {contract.kind.value} have no limits")
@@ -159,7 +159,7 @@ def limits_name_capabilities(contract: KindContract, run: Run) -> None:
 
 
 def unknown_capability_is_refused(contract: KindContract, run: Run) -> None:
-    """A need that this version has no name for is refused with a reason, by the offer and by each limit."""
+    """A need that this version does not know is refused with a reason, by the offer and by each limit."""
     need = Need(capability=UNKNOWN, origin="a later version")
     if not part_reasons(run.subject.capabilities, [need]):
         raise Failed(f"the capabilities claim to cover {UNKNOWN!r}, which no contract knows")
@@ -169,7 +169,7 @@ def unknown_capability_is_refused(contract: KindContract, run: Run) -> None:
 
 
 def versions_are_bound(contract: KindContract, run: Run) -> None:
-    """The plugin is bound to a version both sides speak, keeps it when the host learns a next one, else is refused."""
+    """The plugin is bound to a common version, keeps it if the host learns a newer one, and is refused without one."""
     descriptor, host = run.subject.descriptor, HOST_CONTRACTS[contract.kind]
     if host.common(descriptor.contract) != run.subject.contract:
         raise Failed(f"host {host} and plugin {descriptor.contract} are bound to {run.subject.contract}")
@@ -190,7 +190,7 @@ def versions_are_bound(contract: KindContract, run: Run) -> None:
 
 
 def options_are_typed(contract: KindContract, run: Run) -> None:
-    """The plugin's own table: frozen attrs, a default for every key, and unknown keys refused with the key's name."""
+    """The plugin's own table is a frozen attrs class with defaults, and unknown keys are refused by name."""
     options = resolve_options(run.subject.descriptor)
     if options is not None:
         made = _default_options(options)
@@ -216,12 +216,12 @@ def _default_options(options: type) -> Any:
 
 
 def descriptor_imports_no_torch(contract: KindContract, run: Run) -> None:
-    """Importing the descriptor does not import torch: discovery, `slotline plugins` and `explain` must be quick."""
+    """Importing the descriptor does not import torch: discovery, `slotline plugins` and `explain` must be fast."""
     imports_without_torch(run.subject)
 
 
 def probe_only_narrows(contract: KindContract, run: Run) -> None:
-    """The probe answers for any machine, with a reason or with capabilities no wider than those declared."""
+    """The probe returns, for any machine, a reason or capabilities no wider than those declared."""
     descriptor = run.subject.descriptor
     if descriptor.probe is None:
         raise NotApplicable("the plugin has no probe")
@@ -229,7 +229,7 @@ def probe_only_narrows(contract: KindContract, run: Run) -> None:
     for device in (run.subject.device, *DEVICES):
         try:
             answer = probe(device)
-        except Exception as error:  # whatever a plugin raises
+        except Exception as error:  # a plugin may raise anything
             raise Failed(f"the probe raises for {device}: {type(error).__name__}: {error}") from error
         if isinstance(answer, str):
             if not answer.strip():
@@ -244,7 +244,7 @@ def probe_only_narrows(contract: KindContract, run: Run) -> None:
 
 
 def factory_takes_a_context(contract: KindContract, run: Run) -> None:
-    """The factory is called with one build context and nothing else, and may be called again for another engine."""
+    """The factory is called with only a build context, and may be called again for another engine."""
     factory = resolve_factory(run.subject.descriptor)
     _expect_call(factory, "the factory", [object()])
     context = contract.context(run)
@@ -254,7 +254,7 @@ def factory_takes_a_context(contract: KindContract, run: Run) -> None:
 
 
 def methods_fit(contract: KindContract, run: Run) -> None:
-    """What is built has the protocol's methods, and they can be called as the core calls them."""
+    """The built object has the protocol's methods, and they can be called as the core calls them."""
     built = run.subject.build(contract.context(run))
     _expect_methods(contract, run.subject, built)
 
@@ -272,7 +272,7 @@ def _expect_call(function: Callable[..., Any], name: str, positional: list[Any])
 
 
 def unknown_context_fields(contract: KindContract, run: Run) -> None:
-    """A build context of a later version, with a field that this one does not know, builds as well."""
+    """The factory accepts a build context of a later version, with an unknown field."""
     context = contract.context(run)
     values = {item.name: getattr(context, item.name) for item in fields(type(context))}
     built = run.subject.build(_later(type(context))(**values))
@@ -280,7 +280,7 @@ def unknown_context_fields(contract: KindContract, run: Run) -> None:
 
 
 def _later(context: type) -> type:
-    """The context's class as a later version may have it."""
+    """Return the context's class as a later version may have it."""
 
     class Later(context):  # type: ignore[misc]
         slotline_unknown_name: str = "of a later version"

@@ -1,7 +1,7 @@
-"""Checks that are expected to fail, each with its reason, and checks that are switched off.
+"""Checks that are expected to fail, each with its reason, and disabled checks.
 
-An expectation is strict: a check that passes against it is a failure, so that the list never outlives its reasons. A
-check that draws random histories cannot be expected to fail, since it may pass by luck; it can only be switched off.
+An expectation is strict: an unexpected success is a failure, so that the list never outlives its reasons. A check that
+draws random histories cannot be expected to fail, since it may pass by luck. It can only be disabled.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _FORM = "write 'check.id=reason', or a table {id = ..., kind = ..., reason = ...
 
 
 class Cause(StrEnum):
-    """Why a check is expected to fail."""
+    """Cause of an expected failure."""
 
-    UNSUPPORTED_UPSTREAM = "unsupported-upstream"  # the kernel or library below cannot do it
+    UNSUPPORTED_UPSTREAM = "unsupported-upstream"  # the underlying kernel or library cannot do it
     NOT_YET = "not-yet"
     BUG = "bug"
 
 
 @frozen(kw_only=True)
 class Expectation:
-    """One entry of ``slotline_expected_failures`` or ``slotline_disabled``.
+    """Entry of ``slotline_expected_failures`` or ``slotline_disabled``.
 
     Attributes:
-        id: of a check, for every case of it; or the key of one case, ``check.id[case]``.
-        reason: what a reader of the report must know.
-        kind: why.
-        url: where the matter is followed.
-        until: the version or date that ends it; for readers, nothing is done with it.
+        id: id of a check, for all its cases, or the key of one case, ``check.id[case]``.
+        reason: explanation for readers of the report.
+        kind: the cause.
+        url: link to the issue.
+        until: version or date of its end. For readers only.
     """
 
     id: str
@@ -61,10 +61,10 @@ Expectations = Mapping[str, Expectation]
 
 
 def read_expectations(entries: Iterable[Any], what: str) -> dict[str, Expectation]:
-    """Entries as the configuration has them: texts ``id=reason``, tables, or texts that are inline TOML tables.
+    """Read the entries of the configuration: texts ``id=reason``, tables, or texts that are inline TOML tables.
 
     Raises:
-        ConfigError: naming the entry and the form it must have.
+        ConfigError: naming the entry and the required form.
     """
     found: dict[str, Expectation] = {}
     for entry in entries:
@@ -103,7 +103,7 @@ def _from_table(entry: Mapping[str, Any], what: str) -> Expectation:
 
 
 def check_expectations(expected: Expectations, disabled: Expectations, checks: Sequence[Check], kind: Kind) -> None:
-    """Nothing if each entry names a check that can be expected to fail, or switched off.
+    """Check that each entry names a check that can be expected to fail, or disabled.
 
     Raises:
         ConfigError: for the first entry that does not.
@@ -121,12 +121,12 @@ def check_expectations(expected: Expectations, disabled: Expectations, checks: S
 
 
 def applying(entries: Expectations, key: str) -> Expectation | None:
-    """The entry for a run: the one of its case before the one of its check."""
+    """Return the entry for a run. An entry for its case has priority over one for its check."""
     return entries.get(key) or entries.get(split_key(key)[0])
 
 
 def held_against(record: Record, expectation: Expectation | None) -> Record:
-    """The record as the expectation makes it: a failure that was expected, or a success that was not."""
+    """Return the record with the expectation applied: an expected failure, or an unexpected success."""
     if expectation is None or record.outcome not in (Outcome.FAILED, Outcome.PASSED):
         return record
     if record.outcome is Outcome.FAILED:

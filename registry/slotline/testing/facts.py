@@ -1,4 +1,4 @@
-"""What a report says of the suite, the plugin and the machine."""
+"""Facts of the suite, the plugin and the machine for a report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @frozen(kw_only=True)
 class Suite:
-    """The checks: the version of slotline that brings them, and the contracts of the kind that it speaks."""
+    """Version of slotline that contains the checks, and the supported contracts of the kind."""
 
     version: str
     contract: str
@@ -26,7 +26,7 @@ class Suite:
 
 @frozen(kw_only=True)
 class Plugin:
-    """The plugin: how it is named, who brings it, the bound contract, the dtypes it declares."""
+    """Name, source, bound contract and declared dtypes of the plugin."""
 
     kind: str
     name: str
@@ -44,13 +44,13 @@ class Plugin:
 
     @property
     def source(self) -> str:
-        """The distribution with its version, or what else it came from."""
+        """Distribution with its version, or another source."""
         return f"{self.distribution} {self.version}" if self.distribution else self.target or "an object in memory"
 
 
 @frozen(kw_only=True)
 class Machine:
-    """Where it ran."""
+    """Machine that the run used."""
 
     device: str
     name: str = ""
@@ -66,12 +66,12 @@ class Machine:
 
 
 def suite_of(subject: Subject) -> Suite:
-    """The suite as it tests this plugin."""
+    """Return the facts of the suite for this plugin."""
     return Suite(version=installed_version("slotline"), contract=str(HOST_CONTRACTS[subject.kind]))
 
 
 def plugin_of(subject: Subject) -> Plugin:
-    """What is told of a plugin."""
+    """Return the facts of a plugin."""
     return Plugin(
         kind=subject.kind.value,
         name=subject.name,
@@ -85,7 +85,7 @@ def plugin_of(subject: Subject) -> Plugin:
 
 
 def machine_of(subject: Subject) -> Machine:
-    """What is told of a machine; torch is imported for a GPU alone, since plugins may do without."""
+    """Return the facts of a machine. torch is imported only for a GPU, since plugins may not need it."""
     on_cuda = subject.device.type == "cuda"
     return Machine(
         device=subject.device.type,
@@ -100,7 +100,7 @@ def machine_of(subject: Subject) -> Machine:
 
 
 def installed_version(distribution: str) -> str:
-    """The version of a distribution, or nothing if it is not installed."""
+    """Return the version of a distribution, or an empty string if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -118,14 +118,14 @@ def _dtypes(capabilities: Any) -> tuple[str, ...]:
 
 
 def _cuda() -> str:
-    """The version of CUDA that torch was built with."""
+    """Return the version of CUDA that torch was built with."""
     import torch
 
     return str(torch.version.cuda or "")
 
 
 def _driver() -> str:
-    """The version of NVIDIA's kernel module; empty where the system does not tell."""
+    """Return the version of NVIDIA's kernel module, or an empty string if it is unknown."""
     try:
         found = re.search(r"Module\D*([\d.]+)", _DRIVER.read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether a plugin's descriptor can be imported without torch, tried in a process of its own."""
+"""Check that a plugin's descriptor can be imported without torch, run in a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def imports_without_torch(subject: Subject) -> None:
 
     Raises:
         NotApplicable: if the plugin was not given by its entry point.
-        Failed: if torch was imported along, or the module cannot be imported alone.
+        Failed: if torch was imported too, or the module cannot be imported by itself.
     """
     where = _module(subject)
     command = [sys.executable, "-c", _CODE, where]
@@ -41,7 +41,7 @@ def imports_without_torch(subject: Subject) -> None:
 
 
 def _module(subject: Subject) -> str:
-    """The module that discovery would import."""
+    """Return the module that discovery would import."""
     for row in installed_records():
         same = (row.kind, row.name) == (subject.descriptor.kind, subject.descriptor.name)
         if same and subject.target in (row.label, row.name, row.value):

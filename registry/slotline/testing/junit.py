@@ -1,4 +1,4 @@
-"""A report as JUnit XML, the form that CI systems read: a test case for each run, its record as properties."""
+"""Report as JUnit XML for CI systems: a test case for each run, with its record as properties."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _NOT_RUN = (Outcome.SKIPPED, Outcome.DISABLED, Outcome.XFAILED)
 
 
 def properties(record: Record) -> list[tuple[str, str]]:
-    """The record's fields that are not empty, as texts."""
+    """Return the record's non-empty fields as texts."""
     shown = plain(record)
     return [(name, str(shown[name])) for name in _FIELDS if shown[name] not in (None, "")]
 
 
 def to_junit(report: Report) -> str:
-    """The XML text."""
+    """Return the XML text."""
     root = Element("testsuites", name="slotline.conformance")
     failed, skipped = len(report.failures), sum(record.outcome in _NOT_RUN for record in report.records)
     suite = SubElement(
@@ -54,5 +54,5 @@ def _case(suite: Element, report: Report, record: Record) -> None:
 
 
 def _printable(text: str) -> str:
-    """Without the control characters that XML cannot hold."""
+    """Return the text without control characters that XML cannot contain."""
     return "".join(letter if letter >= " " or letter in "\n\t" else "?" for letter in text)

@@ -1,4 +1,4 @@
-"""Names of single runs: the key of a check with one of its cases, and the command that repeats it."""
+"""Names of single runs: the key of a check with a case, and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 
 def key_of(check_id: str, case: Case) -> str:
-    """``attention.window.inclusive[window=17]``; the id alone for a check without parameters."""
+    """Return the key, e.g. ``attention.window.inclusive[window=17]``, or only the id for a check without parameters."""
     return f"{check_id}[{case_text(case)}]" if case else check_id
 
 
 def case_text(case: Case) -> str:
-    """The parameters in one word: ``window=17,dtypes=float32+bfloat16``."""
+    """Return the parameters as one word: ``window=17,dtypes=float32+bfloat16``."""
     return ",".join(f"{name}={_value_text(value)}" for name, value in case.items())
 
 
 def split_key(key: str) -> tuple[str, str]:
-    """The check id and the case's text, which is empty where the key names none."""
+    """Return the check id and the case's text, which is empty if the key has none."""
     check_id, _, case = key.partition("[")
     return check_id, case.removesuffix("]")
 
 
 def reproducer(subject: Subject, key: str) -> str:
-    """One line that runs exactly this again: a shell command, or Python where the plugin has no name to give."""
+    """Return one line that repeats exactly this run: a shell command, or Python if the plugin has no name."""
     if not subject.target:
         return f"check_plugin(descriptor, only={key!r})  # in Python, with the descriptor of {subject.name!r}"
     words = ["slotline", "conform", subject.target, "--check", key, "--device", subject.device.type]

@@ -1,4 +1,4 @@
-"""The support table: checks against plugins, made of reports and of nothing else."""
+"""Support table: checks against plugins, made only of reports."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _LONGEST_NOTE = 160
 
 @frozen
 class Cell:
-    """What a plugin shows in one check.
+    """Result of a plugin in one check.
 
     Attributes:
-        symbol: one of those above.
-        count: ``passed/run`` of its cases; empty where nothing ran.
+        symbol: one of the symbols above.
+        count: ``passed/run`` of its cases, empty if nothing ran.
         note: the number of its footnote, or None.
     """
 
@@ -36,7 +36,7 @@ class Cell:
 
 @frozen
 class Row:
-    """One check; its cells stand in the order of the columns."""
+    """Row of one check, with its cells in the order of the columns."""
 
     id: str
     summary: str
@@ -46,7 +46,7 @@ class Row:
 
 @frozen
 class Section:
-    """The checks of one level."""
+    """Checks of one level."""
 
     title: str
     rows: tuple[Row, ...]
@@ -54,14 +54,14 @@ class Section:
 
 @frozen
 class Table:
-    """The table of one kind.
+    """Table of one kind.
 
     Attributes:
-        kind: of the plugins.
+        kind: kind of the plugins.
         columns: a heading for each report.
-        facts: rows of texts that stand above the checks: a title, and a text for each column.
+        facts: rows of texts above the checks: a title, and a text for each column.
         sections: the checks by level.
-        notes: the footnotes; number 1 is the first.
+        notes: the footnotes, numbered from 1.
     """
 
     kind: str
@@ -73,11 +73,12 @@ class Table:
 
 @define
 class _Notes:
-    """Footnotes, each text once."""
+    """Footnotes without repetition."""
 
     texts: list[str] = field(factory=list)
 
     def number(self, text: str) -> int | None:
+        """Return the number of a footnote, None for an empty text."""
         first = text.splitlines()[0] if text else ""
         short = first if len(first) <= _LONGEST_NOTE else first[: _LONGEST_NOTE - 1] + "…"
         if not short:
@@ -88,7 +89,7 @@ class _Notes:
 
 
 def tables(reports: Iterable[Report]) -> tuple[Table, ...]:
-    """A table for each kind, in the order in which the kinds first appear; columns in the order of the reports."""
+    """Return a table for each kind, in order of appearance, with columns in the order of the reports."""
     kinds: dict[str, list[Report]] = {}
     for report in reports:
         kinds.setdefault(report.plugin.kind, []).append(report)
@@ -154,12 +155,12 @@ def _cell(records: Sequence[Record], notes: _Notes) -> Cell:
         return Cell(PASSED, count)
     if not records:
         return Cell(NOT_RUN)
-    told = records[0].family is Family.DECLARED  # for the others it only says what is declared
+    told = records[0].family is Family.DECLARED  # for the others it only states the declaration
     return Cell(NOT_DECLARED, count, notes.number(records[0].reason) if told else None)
 
 
 def to_markdown(found: Iterable[Table]) -> str:
-    """The tables as GitHub's Markdown."""
+    """Return the tables as GitHub's Markdown."""
     return "\n".join(_markdown(table) for table in found) + f"\n{LEGEND}.\n"
 
 
@@ -183,7 +184,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def to_html(found: Iterable[Table]) -> str:
-    """The tables as one page that needs nothing else."""
+    """Return the tables as one self-contained page."""
     from jinja2 import Environment, PackageLoader
 
     loader = PackageLoader("slotline.testing", "templates")

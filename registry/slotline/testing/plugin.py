@@ -1,6 +1,6 @@
 """The pytest plugin of the conformance suite: ``pytest --pyargs slotline.conformance -p slotline.testing.plugin``.
 
-It does nothing in a session that does not collect the suite, so it may stand in an author's own configuration:
+It does nothing in a session that does not collect the suite, so an author's own configuration may contain it:
 
     [pytest]
     addopts = ["-p", "slotline.testing.plugin"]
@@ -31,7 +31,7 @@ SUITE = "slotline.conformance"
 _SESSION = pytest.StashKey[Session]()
 _RECORD = pytest.StashKey[Record]()
 _TEST = "test_conformance.py::test_check["
-_ATTRIBUTE = "slotline_record"  # of a test report; travels from xdist's workers to the controller
+_ATTRIBUTE = "slotline_record"  # attribute of a test report, sent from xdist's workers to the controller
 _STYLES: dict[str, dict[str, bool]] = {
     "good": {"green": True},
     "bad": {"red": True},
@@ -41,20 +41,20 @@ _STYLES: dict[str, dict[str, bool]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of the command line and of the configuration file."""
+    """Add the options of the command line and of the configuration file."""
     add_options(parser)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the plugin under test, if the suite is asked for: what is wrong with it must stop everything."""
+    """Load the plugin under test if the suite is requested. An error in it must stop everything."""
     if asks_for_suite(config):
         _refuse_foreign_name(config)
         session_of(config)
 
 
 def asks_for_suite(config: pytest.Config) -> bool:
-    """Whether the arguments name the suite, as a package or as files."""
+    """Return True if the arguments name the suite, as a package or as files."""
     return any(_names_suite(str(argument).partition("::")[0]) for argument in config.args)
 
 
@@ -75,7 +75,7 @@ def _refuse_foreign_name(config: pytest.Config) -> None:
 
 
 def session_of(config: pytest.Config) -> Session:
-    """The session's state, made when it is first asked for.
+    """Return the session's state, created on first use.
 
     Raises:
         pytest.UsageError: if no plugin is named, it cannot be loaded, or an option is wrong.
@@ -104,7 +104,7 @@ def _open(config: pytest.Config) -> Session:
 
 
 def _is_worker(config: pytest.Config) -> bool:
-    """Whether this is a process of xdist's, which reports to another."""
+    """Return True in a worker process of xdist."""
     return hasattr(config, "workerinput")
 
 
@@ -121,13 +121,13 @@ def _cause(error: SlotlineError) -> str:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """Who is tested where."""
+    """Return the plugin under test and the device."""
     session = config.stash.get(_SESSION, None)
     return [] if session is None else [f"slotline: {headline(session.report())}"]
 
 
 def generate(metafunc: pytest.Metafunc, module: str) -> None:
-    """The tests of the suite: each selected run of a check is one."""
+    """Generate the tests of the suite, one for each selected run of a check."""
     if not metafunc.config.pluginmanager.has_plugin(__name__):
         raise pytest.UsageError(f"the conformance suite needs its plugin: give -p {__name__}")
     if not module.startswith(f"{SUITE}."):
@@ -137,7 +137,7 @@ def generate(metafunc: pytest.Metafunc, module: str) -> None:
 
 
 def perform(selected: Selected, request: pytest.FixtureRequest) -> None:
-    """Run one check and end the test as the record says."""
+    """Run one check and end the test with the record's outcome."""
     session = session_of(request.config)
     record = session.run(selected)
     request.node.stash[_RECORD] = record
@@ -163,7 +163,7 @@ def _end(record: Record) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Give the record to the test report, as text: xdist sends it on."""
+    """Attach the record to the test report as text, so that xdist sends it on."""
     report = yield
     record = item.stash.get(_RECORD, None)
     if record is not None and report.when == "call":
@@ -172,18 +172,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 class Collector:
-    """Gathers the records in the process that writes the report: pytest's own, or xdist's controller."""
+    """Collector of the records in the process that writes the report: pytest's own, or xdist's controller."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """A test begins."""
+        """Record the begin of a test."""
         if _key(nodeid):
             self._session.started(_key(nodeid))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A phase of a test ended. One that failed without a record died before it could make one."""
+        """Record the end of a test's phase. A test that failed without a record died before it could create one."""
         text = getattr(report, _ATTRIBUTE, None)
         if text is not None:
             self._session.ended(structured(json.loads(text), Record))
@@ -200,7 +200,7 @@ def _key(nodeid: str) -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """The report in words."""
+    """Print the report in words."""
     session = config.stash.get(_SESSION, None)
     if session is None or not session.records:
         return

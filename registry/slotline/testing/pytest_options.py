@@ -1,4 +1,4 @@
-"""The options of the pytest plugin: command line and configuration file."""
+"""Options of the pytest plugin: command line and configuration file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _EXPECTED, _DISABLED = "slotline_expected_failures", "slotline_disabled"
 
 @frozen(kw_only=True)
 class Asked:
-    """What the user asked for.
+    """Options given by the user.
 
     Attributes:
-        plugin: the text that names the plugin; empty if nothing does.
-        folder: what its relative file counts from.
+        plugin: the text that names the plugin, empty if there is none.
+        folder: the folder that its relative file refers to.
         level: the highest level.
-        device: ``cpu``, ``cuda`` or None for the one that is there.
-        wanted: beginnings of check ids, or whole keys; empty for all.
-        exhaustive: all combinations instead of one case for each value.
-        seed: moves every random choice.
+        device: ``cpu``, ``cuda`` or None for the available one.
+        wanted: prefixes of check ids, or whole keys. Empty for all.
+        exhaustive: True to run all combinations instead of one case for each value.
+        seed: changes every random choice.
         options: the plugin's own table.
-        expected, disabled: checks that are expected to fail, and checks that are switched off.
+        expected, disabled: checks that are expected to fail, and checks that are disabled.
     """
 
     plugin: str
@@ -48,7 +48,7 @@ class Asked:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """Declare them."""
+    """Add the options to pytest's parser."""
     group = parser.getgroup("slotline", "slotline's conformance suite")
     name = "NAME, kind:NAME, module:attribute or ./file.py:attribute of the plugin to test"
     group.addoption("--slotline-plugin", metavar="NAME", help=name)
@@ -81,10 +81,10 @@ def add_options(parser: pytest.Parser) -> None:
 
 
 def asked_of(config: pytest.Config) -> Asked:
-    """The options' values.
+    """Return the options' values.
 
     Raises:
-        ConfigError: naming the one that is wrong.
+        ConfigError: naming the wrong option.
     """
     option = config.getoption("--slotline-plugin")
     file = config.inipath
@@ -104,10 +104,10 @@ def asked_of(config: pytest.Config) -> Asked:
 
 
 def read_settings(texts: Iterable[str]) -> dict[str, Any]:
-    """``key=value`` texts; a value is TOML, or a text without quotes.
+    """Return ``key=value`` texts as a mapping. A value is TOML, or text without quotes.
 
     Raises:
-        ConfigError: for one without ``=``.
+        ConfigError: for a text without ``=``.
     """
     found = {}
     for text in texts:
@@ -127,7 +127,7 @@ def _level(text: str | None) -> Level:
 
 
 def _entries(config: pytest.Config, name: str) -> list[Any]:
-    """The entries of a list; pytest itself takes texts alone, so tables are read from the file."""
+    """Return the entries of a list. pytest itself accepts only texts, so tables are read from the file."""
     try:
         return list(config.getini(name))
     except (TypeError, pytest.UsageError) as error:  # by pytest's version

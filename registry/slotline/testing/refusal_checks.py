@@ -1,6 +1,6 @@
-"""Checks of refusals: what a plugin does not declare is refused when a plan is made, with the code for it.
+"""Checks of refusals: undeclared features are refused when a plan is made, with their code.
 
-Attention and cache specs take part in `negotiate`; the other kinds are compared by `part_reasons`.
+Attention backends and cache specs take part in `negotiate`. The other kinds are compared by `part_reasons`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ ANY_STATE = Candidate(
 
 
 def candidate_of(subject: Subject) -> Candidate:
-    """The plugin under test as negotiation sees it."""
+    """Return the plugin under test as a candidate of negotiation."""
     return Candidate(
         descriptor=subject.descriptor,
         capabilities=subject.capabilities,
@@ -78,7 +78,7 @@ def candidate_of(subject: Subject) -> Candidate:
 
 
 def candidates_with(subject: Subject) -> tuple[list[Candidate], list[Candidate], list[Candidate]]:
-    """Return attention backends, cache specs and state backends: the plugin in its kind, one for anything in others."""
+    """Return attention backends, cache specs and state backends: the plugin in its kind, stand-ins in the others."""
     own = [candidate_of(subject)]
     if subject.kind is Kind.ATTENTION:
         return own, [ANY_KV_SPEC], [ANY_STATE]
@@ -86,7 +86,7 @@ def candidates_with(subject: Subject) -> tuple[list[Candidate], list[Candidate],
 
 
 def expect_accepted(subject: Subject, request: PlanRequest) -> None:
-    """Raise `Failed` unless a plan with the plugin comes of a request."""
+    """Raise `Failed` unless a request leads to a plan with the plugin."""
     try:
         plan = negotiate(request, *candidates_with(subject))
     except NegotiationError as error:
@@ -113,7 +113,7 @@ def expect_refused(subject: Subject, request: PlanRequest, code: str, what: str)
 
 
 def undeclared(subject: Subject, capability: str, values: Iterable[Any]) -> list[Any]:
-    """Some of `values` that the plugin does not declare, all of them if the run is exhaustive.
+    """Return some of `values` that the plugin does not declare, all of them if the run is exhaustive.
 
     Raises:
         NotApplicable: if it declares them all.
@@ -126,7 +126,7 @@ def undeclared(subject: Subject, capability: str, values: Iterable[Any]) -> list
 
 
 def beyond(subject: Subject, capability: str) -> list[int]:
-    """Figures above an upper limit; none where there is no limit."""
+    """Return numbers above an upper limit, none if there is no limit."""
     limit = getattr(subject.capabilities, capability).limit
     return [] if limit is None else [limit + 1, 4 * limit + 3]
 
@@ -134,12 +134,12 @@ def beyond(subject: Subject, capability: str) -> list[int]:
 def register_part_refusals(
     kind: Kind, values: Mapping[str, Callable[[Subject], Sequence[Any]]], codes: Mapping[str, str] | None = None
 ) -> None:
-    """Register ``<kind>.refuse.<capability>`` for a kind whose plugins stand alone.
+    """Register ``<kind>.refuse.<capability>`` for a kind without groups of layers.
 
     Args:
-        kind: of plugin.
-        values: capability -> values of which the undeclared ones are tried.
-        codes: of capabilities that have none of their own.
+        kind: kind of plugin.
+        values: capability -> values. The undeclared ones are tried.
+        codes: codes of capabilities that have none of their own.
     """
     for capability, offered in values.items():
         register = check(
@@ -160,7 +160,7 @@ def _cases(capability: str, offered: Callable[[Subject], Sequence[Any]]) -> Call
 
 
 def text_of(value: Any) -> Any:
-    """A value as a report shows it: pairs as ``a/b``, rungs of a scale by name."""
+    """Return a value as shown in a report: pairs as ``a/b``, levels by name."""
     return "/".join(value) if isinstance(value, tuple) else getattr(value, "name", value)
 
 

@@ -1,4 +1,4 @@
-"""The result of a whole run: who was tested where, and every record; as JSON and back."""
+"""Result of a whole run, as JSON and back: the plugin, the machine, and every record."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ SCHEMA = 1
 
 
 class ReportError(SlotlineError):
-    """A file is no report, or not one that can be trusted."""
+    """File that is not a report, or not a trustworthy one."""
 
 
 @frozen(kw_only=True)
 class Settings:
-    """How the suite was run.
+    """Settings of the run.
 
     Attributes:
-        level: the highest level that was asked for.
-        checks: beginnings of the ids that were asked for; empty for all.
-        exhaustive: all combinations instead of one case for each value.
-        seed: what moved the random choices; 0 for the suite's own.
+        level: the highest requested level.
+        checks: prefixes of the requested ids, empty for all.
+        exhaustive: True if all combinations ran instead of one case for each value.
+        seed: seed that changed the random choices. 0 for the suite's own.
         options: the plugin's own table.
     """
 
@@ -51,12 +51,12 @@ class Settings:
 
 @frozen(kw_only=True)
 class Report:
-    """One run of the suite on one plugin.
+    """Run of the suite on one plugin.
 
     Attributes:
-        suite, plugin, machine, settings: what ran, on what, where, how.
-        planned: how many runs there are in all; fewer records mean that it did not get to the end.
-        records: what came of each.
+        suite, plugin, machine, settings: facts of the run.
+        planned: number of planned runs. Fewer records mean that the run did not finish.
+        records: results of the runs.
         expected, disabled: the expectations and switches in force.
     """
 
@@ -71,22 +71,22 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether every check of the level had its turn."""
+        """True if every check of the level has run."""
         return not self.settings.checks and len({record.key for record in self.records}) >= self.planned
 
     @property
     def level_reached(self) -> Level | None:
-        """The highest level that was shown; see `slotline.testing.runner.level_reached`."""
+        """Highest level that was reached (see `slotline.testing.runner.level_reached`)."""
         return level_reached(self.records) if self.complete else None
 
     @property
     def conformant(self) -> bool:
-        """Whether every mandatory check of the level that applies passed, none of them expected to fail or off."""
+        """True if every applicable mandatory check of the level passed, none of them expected to fail or disabled."""
         return self.complete and self.clean
 
     @property
     def clean(self) -> bool:
-        """The same for what ran, be it a part of the checks."""
+        """True if the same holds for the checks that ran, which may be a part of all."""
         against = (Outcome.FAILED, Outcome.XPASSED, Outcome.XFAILED, Outcome.DISABLED)
         counted = [record for record in self.records if record.mandatory]
         return any(record.outcome is Outcome.PASSED for record in counted) and not any(
@@ -95,22 +95,22 @@ class Report:
 
     @property
     def failures(self) -> tuple[Record, ...]:
-        """What stands against the plugin."""
+        """Records that count against the plugin."""
         return tuple(record for record in self.records if record.bad)
 
     def counts(self, level: Level) -> Mapping[Outcome, int]:
-        """How many runs of a level ended how."""
+        """Return the number of runs of a level by outcome."""
         return Counter(record.outcome for record in self.records if record.level is level)
 
     @property
     def digest(self) -> str:
-        """A fingerprint of plugin, suite and outcomes; times, errors and texts do not count."""
+        """Fingerprint of plugin, suite and outcomes, independent of times, errors and texts."""
         lines = sorted(f"{record.key} {record.outcome.value}" for record in self.records)
         head = f"{self.plugin.kind}:{self.plugin.name} {self.plugin.version} {self.suite.version}"
         return hashlib.sha256("\n".join([head, *lines]).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types. What follows from the records is written too, for readers without Python."""
+        """Return the report as JSON types, including values derived from the records, for readers without Python."""
         body: dict[str, Any] = plain(self)
         records = body.pop("records")
         levels = sorted({record.level for record in self.records})
@@ -128,10 +128,10 @@ class Report:
 
     @classmethod
     def from_json(cls, value: Any) -> Report:
-        """The report that `to_json` wrote.
+        """Return the report that `to_json` wrote.
 
         Raises:
-            ReportError: if it is none, of another form, or changed since.
+            ReportError: if it is not a report, has another form, or was changed.
         """
         if not isinstance(value, Mapping) or "schema" not in value or "records" not in value:
             raise ReportError(
@@ -156,7 +156,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Read a JSON file.
+        """Read a report from a JSON file.
 
         Raises:
             ReportError: naming the file.
@@ -170,18 +170,18 @@ class Report:
 
 
 def plain(value: Any) -> Any:
-    """A value of ours as JSON types; what JSON has no form for becomes text."""
+    """Return a value as JSON types. Values without a JSON form become text."""
     return json.loads(json.dumps(converter().unstructure(value), default=_text, allow_nan=False))
 
 
 def structured(value: Any, cls: Any) -> Any:
-    """The other way round."""
+    """Return the value of a class from JSON types, the inverse of `plain`."""
     return converter().structure(value, cls)
 
 
 @cache
 def converter() -> Converter:
-    """Levels as ``L3``, numbers that are not finite as text; keys that are not known are passed over."""
+    """Return the converter. Levels become ``L3``, non-finite numbers become text, and unknown keys are ignored."""
     from cattrs import Converter
 
     made = Converter()
@@ -196,7 +196,7 @@ def _text(value: Any) -> Any:
 
 
 def _skips(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Each reason with the checks it keeps out."""
+    """Return each reason with the checks that it skips."""
     reasons: dict[str, list[str]] = {}
     for record in records:
         if record.outcome in (Outcome.SKIPPED, Outcome.DISABLED):

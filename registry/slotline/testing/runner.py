@@ -1,4 +1,4 @@
-"""Running checks without pytest: from a plugin to records."""
+"""Runner of checks without pytest: from a plugin to records."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from slotline.testing.subject import Subject, subject_of
 
 
 class Outcome(StrEnum):
-    """How a run of a check ended."""
+    """Outcome of a check's run."""
 
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"  # not declared, or not applicable on this machine
     XFAILED = "xfailed"  # failed as expected
-    XPASSED = "xpassed"  # passed against a strict expectation: an error
-    DISABLED = "disabled"  # a random check that was switched off, with a reason
+    XPASSED = "xpassed"  # passed although expected to fail: an error
+    DISABLED = "disabled"  # a random check that was disabled, with a reason
 
 
 @frozen(kw_only=True)
 class Record:
-    """The result of one run of one check.
+    """Result of one run of one check.
 
     Attributes:
-        id, summary, level, family, since, profile, mandatory: of the check.
+        id, summary, level, family, since, profile, mandatory: facts of the check.
         case: its parameters.
-        outcome: how it ended.
-        reason: why it was skipped or failed, in one or a few lines.
+        outcome: its outcome.
+        reason: the reason why it was skipped or failed, in one or a few lines.
         seconds: wall time.
-        error, allowed, baseline, ratio: worst measured error, where the check measures one.
-        seed: of the run.
-        reproducer: a command that runs it alone.
-        details: the traceback of a failure, and anything else that was measured.
+        error, allowed, baseline, ratio: worst measured error, if the check measures one.
+        seed: seed of the run.
+        reproducer: a command that runs only this.
+        details: the traceback of a failure, and all other measured values.
     """
 
     id: str
@@ -65,12 +65,12 @@ class Record:
 
     @property
     def key(self) -> str:
-        """``check.id[case]``, what names the run."""
+        """Key of the run: ``check.id[case]``."""
         return key_of(self.id, self.case)
 
     @property
     def bad(self) -> bool:
-        """Whether it stands against the plugin."""
+        """True if it counts against the plugin."""
         return self.mandatory and self.outcome in (Outcome.FAILED, Outcome.XPASSED)
 
 
@@ -86,12 +86,12 @@ def check_plugin(
     """Run the conformance checks of a plugin's kind up to `level` and return a record of each run.
 
     Args:
-        target: a descriptor, a class with one, or a dotted path; see `subject_of`, which takes the other options.
+        target: a descriptor, a class with one, or a dotted path. See `subject_of`, which takes the other options.
         level: the highest level to run.
-        only: takes part only where this says so; or the id of one check, or the key of one of its cases.
-        stop_at_first: end with the first record that stands against the plugin, which is of the lowest level. A fault
-            that leaves the device unusable ends the run in any case.
-        on_record: called with each record at once.
+        only: a function that returns True for checks to run, the id of one check, or the key of one of its cases.
+        stop_at_first: True to end with the first record that counts against the plugin, which is of the lowest level. A
+            fault that leaves the device unusable ends the run in any case.
+        on_record: called with each record immediately.
 
     Raises:
         SlotlineError: if the plugin cannot be loaded or cannot run here at all, or `only` names no check.
@@ -114,7 +114,7 @@ def check_plugin(
 
 
 def run_check(item: Check, subject: Subject, key: str | None = None) -> Iterator[Record]:
-    """A record for each case of one check, or for the one that `key` names."""
+    """Yield a record for each case of one check, or for the case named by `key`."""
     cases, reason = cases_of(item, subject)
     if reason is not None:
         yield record_of(item, {}, Outcome.SKIPPED, reason=reason)
@@ -124,7 +124,10 @@ def run_check(item: Check, subject: Subject, key: str | None = None) -> Iterator
 
 
 def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | None]:
-    """The cases of a check, or why it has none. What is informational runs just where it is not declared."""
+    """Return the cases of a check, or the reason why it has none.
+
+    Informational checks run only for undeclared features.
+    """
     if item.since > subject.contract:
         return (), f"since contract {item.since}, the plugin speaks {subject.contract}"
     refusal = subject.refusal(item.needs)
@@ -140,7 +143,7 @@ def cases_of(item: Check, subject: Subject) -> tuple[tuple[Case, ...], str | Non
 
 
 def run_case(item: Check, subject: Subject, case: Case) -> Record:
-    """Run a check once; whatever the plugin raises is a failure."""
+    """Run a check once. Any exception of the plugin is a failure."""
     run = Run(subject, case, seed_of(item, case, subject.seed))
     started = time.perf_counter()
     outcome, reason, details = Outcome.PASSED, "", {}
@@ -149,7 +152,7 @@ def run_case(item: Check, subject: Subject, case: Case) -> Record:
         _synchronize(subject)
     except NotApplicable as why:
         outcome, reason = Outcome.SKIPPED, str(why)
-    except Exception as error:  # whatever a plugin raises
+    except Exception as error:  # a plugin may raise anything
         outcome, reason = Outcome.FAILED, _reason(error)
         details = {"traceback": traceback.format_exc()}
     known = {name: run.measured[name] for name in ("error", "allowed", "baseline", "ratio") if name in run.measured}
@@ -169,7 +172,7 @@ def run_case(item: Check, subject: Subject, case: Case) -> Record:
 
 
 def record_of(item: Check, case: Case, outcome: Outcome, **values: Any) -> Record:
-    """A record with what the check says of itself filled in."""
+    """Return a record with the check's own facts filled in."""
     return Record(
         id=item.id,
         summary=item.summary,
@@ -185,14 +188,14 @@ def record_of(item: Check, case: Case, outcome: Outcome, **values: Any) -> Recor
 
 
 def seed_of(item: Check, case: Case, moved_by: int = 0) -> int:
-    """The same for the same check and case on every machine; `moved_by` gives others."""
+    """Return a seed that is the same for the same check and case on every machine. `moved_by` gives other seeds."""
     return zlib.crc32(f"{item.id} {sorted(case.items())}".encode()) ^ moved_by
 
 
 def level_reached(records: Iterable[Record]) -> Level | None:
-    """The highest level such that no record up to it stands against the plugin or was expected to fail.
+    """Return the highest level without records up to it that count against the plugin or were expected to fail.
 
-    A level counts only if something ran there; None if the contract level itself is not reached.
+    A level counts only if a check ran there. None if the contract level itself is not reached.
     """
     items = [record for record in records if record.mandatory]
     reached = None
@@ -211,7 +214,10 @@ def _reason(error: Exception) -> str:
 
 
 def device_lost(subject: Subject) -> bool:
-    """Whether a fault left the device unusable for the rest of the process, so that nothing after it can count."""
+    """Return True if a fault left the device unusable for the rest of the process.
+
+    Later results are meaningless then.
+    """
     try:
         _synchronize(subject)
     except Exception:  # torch has several types for it
@@ -220,7 +226,7 @@ def device_lost(subject: Subject) -> bool:
 
 
 def _synchronize(subject: Subject) -> None:
-    """A fault of an asynchronous device must fail the check that caused it, not the next one."""
+    """Synchronize the device, so that a fault fails the check that caused it, not the next one."""
     if subject.device.type == "cuda":
         import torch
 

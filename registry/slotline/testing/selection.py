@@ -1,4 +1,4 @@
-"""Which checks run for a plugin, with which parameters, and why the others do not."""
+"""Selection of the checks for a plugin, with their parameters, and the reasons for skipped checks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slotline.testing.subject import Subject
 
 @frozen
 class Selected:
-    """One run to be done; a check without any is one that is skipped, with the reason."""
+    """Planned run. A run without a check is skipped, with the reason."""
 
     check: Check
     case: Case
@@ -25,20 +25,20 @@ class Selected:
 
     @property
     def key(self) -> str:
-        """``check.id[case]``."""
+        """Key of the run: ``check.id[case]``."""
         return key_of(self.check.id, self.case)
 
 
 def select(subject: Subject, level: Level = Level.ENGINE, wanted: Sequence[str] = ()) -> tuple[Selected, ...]:
-    """Every run for a plugin up to a level.
+    """Return every run for a plugin up to a level.
 
     Args:
         subject: the plugin.
         level: the highest level.
-        wanted: check ids, beginnings of ids that no check has itself, or keys of single cases; empty for all.
+        wanted: check ids, prefixes of ids that are not ids themselves, or keys of single cases. Empty for all.
 
     Raises:
-        ConfigError: if one of `wanted` means nothing, with what was probably meant.
+        ConfigError: if one of `wanted` matches nothing, with a suggestion.
     """
     checks = all_checks(subject.kind)
     known_checks(wanted, checks, subject.kind)
@@ -56,23 +56,23 @@ def _runs(check: Check, subject: Subject) -> Iterator[Selected]:
 
 
 def _takes_in(text: str, item: Selected, ids: Collection[str]) -> bool:
-    """An id means its check alone, so that a reproducer runs nothing else, even if others lie below it."""
+    """Return True if a text selects a run. An id selects only its check, even if other ids begin with it."""
     if "[" in text or text in ids:
         return text in (item.key, item.check.id)
     return _below(item.check.id, text)
 
 
 def _below(check_id: str, text: str) -> bool:
-    """Whether an id is `text` or goes on from it: ``attention.window.inclusive`` from ``attention.window``."""
+    """Return True if an id is `text` or begins with it: ``attention.window.inclusive`` and ``attention.window``."""
     start = text.rstrip(".")
     return check_id == start or check_id.startswith(f"{start}.")
 
 
 def known_checks(keys: Iterable[str], checks: Sequence[Check], kind: Kind) -> None:
-    """Nothing if each key, or beginning of one, names a check.
+    """Check that each key, or prefix of a key, names a check.
 
     Raises:
-        ConfigError: for the first one that does not.
+        ConfigError: for the first unknown key.
     """
     for key in keys:
         wanted, _ = split_key(key)
@@ -81,7 +81,7 @@ def known_checks(keys: Iterable[str], checks: Sequence[Check], kind: Kind) -> No
 
 
 def unknown_check(wanted: str, checks: Sequence[Check], kind: Kind) -> ConfigError:
-    """The error for an id that no check has."""
+    """Return the error for an unknown check id."""
     ids = [check.id for check in checks]
     return ConfigError(
         f"there is no {kind.value} check {wanted!r}{similar(wanted, ids)}",

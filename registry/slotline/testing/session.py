@@ -1,4 +1,4 @@
-"""One pytest session of the suite: the plugin under test, what is selected, and the records as they come."""
+"""Pytest session of the suite: the plugin under test, the selected runs, and the records."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Session:
         asked: the options.
         subject: the plugin under test.
         planned: every run.
-        selected: those that are left to this process.
-        report_path: where the report goes, if anywhere.
-        stream: who is told of each event, if anybody.
-        records: what came of the runs so far.
+        selected: the runs that are left to this process.
+        report_path: file for the report, or None.
+        stream: writer of events, or None.
+        records: results of the runs so far.
     """
 
     asked: Asked
@@ -46,7 +46,7 @@ class Session:
     def of(
         cls, asked: Asked, report_path: Path | None = None, stream: Path | None = None, *, worker: bool = False
     ) -> Session:
-        """Load the plugin and select the checks; a worker reads of the stream what is done, and another writes it.
+        """Load the plugin and select the checks. A worker only reads finished runs from the stream.
 
         Raises:
             SlotlineError: if the plugin cannot be loaded or run here, or an option is wrong.
@@ -61,7 +61,7 @@ class Session:
         return session if stream is None else session._resumed(stream, worker)
 
     def _resumed(self, path: Path, worker: bool) -> Session:
-        """The same, without the runs that a process before this one did."""
+        """Return the session without the runs that an earlier process finished."""
         before = Reader(path)
         before.follow()
         if not worker:
@@ -74,7 +74,7 @@ class Session:
         return self
 
     def run(self, item: Selected) -> Record:
-        """Do one run, held against what is expected of it."""
+        """Do one run and compare its result with the expectation."""
         off = applying(self.asked.disabled, item.key)
         if item.skip is not None:
             return record_of(item.check, item.case, Outcome.SKIPPED, reason=item.skip)
@@ -84,23 +84,23 @@ class Session:
         return held_against(record, applying(self.asked.expected, item.key))
 
     def lost(self, record: Record) -> bool:
-        """Whether the run made the device unusable."""
+        """Return True if the run made the device unusable."""
         return record.outcome in (Outcome.FAILED, Outcome.XFAILED) and device_lost(self.subject)
 
     def started(self, key: str) -> None:
-        """A run begins."""
+        """Record the begin of a run."""
         record = self._dead(key, "its process died")
         if self.stream and record:
             self.stream.start(record)
 
     def ended(self, record: Record) -> None:
-        """A run ended."""
+        """Record the end of a run."""
         self.records.append(record)
         if self.stream:
             self.stream.record(record)
 
     def died(self, key: str, reason: str) -> None:
-        """A run took its process down, or could not begin."""
+        """Record a run that ended its process, or could not begin."""
         record = self._dead(key, reason)
         if record is not None:
             self.ended(record)
@@ -113,7 +113,7 @@ class Session:
         return record_of(item.check, item.case, Outcome.FAILED, reason=reason, reproducer=again)
 
     def report(self) -> Report:
-        """The run so far."""
+        """Return the report of the runs so far."""
         asked = self.asked
         return Report(
             suite=suite_of(self.subject),
@@ -133,11 +133,11 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Write the report, if it was asked for."""
+        """Write the report, if it was requested."""
         if self.report_path is not None:
             self.report().save(self.report_path)
 
     def _ordered(self) -> tuple[Record, ...]:
-        """In the order of the checks, whatever order several processes ran them in."""
+        """Return the records in the order of the checks, independent of the order in which processes ran them."""
         place = {item.key: index for index, item in enumerate(self.planned)}
         return tuple(sorted(self.records, key=lambda record: place.get(record.key, len(place))))

@@ -1,4 +1,4 @@
-"""What a run tells while it runs, a JSON line for each event, so that another process can follow it and outlive it."""
+"""Events of a run as JSON lines, so that another process can follow the run and outlive it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from slotline.testing.runner import Record
 
 
 class Writer:
-    """Appends events to a file. Each is there for readers once the call returns, whatever becomes of the process."""
+    """Writer that appends events to a file. Each event is on disk when the call returns, even if the process dies."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")
 
     def begin(self, report: Report, planned: Mapping[Level, int]) -> None:
-        """The run begins; the report has no records yet."""
+        """Write the begin of the run. The report has no records yet."""
         self._write({"begin": report.to_json(), "planned": {str(level): count for level, count in planned.items()}})
 
     def start(self, record: Record) -> None:
-        """A run of a check begins; the record says what it will have been if it takes the process down."""
+        """Write the begin of a check's run. The record is the result in case the process dies."""
         self._write({"start": plain(record)})
 
     def record(self, record: Record) -> None:
-        """It ended."""
+        """Write the end of a check's run."""
         self._write({"record": plain(record)})
 
     def _write(self, event: Mapping[str, Any]) -> None:
@@ -36,12 +36,12 @@ class Writer:
 
 
 class Reader:
-    """Follows a file of events.
+    """Reader that follows a file of events.
 
     Attributes:
-        report: the report without records, once the run began.
-        planned: how many runs there are of each level.
-        records: what ended so far.
+        report: the report without records, once the run has begun.
+        planned: number of runs of each level.
+        records: finished runs.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,11 +54,11 @@ class Reader:
 
     @property
     def running(self) -> Record | None:
-        """The run that began first of those that have not ended."""
+        """Oldest run that has not finished."""
         return next(iter(self._running.values()), None)
 
     def follow(self) -> None:
-        """Take in what was written since the last call."""
+        """Read the events written since the last call."""
         for event in self._events():
             if "begin" in event:
                 self.report = Report.from_json(event["begin"])

@@ -1,4 +1,4 @@
-"""The plugin under test."""
+"""Plugin under test."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from slotline.registry.loading import bind_contract, label_of, resolve_factory, 
 
 @frozen
 class Subject:
-    """A plugin, the device it is tested on, and what it declares there.
+    """Plugin, the device that it is tested on, and its capabilities there.
 
     Attributes:
-        descriptor: the plugin's.
-        device: the machine.
-        capabilities: what is declared, after the probe narrowed it.
+        descriptor: the plugin's descriptor.
+        device: the device.
+        capabilities: the declared capabilities, narrowed by the probe.
         contract: the bound contract version.
         options: the plugin's own table, or None.
-        distribution, version: what brings it, for reports.
-        exhaustive: whether checks take all combinations instead of one case for each value.
-        target: the text that names it again on a command line; empty for an object that has none.
-        settings: what its own table was given.
-        seed: moves every random choice; 0 for those of the suite.
+        distribution, version: source of the plugin, for reports.
+        exhaustive: True to run all combinations instead of one case for each value.
+        target: the text that names it on a command line, empty for an object without one.
+        settings: the values given for its own table.
+        seed: changes every random choice. 0 for the suite's own choices.
     """
 
     descriptor: Descriptor[Any]
@@ -42,20 +42,22 @@ class Subject:
 
     @property
     def kind(self) -> Kind:
+        """Kind of the plugin."""
         return self.descriptor.kind
 
     @property
     def name(self) -> str:
+        """Name of the plugin."""
         return self.descriptor.name
 
     def build(self, context: Any) -> Any:
-        """What the plugin's factory makes of a build context; contract and options are filled in here."""
+        """Build the plugin with its factory. Contract and options of the context are filled in here."""
         return resolve_factory(self.descriptor)(evolve(context, contract=self.contract, options=self.options))
 
     def refusal(self, needs: Mapping[str, Any]) -> str | None:
-        """Why the descriptor does not cover some needs, in a sentence, or None. Limits between features count.
+        """Return the reason why the descriptor does not cover some needs, or None. Limits between features count.
 
-        A need of None or False is none; an attribute that is not a capability class is compared by equality.
+        Needs of None or False are ignored. An attribute that is not a capability class is compared by equality.
         """
         active = {name for name, value in needs.items() if value is not None and value is not False}
         for name in sorted(active):
@@ -85,21 +87,21 @@ def subject_of(
     exhaustive: bool = False,
     seed: int = 0,
 ) -> Subject:
-    """The subject for a descriptor, a class with one, or a text.
+    """Return the subject for a descriptor, a class with one, or a text.
 
     Args:
-        target: the plugin; a text is ``NAME``, ``kind:NAME``, ``module:attribute`` or ``./file.py:attribute``.
-        device: what to test on, ``cpu`` and ``cuda`` among it; None for the GPU where the plugin takes one.
+        target: the plugin. A text is ``NAME``, ``kind:NAME``, ``module:attribute`` or ``./file.py:attribute``.
+        device: the device to test on, e.g. ``cpu`` or ``cuda``. None for the GPU if the plugin supports it.
         options: the plugin's own table.
-        distribution, version: who brings the plugin, where `target` does not tell.
-        exhaustive: all combinations instead of one case for each value.
-        seed: moves every random choice.
+        distribution, version: source of the plugin, if `target` does not name it.
+        exhaustive: True to run all combinations instead of one case for each value.
+        seed: changes every random choice.
 
     Raises:
-        PluginError: if a text names no plugin or several, or if the probe says that it cannot run on the device.
-        PluginLoadError: if the target is no plugin.
+        PluginError: if a text names no plugin or several, or if the probe reports that it cannot run on the device.
+        PluginLoadError: if the target is not a plugin.
         ContractError: if host and plugin share no contract version.
-        ConfigError: if `options` do not fit the plugin's own table, or the device is not there.
+        ConfigError: if `options` do not fit the plugin's own table, or the device does not exist.
     """
     from slotline.registry.errors import PluginError
     from slotline.registry.probing import probe
@@ -132,7 +134,7 @@ def subject_of(
 
 
 def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
-    """The machine that was asked for; one that the plugin does not declare is refused like a probe would."""
+    """Return the requested device. A device that the plugin does not declare is refused like by a probe."""
     from slotline.core.planning.device import describe_device, resolve_device
     from slotline.registry.errors import PluginError
 
@@ -146,7 +148,7 @@ def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
 
 
 def default_device(devices: Any = None) -> DeviceInfo:
-    """The machine as the engine sees it: a GPU if there is one and `devices` (a capability) takes it, else the CPU."""
+    """Return the engine's default device: a GPU if there is one and `devices` (a capability) allows it, or the CPU."""
     from slotline.core.planning.device import describe_device, resolve_device
 
     found = resolve_device("auto")
@@ -155,7 +157,7 @@ def default_device(devices: Any = None) -> DeviceInfo:
 
 
 def _options(descriptor: Descriptor[Any], given: Mapping[str, Any]) -> Any:
-    """The plugin's own table, read as the configuration reads it."""
+    """Return the plugin's own table, read like in the configuration."""
     from slotline.registry.config.load import load_config
     from slotline.registry.config.plugin_tables import options_path
 

@@ -1,4 +1,4 @@
-"""A report in words, for terminals: counts by level, then what stands against the plugin, then what did not run."""
+"""Report as text for terminals: counts by level, failures, then skipped checks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from slotline.testing.keys import case_text
 from slotline.testing.report import Report
 from slotline.testing.runner import Outcome, Record
 
-_MOST_CASES = 6  # of a check that are named
+_MOST_CASES = 6  # cases of a check that are named
 _COLUMNS = ("passed", "failed", "expected", "noted", "skipped", "off")
 
 
 @frozen
 class Line:
-    """A line of text and how it is meant: ``good``, ``bad``, ``odd``, ``head`` or plain."""
+    """Line of text and its style: ``good``, ``bad``, ``odd``, ``head`` or plain."""
 
     text: str
     tone: str = ""
 
 
 def headline(report: Report) -> str:
-    """Who was tested, where."""
+    """Return the plugin under test and the machine."""
     plugin = report.plugin
     return f"{plugin.label} ({plugin.source}), contract {plugin.contract}, on {report.machine}"
 
 
 def verdict(report: Report) -> Line:
-    """What the run says in the end."""
+    """Return the final verdict on the run."""
     asked, reached = report.settings.level, report.level_reached
     if report.settings.checks:
         text = "passed" if report.clean else "not passed"
@@ -47,11 +47,11 @@ def verdict(report: Report) -> Line:
 
 
 def summary(report: Report, *, tracebacks: bool = False) -> Iterator[Line]:
-    """The whole text.
+    """Yield the whole text.
 
     Args:
         report: the run.
-        tracebacks: below each failure where it comes from.
+        tracebacks: True to print the traceback below each failure.
     """
     yield from _table(report)
     bad = report.failures
@@ -93,7 +93,7 @@ def _against(report: Report) -> str:
 
 
 def _failure(group: list[Record], tracebacks: bool) -> Iterator[Line]:
-    """The first of a check's failures, and how many more there are."""
+    """Yield the first of a check's failures, and the number of further ones."""
     record = group[0]
     yield Line(f"  {record.level} {record.key}", "bad")
     yield Line(f"     {record.summary}")
@@ -110,7 +110,7 @@ def _failure(group: list[Record], tracebacks: bool) -> Iterator[Line]:
 
 
 def _notes(report: Report) -> Iterator[Line]:
-    """Expected failures, checks that do not count, and what works though it is not declared."""
+    """Yield expected failures, checks that do not count, and features that work although they are not declared."""
     expected = [record for record in report.records if record.outcome is Outcome.XFAILED]
     yield from _list("expected failures", [_note(group, group[0].reason) for group in _by_check(expected)])
     loose = [r for r in report.records if not r.mandatory and r.outcome is Outcome.FAILED and _counts_some_day(r)]
@@ -144,7 +144,7 @@ def _skips(report: Report) -> Iterator[Line]:
 
 
 def _skip(record: Record) -> str:
-    """The reason in one line. Where a refusal or a note was the question, the details of a declaration are left out."""
+    """Return the reason in one line, without the details of a declaration for refusal and note checks."""
     text = _first(record.reason)
     return text if record.family is Family.DECLARED else text.partition(":")[0]
 

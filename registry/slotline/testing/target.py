@@ -1,4 +1,4 @@
-"""What a name of a plugin stands for: an installed plugin, an object in a module, or an object in a file."""
+"""Resolution of a plugin's name: an installed plugin, an object in a module, or an object in a file."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ KINDS = tuple(CHECK_MODULES)
 
 @frozen
 class Target:
-    """A plugin and who brings it.
+    """Plugin and its source.
 
     Attributes:
-        name: the text that names it again.
-        descriptor: the plugin's.
-        distribution, version: what brings it; empty if nothing is installed.
+        name: the text that names it.
+        descriptor: the plugin's descriptor.
+        distribution, version: source of the plugin, empty if it is not installed.
     """
 
     name: str
@@ -38,15 +38,15 @@ class Target:
 
 
 def find_target(text: str, *, kind: Kind | None = None, folder: Path | None = None) -> Target:
-    """The plugin that a text names.
+    """Return the plugin that a text names.
 
     Args:
         text: ``NAME`` or ``kind:NAME`` of an installed plugin, ``package.module:attribute`` or ``./file.py:attribute``.
-        kind: where a bare name is looked for; None for every kind.
-        folder: what a relative file counts from; None for the current folder.
+        kind: the kind to search for a bare name, None for every kind.
+        folder: the folder that a relative file refers to, None for the current folder.
 
     Raises:
-        PluginNotFoundError: with the name that was probably meant.
+        PluginNotFoundError: with a suggestion.
         PluginConflictError: if several plugins have the name.
         PluginLoadError: if it cannot be loaded, with its cause, or its kind has no checks.
     """
@@ -111,7 +111,7 @@ def _installed(name: str, kinds: Sequence[Kind]) -> Target:
 
 
 def _refuse_conflict(name: str, rows: Sequence[PluginRecord]) -> None:
-    """Two distributions with one plugin of a kind: the suite tests one, so somebody must say which."""
+    """Refuse two distributions with one plugin of a kind. The suite tests one plugin, so the user must choose."""
     for row in rows:
         same = [other for other in rows if other.label == row.label]
         if len(same) > 1:

@@ -1,4 +1,4 @@
-"""Checks of attention plugins; importing this package registers them."""
+"""Checks of attention plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths on the host that are upper bounds, as where a step is prepared before it is known which drafts stood."""
+"""Lengths on the host that are upper bounds, as in steps prepared before the accepted drafts are known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slotline.testing.environments.attention_shapes import SHAPES, with_empty_ro
     cases=lambda _: [{"shape": shape} for shape in ("decode", "verify", "mixed")],
 )
 def bounded_lengths(run: Run) -> None:
-    """With bounded_lengths, the host's lengths may be too large, by tokens or pages; the device's are what counts."""
+    """With bounded_lengths, the host's lengths may be too large by tokens or pages, and only the device's count."""
     shape = run["shape"]
     if shape != "decode":
         need_query(run.subject, 2)

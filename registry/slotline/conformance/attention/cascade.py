@@ -1,4 +1,4 @@
-"""A prefix that all requests share, served apart: the same as without, wherever it ends and whatever comes with it."""
+"""A prefix that all requests share, read once: the same results as without, for every length and feature."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PREFIXES = (1, 2, 7, 40)
 
 
 def decodes(prefix: int, p: int) -> Requests:
-    """One new token each: right behind the prefix, and around the edges of pages behind it."""
+    """Return one new token per request: directly after the prefix, and around the edges of later pages."""
     return tuple((1, prefix + own) for own in (1, 2, p, p + 1, 3 * p + 2))
 
 
 def mixes(prefix: int, p: int) -> Requests:
-    """Decodes, drafts, and chunks that begin right behind the prefix and later."""
+    """Return decodes, drafts, and chunks that begin directly after the prefix and later."""
     own = ((1, 1), (1, p + 3), (4, 4), (5, 2 * p), (p + 2, p + 2), (p, 3 * p + 1))
     return tuple((query_len, prefix + length) for query_len, length in own)
 
@@ -45,7 +45,7 @@ BATCHES: dict[str, Callable[[int, int], Requests]] = {"decode": decodes, "mixed"
 
 
 def by_prefix(subject: Subject) -> Iterable[Case]:
-    """Lengths of the prefix, kinds of batch, and layouts in turn."""
+    """Return lengths of the prefix, kinds of batch, and layouts in turn."""
     orders = layouts(subject)
     rows = [(blocks, batch) for blocks in PREFIXES for batch in BATCHES]
     return [
@@ -54,7 +54,7 @@ def by_prefix(subject: Subject) -> Iterable[Case]:
 
 
 def by_feature(subject: Subject) -> Iterable[Case]:
-    """What joining the two parts can get wrong: sinks, soft caps, ALiBi, scores in the hundreds."""
+    """Return features that merging the two parts can get wrong: sinks, soft caps, ALiBi, scores in the hundreds."""
     rows: list[dict[str, Any]] = [{"amplitude": 100.0}]
     offers: dict[str, dict[str, Any]] = {
         "sinks": {"sinks": True},
@@ -66,7 +66,7 @@ def by_feature(subject: Subject) -> Iterable[Case]:
 
 
 def shared(run: Run, blocks: int, batch: str, **fields: Any) -> World:
-    """A world whose requests share and announce a prefix of some blocks."""
+    """Return a world whose requests share and announce a prefix of some blocks."""
     if batch != "decode":
         need_query(run.subject, 5)
     case = chosen(run, lambda p: BATCHES[batch](blocks * p, p), **fields)

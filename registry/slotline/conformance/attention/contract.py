@@ -1,4 +1,4 @@
-"""L0 of attention: descriptor, capabilities, factory, methods, and what `forward` returns."""
+"""L0 of attention: descriptor, capabilities, factory, methods, and the result of `forward`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REQUESTS = ((1, 18), (1, 5))
 
 
 def case_of(run: Run) -> Case:
-    """A small batch of decodes, which every backend takes."""
+    """Return a small batch of decodes, which every backend supports."""
     return choose(run.subject, REQUESTS).friendly()
 
 
@@ -36,7 +36,7 @@ register_contract_checks(
 
 
 def _called(run: Run, made: World) -> tuple[torch.Tensor, Any]:
-    """The output, and what `forward` returns, from calls as the core makes them."""
+    """Return the output and the result of `forward`, from calls like the core's."""
     query, key, value = made.new_tokens()
     shape = (len(query), made.case.num_heads, made.layer.head_size_v)
     out = torch.zeros(shape, dtype=made.case.dtype, device=made.device)
@@ -76,7 +76,7 @@ def unknown_extras(run: Run) -> None:
 
 
 def _with_extras(run: Run) -> World:
-    """The same world, with an entry that no version knows."""
+    """Return the same world, with an unknown entry."""
     made = world(run, case_of(run))
     made.batch.extras[UNKNOWN] = {"of": "a later version"}
     return made

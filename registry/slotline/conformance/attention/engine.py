@@ -11,7 +11,7 @@ from slotline.testing.subject import Subject
 
 
 def schedules(_subject: Subject) -> Iterable[Case]:
-    """Prompts in one piece, and cut into pieces beside decoding requests."""
+    """Return schedules with prompts in one piece, and with pieces computed along with decoding requests."""
     return ({"steps": "whole"}, {"steps": "chunked"})
 
 

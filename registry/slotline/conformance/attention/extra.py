@@ -31,7 +31,7 @@ QUERY_FACTOR = 64.0
 
 
 def by_mask(subject: Subject) -> Iterable[Case]:
-    """The causal mask, and the window where one is declared."""
+    """Return the causal mask, and the window if one is declared."""
     rows: list[dict[str, Any]] = [{}]
     if refusal(subject, {"sliding_window": True}) is None:
         rows.append({"window": 9})

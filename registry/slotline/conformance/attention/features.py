@@ -1,4 +1,4 @@
-"""Right values of declared features: windows, soft caps, sinks, ALiBi, the LSE, other attention types."""
+"""Correct values of declared features: windows, soft caps, sinks, ALiBi, the LSE, other attention types."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WINDOW = {"sliding_window": True}
 
 
 def by_shape(subject: Subject) -> Iterable[Case]:
-    """Each kind of batch, with the dtype pairs in turn."""
+    """Return each kind of batch, with the dtype pairs in turn."""
     pairs = dtype_pairs(subject) or (("float32", "float32"),)
     shapes = list(SHAPES)
     rows = max(len(pairs), len(shapes))
@@ -129,7 +129,7 @@ def alibi_long(run: Run) -> None:
 
 
 def combinations(subject: Subject) -> Iterable[Case]:
-    """Pairwise combinations of two declared features at least."""
+    """Return pairwise combinations of at least two declared features."""
     axes: dict[str, list[Any]] = {"shape": ["decode", "mixed"]}
     for name, (capability, value) in FEATURES.items():
         if refusal(subject, {capability: True}) is None:

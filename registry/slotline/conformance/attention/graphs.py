@@ -1,6 +1,6 @@
-"""L4: a captured step replayed with other lengths, tables and requests. Runs where the device captures graphs.
+"""L4: a captured step replayed with other lengths, tables and requests. Runs on devices that capture graphs.
 
-`slotline.registry.contracts.attention` says what a captured backend can rely on and what it must do.
+`slotline.registry.contracts.attention` has the rules for a captured backend.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LAG = 200_000_000
 
 
 def by_level(subject: Subject) -> Iterable[Case]:
-    """Each graph level that is declared, with a window and with latents where those are declared."""
+    """Return each declared graph level, with a window and with latents if those are declared."""
     if subject.device.type != "cuda":
         raise NotApplicable(f"graphs are captured on CUDA devices, this is {subject.device.type}")
     return cases_of_levels(subject)
 
 
 def cases_of_levels(subject: Subject) -> list[dict[str, object]]:
-    """As `by_level`, on any device."""
+    """Return the cases of `by_level`, on any device."""
     rows: list[dict[str, object]] = []
     for fields in ({}, {"window": 9}, {"mla": True}):
         needs = {"sliding_window": "window" in fields, "mla": "mla" in fields}
@@ -76,7 +76,7 @@ def ahead(run: Run) -> None:
 
 
 def replays(run: Run, record: Recorder) -> None:
-    """The body of `replay`, with any recorder."""
+    """Run the body of `replay`, with any recorder."""
     pool, stage = _captured(run, record)
     requests = _admit(pool, run, (5, 18, 1, 40, 33, 16))
     for number, (order, counts) in enumerate(_batches(run)):
@@ -95,7 +95,7 @@ def replays(run: Run, record: Recorder) -> None:
 
 
 def runs_ahead(run: Run, record: Recorder) -> None:
-    """The body of `ahead`, with any recorder."""
+    """Run the body of `ahead`, with any recorder."""
     pool, stage = _captured(run, record)
     requests = _admit(pool, run, (5, 18, 1, 40, 33, 16))
     steps = []
@@ -148,7 +148,7 @@ def memory(run: Run) -> None:
 
 
 def of_a_cascade(subject: Subject) -> Iterable[Case]:
-    """One case where a batch with a common prefix can be captured."""
+    """Return one case if a batch with a common prefix can be captured."""
     if subject.device.type != "cuda":
         raise NotApplicable(f"graphs are captured on CUDA devices, this is {subject.device.type}")
     if (why := refusal(subject, {**ONE_CAPTURE, "cascade": True})) is not None:
@@ -170,7 +170,7 @@ def cascade(run: Run) -> None:
 
 
 def replays_of_a_cascade(run: Run, record: Recorder) -> None:
-    """The body of `cascade`, with any recorder."""
+    """Run the body of `cascade`, with any recorder."""
     case = chosen(run, ((1, 64),))
     pool = GraphPool(case, build(run, case), longest=160, device=device_of(run.subject), writes_cache=writes_cache(run))
     stage = CapturedStep(pool, ROWS, 1, mixed=False, record=record, cascade=True)
@@ -196,7 +196,7 @@ def _captured(run: Run, record: Recorder) -> tuple[GraphPool, CapturedStep]:
 
 
 def _batches(run: Run) -> list[tuple[Sequence[int], Sequence[int]]]:
-    """Which requests take part, and with how many tokens."""
+    """Return the requests of each batch and their numbers of tokens."""
     orders = ((0, 1, 2, 3), (3, 0), (4, 2, 1, 0), (5,), (1, 4, 0, 2))
     level = GraphSupport[run["graphs"]]
     if level is GraphSupport.ALWAYS:
@@ -205,7 +205,7 @@ def _batches(run: Run) -> list[tuple[Sequence[int], Sequence[int]]]:
 
 
 def _admit(pool: GraphPool, run: Run, lengths: Sequence[int]) -> list[int]:
-    """Requests with prompts, filled in eager mode in pieces that the backend takes."""
+    """Add requests with prompts, computed in eager mode in pieces that the backend accepts."""
     most = longest_query(run.subject, {"window": pool.case.window})
     numbers = []
     for length in lengths:
@@ -216,7 +216,7 @@ def _admit(pool: GraphPool, run: Run, lengths: Sequence[int]) -> list[int]:
 
 
 def _one(stage: CapturedStep, new_tokens: dict[int, int], what: str) -> None:
-    """One replay, judged; the cache must hold the new tokens and nothing else new."""
+    """Check one replay. The cache must contain the new tokens and nothing else new."""
     step = stage.pool.prepare(new_tokens)
     expected = step.written()
     out = stage.launch(step)
@@ -226,6 +226,6 @@ def _one(stage: CapturedStep, new_tokens: dict[int, int], what: str) -> None:
 
 
 def _poison_free_memory(pool: GraphPool) -> None:
-    """Fill memory that was given back, so that a capture that reads a plan's freed tensors reads garbage."""
+    """Fill freed memory, so that a capture that reads a plan's freed tensors reads garbage."""
     junk = [torch.full((1 << size,), -1, dtype=torch.int32, device=pool.home.device) for size in range(4, 14)]
     del junk

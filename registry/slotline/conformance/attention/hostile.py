@@ -1,4 +1,4 @@
-"""Right values where a wrong read is punished: pages, null block, garbage, empty rows, strides."""
+"""Correct values in surroundings that expose wrong reads: pages, null block, garbage, empty rows, strides."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MOST_CACHE_BYTES = 160 << 20
 
 
 def by_shape(subject: Subject) -> Iterable[Case]:
-    """Each kind of batch, with dtype pairs, layouts and features in turn; all combinations if exhaustive."""
+    """Return each kind of batch, with dtype pairs, layouts and features in turn. All combinations if exhaustive."""
     pairs, orders, shapes = dtype_pairs(subject), layouts(subject), list(SHAPES)
     if not pairs:
         raise NotApplicable("none of the declared dtype pairs is known to this torch")
@@ -131,7 +131,7 @@ def each_layout(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.pages.manager_block", Level.HOSTILE, cases=lambda _: [{"manager_blocks": 3}])
 def manager_block(run: Run) -> None:
-    """The manager's block holds several kernel blocks; a backend counts in kernel blocks."""
+    """The manager's block holds several kernel blocks, and a backend counts in kernel blocks."""
     prove(run, chosen(run, mixed))
 
 
@@ -218,7 +218,7 @@ def empty_rows(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.rows.padding", Level.HOSTILE, cases=lambda _: [{"padding": n} for n in (1, 64)])
 def padding(run: Run) -> None:
-    """Rows after the last token hold NaN in the inputs; what comes out there is finite, and nothing else changes."""
+    """Rows after the last token hold NaN in the inputs. Their outputs are finite, and nothing else changes."""
     prove(run, chosen(run, decode))
     prove(run, chosen(run, prefill))
 

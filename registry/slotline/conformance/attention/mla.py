@@ -1,4 +1,4 @@
-"""Multi-head latent attention: keys that hold their own values, one KV head for all query heads."""
+"""Multi-head latent attention: keys that contain their values, one KV head for all query heads."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SCALES = (0.25, 8.0)
 
 
 def by_pair(subject: Subject) -> Iterable[Case]:
-    """Each pair of dtypes that is declared together with latents, and layouts in turn."""
+    """Return each pair of dtypes that is declared together with latents, and layouts in turn."""
     pairs = [pair for pair in dtype_pairs(subject) if refusal(subject, {**LATENT, "dtypes": pair}) is None]
     orders = layouts(subject)
     return [
@@ -45,12 +45,12 @@ def by_pair(subject: Subject) -> Iterable[Case]:
 
 
 def by_pair_and_batch(subject: Subject) -> Iterable[Case]:
-    """The same, with each sort of batch."""
+    """Return the same cases with each sort of batch."""
     return [{**case, "batch": name} for case in by_pair(subject) for name in SHAPES]
 
 
 def by_shape(subject: Subject) -> Iterable[Case]:
-    """Declared sizes of a key, and numbers of heads."""
+    """Return declared sizes of a key, and numbers of heads."""
     groups = [size for size in (*HEADS, *group_sizes(subject)[:2]) if _has(subject, size)]
     sizes = latent_sizes(subject)
     return [
@@ -105,7 +105,7 @@ def scales(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.mla.hostile", Level.HOSTILE, needs=LATENT, cases=by_pair_and_batch)
 def hostile(run: Run) -> None:
-    """Each new latent is in its slot and nothing else changed; garbage around is not read; `out` keeps its bounds."""
+    """Each new latent is in its slot, no other byte changed, garbage is not read, and `out` keeps its bounds."""
     if run["batch"] != "decode":
         need_query(run.subject, 2, **LATENT)
     prove(run, chosen(run, SHAPES[run["batch"]]))

@@ -1,7 +1,7 @@
-"""Needles: one key decides the output, at each place where a mask or a split can be wrong.
+"""Needles: one key decides the output, at each position where a mask or a split can be wrong.
 
-Random values cannot show that one key of many is lost: its share of the output is smaller than the rounding. A key that
-is aligned with the query, with a value that stands out, makes the same fault visible at any context length.
+Random values cannot show that one key of many is lost, because its contribution to the output is smaller than the
+rounding. A key that is aligned with the query and has a large value makes the fault visible at any context length.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MOST_PAIRS = 3
 
 
 def by_dtype(subject: Subject) -> Iterable[Case]:
-    """A few declared dtype pairs: masks and splits do not depend on all of them."""
+    """Return a few declared dtype pairs. Masks and splits do not depend on all of them."""
     pairs = dtype_pairs(subject)[: None if subject.exhaustive else MOST_PAIRS]
     return [{"dtype": dtype, "kv_dtype": kv_dtype} for dtype, kv_dtype in pairs]
 
 
 def _places(length: int, edges: Sequence[int]) -> list[tuple[int, str]]:
-    """The first and the last key, and the keys on both sides of each edge."""
+    """Return the first and the last key, and the keys on both sides of each edge."""
     found = {0: "the first key", length - 1: "the last key"}
     for edge in edges:
         for position in (edge - 1, edge):
@@ -46,7 +46,7 @@ def _places(length: int, edges: Sequence[int]) -> list[tuple[int, str]]:
 
 
 def _haystack(run: Run, query_len: int, length: int, places: Sequence[tuple[int, str]], **fields: Any) -> None:
-    """A batch of equal requests, each with a needle at another place."""
+    """Return a batch of equal requests, each with a needle at another position."""
     made = world(run, chosen(run, ((query_len, length),) * len(places), **fields).friendly())
     for request, (position, note) in enumerate(places):
         plant(made, request, position, note)
@@ -88,7 +88,7 @@ def diagonal(run: Run) -> None:
 
 
 def windows(subject: Subject) -> Iterable[Case]:
-    """A window smaller than a page, of a page, and larger, with each dtype in turn."""
+    """Return a window smaller than a page, of a page, and larger, with each dtype in turn."""
     pairs = dtype_pairs(subject)[:MOST_PAIRS]
     size = block_sizes(subject)[0]
     values = sorted({max(size // 2, 1), size, size + 1, 65})
@@ -108,7 +108,7 @@ def windows(subject: Subject) -> Iterable[Case]:
     profile="window",
 )
 def window_edges(run: Run) -> None:
-    """The oldest key of a window is seen by its query, the one before it is not; for the first and the last query."""
+    """The first and the last query see the oldest key of their window and do not see the key before it."""
     window = run["window"]
     for query_len, length in ((1, window + 3), (1, 3 * window + 40), (5, window + 12), (40, window + 75)):
         query_len = min(query_len, longest_query(run.subject, {"window": window}))

@@ -1,4 +1,4 @@
-"""Right values in friendly surroundings: batches, shapes, dtypes and scales."""
+"""Correct values in benign surroundings: batches, shapes, dtypes and scales."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEEP_SCORE = -60000.0
 
 
 def by_dtype_and_layout(subject: Subject) -> Iterable[Case]:
-    """Each declared dtype pair and each declared layout; all combinations if exhaustive."""
+    """Return each declared dtype pair and each declared layout. All combinations if exhaustive."""
     pairs = [{"dtype": dtype, "kv_dtype": kv_dtype} for dtype, kv_dtype in dtype_pairs(subject)]
     if not pairs:
         raise NotApplicable("none of the declared dtype pairs is known to this torch")
@@ -39,12 +39,12 @@ def by_dtype_and_layout(subject: Subject) -> Iterable[Case]:
 
 
 def by_head_size(subject: Subject) -> Iterable[Case]:
-    """Declared head sizes."""
+    """Return declared head sizes."""
     return [{"head_size": size} for size in head_sizes(subject)]
 
 
 def by_value_head_size(subject: Subject) -> Iterable[Case]:
-    """A value head that is smaller and one that is larger, of sizes that are declared for keys where there are such."""
+    """Return a smaller and a larger value head, of sizes declared for keys if possible."""
     size, *others = head_sizes(subject)
     smaller = max((other for other in others if other < size), default=max(size // 2, 1))
     larger = min((other for other in others if other > size), default=None)
@@ -53,7 +53,7 @@ def by_value_head_size(subject: Subject) -> Iterable[Case]:
 
 
 def by_heads(subject: Subject) -> Iterable[Case]:
-    """Each declared group with several KV heads, and with one."""
+    """Return each declared group with several KV heads, and with one."""
     groups = group_sizes(subject)
     rows = [{"group": group, "num_kv_heads": 2 if group > 1 else 3} for group in groups]
     return [*rows, {"group": max(groups), "num_kv_heads": 1}]
@@ -136,10 +136,10 @@ def large_scores(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.large_scores.negative", Level.NUMERICS)
 def large_negative_scores(run: Run) -> None:
-    """Where all scores that a query sees are far below zero, keys that it must not see do not win.
+    """Keys that a query must not see do not win if all scores that it sees are far below zero.
 
-    Kills masks that put a figure such as -1e4 where minus infinity belongs. Where such a figure is declared
-    (`lowest_score`), scores stay a fifth above it.
+    Kills masks that use a number like -1e4 instead of minus infinity. If a number is declared (`lowest_score`), scores
+    stay a fifth above it.
     """
     made = world(run, chosen(run, lambda p: ((1, p + 3), (5, 2 * p + 1), (p, 2 * p))).friendly())
     lowest = run.subject.capabilities.lowest_score

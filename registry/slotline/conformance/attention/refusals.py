@@ -1,4 +1,4 @@
-"""What an attention backend does not declare is refused by negotiation; what works all the same is noted."""
+"""Refusal of an attention backend's undeclared features by negotiation, and notes on those that work anyway."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ VALUES: Mapping[str, Callable[[Subject], Sequence[Any]]] = MappingProxyType(
 
 
 def _divides(subject: Subject, size: int) -> bool:
-    """Whether a declared kernel block size divides a manager's block."""
+    """Return True if a declared kernel block size divides a manager's block."""
     offer = subject.capabilities.kernel_block_sizes
     return any(size % kernel == 0 and offer.refusal(kernel) is None for kernel in range(1, size + 1))
 
 
 def base(subject: Subject) -> PlanRequest:
-    """A request that asks for declared values only."""
+    """Return a request for only declared values."""
     types = [kind for kind in TYPES if refusal(subject, {"attention_types": kind}) is None]
     if not types:
         raise NotApplicable("no attention type that the suite knows is declared")
@@ -92,7 +92,7 @@ def _asked(value: Any) -> Asked[Any]:
 
 
 def asking(request: PlanRequest, capability: str, value: Any) -> PlanRequest:
-    """The same request with one more need."""
+    """Return the same request with one more need."""
     layer = request.groups[0].layer
     if changes := _layer_changes(layer, capability, value):
         return evolve(request, groups=group_layers([evolve(layer, **changes)]))
@@ -116,7 +116,7 @@ def _layer_changes(layer: AttentionLayer, capability: str, value: Any) -> dict[s
 
 
 def _latent(layer: AttentionLayer, size: Any) -> dict[str, Any]:
-    """What makes an MLA layer of a layer: one KV head for as many query heads as a KV head had."""
+    """Return the changes that turn a layer into an MLA layer: one KV head for the query heads of one KV head."""
     heads = layer.num_heads // layer.num_kv_heads
     shape = {"num_heads": heads, "num_kv_heads": 1, "head_size": size, "head_size_v": size}
     return {**shape, "mla": True, "kv_kind": "mla"}
@@ -211,7 +211,7 @@ def graphs_above_the_level(run: Run) -> None:
 
 
 def _limited(subject: Subject, limit: Limit) -> tuple[PlanRequest, str]:
-    """A request that the offer covers by itself and the limit takes away."""
+    """Return a request that the offer covers by itself and the limit excludes."""
     if "graphs" in (limit.when, limit.capability):
         raise NotApplicable("graphs are judged for each phase")
     if limit.capability == "preferred_block_sizes":
@@ -236,7 +236,7 @@ def _limited(subject: Subject, limit: Limit) -> tuple[PlanRequest, str]:
 
 
 def _under(subject: Subject, request: PlanRequest, name: str) -> PlanRequest:
-    """Speculation, or a cache of another dtype."""
+    """Return a request with speculation, or with a cache of another dtype."""
     if name == "speculation":
         return evolve(request, query_len=_asked(2))
     for pair in VALUES["dtypes"](subject):
@@ -257,7 +257,7 @@ def _under(subject: Subject, request: PlanRequest, name: str) -> PlanRequest:
     cost=0.01,
 )
 def limits(run: Run) -> None:
-    """What a limit takes away is refused together with its condition, with the capability's code."""
+    """A feature excluded by a limit is refused together with its condition, with the capability's code."""
     limit = run.subject.capabilities.limits[run["limit"]]
     request, what = _limited(run.subject, limit)
     expect_refused(run.subject, request, code_of(limit.capability), what)

@@ -1,4 +1,4 @@
-"""One backend object over many batches; and what must be bitwise the same."""
+"""One backend object over many batches, and results that must be bitwise the same."""
 
 from __future__ import annotations
 
@@ -56,8 +56,11 @@ def same_tensors(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.reuse.several_plans", Level.HOSTILE)
 def several_plans(run: Run) -> None:
-    """With several_plans, a step is planned again for the last query tokens of some requests, once all its keys are
-    stored, as for the layer behind which nobody asks for the others; and the first plan stays good."""
+    """With several_plans, a step is planned again for the last query tokens of some requests.
+
+    All keys of the step are stored before, as for a last layer whose other outputs are not needed. The first plan stays
+    valid.
+    """
     if not run.subject.capabilities.several_plans:
         raise NotApplicable("a plan may end with the next one: several_plans is not declared")
     if writes_cache(run):

@@ -1,4 +1,4 @@
-"""Scales of an eight-bit cache: applied on the way in and on the way out, each to its own, by layer, read when used."""
+"""Scales of an eight-bit cache: applied on write and read, separately for keys and values, by layer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SCALED = {"kv_scales": True}
 
 
 def by_pair(subject: Subject) -> Iterable[Case]:
-    """Each declared pair with an eight-bit cache, and layouts in turn."""
+    """Return each declared pair with an eight-bit cache, and layouts in turn."""
     pairs = [pair for pair in dtype_pairs(subject) if getattr(torch, pair[1]).itemsize == 1]
     if not pairs:
         raise NotApplicable("no dtype pair with an eight-bit cache is declared")
@@ -43,13 +43,13 @@ def by_pair(subject: Subject) -> Iterable[Case]:
 
 
 def by_pair_and_scale(subject: Subject) -> Iterable[Case]:
-    """Each pair with small scales, large ones, and ones that lie far apart."""
+    """Return each pair with small scales, large ones, and very different ones."""
     return [{**case, "scales": name} for case in by_pair(subject) for name in SCALES]
 
 
 @check(Kind.ATTENTION, "attention.scales", Level.NUMERICS, needs=SCALED, cases=by_pair_and_scale)
 def scales(run: Run) -> None:
-    """What is stored is x / scale, what is read counts scale times, keys and values each by their own scale."""
+    """Stored values are x / scale, and read values are multiplied by scale, keys and values each by their own."""
     for requests in (decode, mixed):
         prove(run, chosen(run, requests, kv_scales=SCALES[run["scales"]]).friendly())
 
@@ -100,14 +100,14 @@ def scales_set_late(run: Run) -> None:
 
 
 def by_pair_with_and_without(subject: Subject) -> Iterable[Case]:
-    """Each pair without scales, and with large ones where scales are declared."""
+    """Return each pair without scales, and with large ones if scales are declared."""
     plain = list(by_pair(subject))
     return plain if refusal(subject, SCALED) else [*plain, *({**case, "scales": "large"} for case in plain)]
 
 
 @check(Kind.ATTENTION, "attention.scales.clamped", Level.HOSTILE, cases=by_pair_with_and_without)
 def clamped(run: Run) -> None:
-    """What an eight-bit cache cannot hold is stored as the largest finite value of its sign, not as NaN or infinity."""
+    """Values beyond the range of an eight-bit cache are stored as the largest finite value, not as NaN or infinity."""
     made = world(run, chosen(run, ((1, 5), (1, 20)), kv_scales=SCALES.get(run.case.get("scales", ""))))
     dtype, huge = made.case.cache_dtype, torch.finfo(made.case.dtype).max
     most = torch.finfo(dtype).max

@@ -1,4 +1,4 @@
-"""Right values over many steps in which the backend itself fills the cache."""
+"""Correct values over many steps in which the backend itself fills the cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _pool(run: Run, **fields: Any) -> Pool:
 
 
 def _fill(run: Run, pool: Pool, number: int, length: int, most: int = 1 << 20) -> None:
-    """Give a request `length` more tokens, as many at once as the backend takes and `most` allows."""
+    """Give a request `length` more tokens, as many at once as the backend accepts and `most` allows."""
     most = min(most, longest_query(run.subject, {}))
     while length > 0:
         count = min(most, length)
@@ -138,7 +138,7 @@ def fork(run: Run) -> None:
 
 
 def by_feature(subject: Subject) -> Iterable[Case]:
-    """Plain attention, with a window and with latents where those are declared."""
+    """Return plain attention, and attention with a window and with latents if those are declared."""
     features: dict[str, dict[str, Any]] = {"sliding_window": {"window": 9}, "mla": {"mla": True}}
     return [{}, *(fields for name, fields in features.items() if refusal(subject, {name: True}) is None)]
 

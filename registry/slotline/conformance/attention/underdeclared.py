@@ -1,4 +1,4 @@
-"""Features of attention that work though they are not declared. Informational: a failure is none."""
+"""Features of attention that work although they are not declared. Informational: failures do not count."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from slotline.testing.subject import Subject
 
 
 def by_pair_and_layout(subject: Subject) -> Iterable[Case]:
-    """Each declared dtype pair and each layout."""
+    """Return each declared dtype pair and each layout."""
     pairs, orders = dtype_pairs(subject), layouts(subject)
     return [
         {"dtype": pairs[i % len(pairs)][0], "kv_dtype": pairs[i % len(pairs)][1], "layout": orders[i % len(orders)]}
@@ -32,12 +32,12 @@ def by_pair_and_layout(subject: Subject) -> Iterable[Case]:
 
 
 def _step(run: Run, made: World) -> None:
-    """Store the new tokens, by `write` or by `forward` where that is what the backend does."""
+    """Store the new tokens, by `write` or by a `forward` that does it."""
     made.run(build(run, made.case), writes_cache(run))
 
 
 def _write_only(run: Run, made: World) -> None:
-    """As `_step`, but nobody looks at the output; it may be anything where a token of the request is missing."""
+    """Do the work of `_step` and ignore the output, which may be anything if a token of the request is missing."""
     backend, expected = build(run, made.case), made.written()
     query, key, value = made.new_tokens()
     out = torch.zeros(len(query), made.case.num_heads, made.layer.head_size_v, dtype=query.dtype, device=query.device)
@@ -53,7 +53,7 @@ def _write_only(run: Run, made: World) -> None:
 
 @check(Kind.ATTENTION, "attention.write.slots", Level.HOSTILE, cases=by_pair_and_layout)
 def slots(run: Run) -> None:
-    """Each new key and value is in its slot, converted to the cache's dtype; all other bytes are as before."""
+    """Each new key and value is in its slot, converted to the cache's dtype, and no other byte changed."""
     _step(run, world(run, chosen(run, mixed)))
 
 
@@ -64,7 +64,7 @@ def slots(run: Run) -> None:
     cases=lambda _: [{"skip": which} for which in ("some", "first", "last", "all")],
 )
 def skipped(run: Run) -> None:
-    """Slot -1 is never written, not even where the whole batch has it; the others are."""
+    """Slot -1 is never written, even if the whole batch has it, and the other slots are."""
     made = world(run, chosen(run, lambda p: ((1, p + 1), (1, 5), (p + 4, p + 4), (3, 2 * p))))
     tokens = made.batch.num_tokens
     which = {

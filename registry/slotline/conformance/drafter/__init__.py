@@ -1,4 +1,4 @@
-"""Checks of drafter plugins; importing this package registers them."""
+"""Checks of drafter plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

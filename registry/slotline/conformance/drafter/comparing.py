@@ -1,4 +1,4 @@
-"""Two proposals for the same request must be the same."""
+"""Comparison of two proposals for the same request, which must be equal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slotline.testing.oracles.drafter import PROBABILITY_ERRORS
 
 
 def must_forget(run: Run) -> None:
-    """For checks in which requests leave.
+    """Skip a check in which requests leave for drafters that remember them.
 
     Raises:
-        NotApplicable: for a drafter that says that it remembers them.
+        NotApplicable: for a drafter that declares `remembers`.
     """
     if run.subject.capabilities.remembers:
         raise NotApplicable("remembers: requests that left may change a draft")

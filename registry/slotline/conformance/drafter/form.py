@@ -1,4 +1,4 @@
-"""The form of a proposal, in friendly surroundings: shape, vocabulary, where it ends, what belongs to it."""
+"""Form of a proposal in benign surroundings: shape, vocabulary, end, and parts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slotline.testing.subject import Subject
 
 
 def by_length(subject: Subject) -> Iterable[Case]:
-    """A case for each number of draft tokens, or for a few of them."""
+    """Return a case for each number of draft tokens, or for a few of them."""
     lengths = draft_lengths(subject)
     return [{"num_tokens": n} for n in lengths if subject.exhaustive or n in (1, 2, 4, lengths[-1])]
 
 
 def _faults(run: Run) -> list[Fault]:
-    """What is wrong with the form over a few steps of a few requests."""
+    """Return the faults in the form over a few steps of a few requests."""
     world = World(run.subject, num_tokens=run.case.get("num_tokens", 0))
     rng, found = run.rng, []
     for _ in range(6):

@@ -41,7 +41,7 @@ def fuzz_traffic(run: Run) -> None:
 
 
 def _admit(world: World, rng: Random, story: list[str]) -> None:
-    """Requests take free rows, the one that was left last first."""
+    """Put requests on free rows, the most recently freed row first."""
     free = [row for row in reversed(range(world.max_requests)) if row not in world.requests]
     for row in free[: rng.randint(0, 2)]:
         request = random_request(rng, length=rng.randint(2, 20))
@@ -50,7 +50,7 @@ def _admit(world: World, rng: Random, story: list[str]) -> None:
 
 
 def _accept(world: World, rng: Random, row: int, draft: RowDraft, story: list[str]) -> None:
-    """Some of the draft is accepted and one token follows; now and then the request grows by more, as after a pause."""
+    """Accept some of the draft and one more token, and sometimes more, as after a pause."""
     kept = draft.token_ids[: rng.randint(0, len(draft.token_ids))] if draft.parents is None else ()
     extra = rng.choice((1, 1, 1, 1 + world.num_tokens + rng.randint(1, 4)))
     request = world.requests[row]
@@ -60,7 +60,7 @@ def _accept(world: World, rng: Random, row: int, draft: RowDraft, story: list[st
 
 
 def _leave(world: World, rng: Random, story: list[str]) -> None:
-    """Requests finish, or are preempted and take another row with what they have."""
+    """Finish requests, or preempt them and put them on another row."""
     for row, request in tuple(world.requests.items()):
         full = len(request.tokens) + world.num_tokens + LEAST_ROOM > world.max_model_len
         if not full and rng.random() < 0.9:

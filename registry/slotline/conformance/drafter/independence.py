@@ -1,4 +1,4 @@
-"""A proposal depends on the request's own accepted history and draws, and on nothing else."""
+"""Independence of a proposal from everything but the request's own accepted history and draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _requests(run: Run, rows: range | tuple[int, ...] = range(6)) -> dict[int, R
 
 @check(Kind.DRAFTER, "drafter.history.accepted_only", Level.HOSTILE, cost=0.05, cases=lambda _: GARBAGE)
 def history_accepted_only(run: Run) -> None:
-    """What stands behind the accepted history, or in rows that were not asked for, does not change the draft."""
+    """Values after the accepted history, or in rows that were not requested, do not change the draft."""
     requests = _requests(run)
     expected = world_of(run.subject, requests).propose(range(6))
     for seed in range(4):
@@ -78,7 +78,7 @@ def batch_other_requests(run: Run) -> None:
 
 
 def _used(run: Run) -> World:
-    """A drafter each row of which has been used by a request of its own."""
+    """Return a drafter of which each row has been used by another request."""
     rng = run.rng
     world = world_of(run.subject, {row: random_request(rng, length=30) for row in range(6)}, garbage="garbage")
     for _ in range(3):

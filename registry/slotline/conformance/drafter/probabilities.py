@@ -1,13 +1,13 @@
-"""Whether the probabilities that a drafter states are those that it draws from.
+"""Comparison of a drafter's stated probabilities with the distribution of its draws.
 
 **The tests.** 16 histories (8 at each of two temperatures) get 250 drafts of up to three tokens each, with fresh
 `uniforms`. Draft tokens are grouped by history and by the draft tokens before them, since each is drawn from its own
-conditional distribution; a group's expected counts are the sum of the stated probabilities. Pearson's chi-square
+conditional distribution. A group's expected counts are the sum of the stated probabilities. Pearson's chi-square
 statistics of all groups with at least 20 draws are added and compared with the chi-square distribution of their joint
-degrees of freedom, at level `SIGNIFICANCE`. A second statistic counts over all groups how often the likeliest token
-was drawn, the next likely and so on; it has few degrees of freedom and sees distributions that are all a little too
-sharp or too flat. Where something is drawn that was stated to be impossible the test fails outright. Seeds are fixed,
-so the answer does not change from run to run.
+degrees of freedom, at level `SIGNIFICANCE`. A second statistic counts over all groups how often the likeliest token was
+drawn, the next likely and so on. It has few degrees of freedom and detects distributions that are all a little too
+sharp or too flat. If a token with probability zero is drawn, the test fails immediately. Seeds are fixed, so the answer
+does not change from run to run.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def probabilities_honest(run: Run) -> None:
 
 
 def _counted(run: Run) -> tuple[dict[_Group, _Counts], _Counts]:
-    """Drawn and expected counts of each token by context; and of the likeliest, the next and so on over all."""
+    """Return drawn and expected counts of each token by context, and of the likeliest, the next and so on over all."""
     rng = run.rng
     groups: dict[_Group, _Counts] = {}
     ranks = np.zeros(VOCABULARY), np.zeros(VOCABULARY)

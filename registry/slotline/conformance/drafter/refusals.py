@@ -1,4 +1,4 @@
-"""What a drafter does not declare is refused."""
+"""Refusal of a drafter's undeclared features."""
 
 from __future__ import annotations
 

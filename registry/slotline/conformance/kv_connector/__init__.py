@@ -1,4 +1,4 @@
-"""Checks of KV connectors; importing this package registers them."""
+"""Checks of KV connectors. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1 of KV connectors: what was saved comes back."""
+"""L1 of KV connectors: saved blocks come back."""
 
 from __future__ import annotations
 

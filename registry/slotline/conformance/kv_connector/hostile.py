@@ -1,4 +1,4 @@
-"""L2 of KV connectors: overlapping copies, little room, loads of what is not there."""
+"""L2 of KV connectors: overlapping copies, little room, loads of missing blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loads_room(run: Run) -> None:
 
 @check(Kind.KV_CONNECTOR, "kv_connector.loads.absent", Level.HOSTILE, cost=0.02)
 def loads_absent(run: Run) -> None:
-    """A load of what is not there is said to have failed, once, or raises; a good one beside it arrives."""
+    """A load of a missing block is reported as failed, once, or raises, and a good load next to it arrives."""
     pool = Pool(run)
     pool.step([pool.block(0, "here", 5)], ())
     here = [pool.wanted(0, "here", 20)] if pool.held(0, ["here"])[0] else []
@@ -54,7 +54,7 @@ def loads_absent(run: Run) -> None:
 
 @check(Kind.KV_CONNECTOR, "kv_connector.saves.again", Level.HOSTILE, cost=0.02)
 def saves_again(run: Run) -> None:
-    """What is held already can be saved again from another block, alone and with others, and comes back."""
+    """A held block can be saved again from another block, by itself and with others, and comes back."""
     pool = Pool(run)
     for block in (5, 6, 7):
         pool.step([pool.block(0, "same", block), pool.block(0, f"other {block}", block + 20)], ())

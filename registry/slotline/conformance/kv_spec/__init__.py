@@ -1,4 +1,4 @@
-"""Checks of kv_spec plugins; importing this package registers them."""
+"""Checks of kv_spec plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L0 of cache specs, those of blocks and those of states: descriptor, capabilities, factory, methods."""
+"""L0 of cache specs, of blocks and of states: descriptor, capabilities, factory, methods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = (16, 32, 64, 48, 128, 256, 1)
 
 
 def kind_of(subject: Subject) -> str:
-    """A kind of layer that the spec declares."""
+    """Return a kind of layer that the spec declares."""
     declared = subject.capabilities.kv_kinds.values
     known = [kind for kind in KINDS if declared is None or kind in declared] or sorted(declared or ())
     if not known:
@@ -29,7 +29,7 @@ def kind_of(subject: Subject) -> str:
 
 
 def block_size_of(subject: Subject) -> int:
-    """A block size that the spec declares."""
+    """Return a block size that the spec declares."""
     offer = subject.capabilities.block_sizes
     base = () if offer.multiple_of is None else (offer.multiple_of,)
     return int(next(size for size in (*SIZES, *offer.exact, *base) if offer.refusal(size) is None))

@@ -1,4 +1,4 @@
-"""How many blocks a request needs, holds and gives back."""
+"""Numbers of blocks that a request needs, holds and frees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slotline.testing.oracles.kv_spec import freeable_blocks
 
 @check(Kind.KV_SPEC, "kv_spec.blocks.needed", Level.NUMERICS, cases=group_cases, cost=0.02)
 def blocks_needed(run: Run) -> None:
-    """The table of a request has a block for each begun stretch of block_size tokens; none for no token."""
+    """The table of a request has a block for each begun stretch of block_size tokens, and none for no token."""
     group = build_group(run)
     for tokens in range(group.max_model_len + 1):
         found, wanted = group.spec.blocks_needed(tokens), -(-tokens // group.block_size)
@@ -20,7 +20,7 @@ def blocks_needed(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.blocks.monotone", Level.NUMERICS, cases=every_kind_cases)
 def blocks_monotone(run: Run) -> None:
-    """A longer sequence never needs a shorter table; no token needs no block. All answers are plain integers."""
+    """A longer sequence never needs a shorter table, and no token needs no block. All answers are plain integers."""
     group, before = build_group(run), 0
     for tokens in range(group.max_model_len + 1):
         found = group.spec.blocks_needed(tokens)
@@ -95,7 +95,7 @@ def free_without_waste(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.free.monotone", Level.NUMERICS, cases=every_kind_cases)
 def free_monotone(run: Run) -> None:
-    """What was given back stays so: blocks_freeable never falls, begins with 0 and stays within the table."""
+    """Freed blocks stay free: blocks_freeable never falls, begins with 0 and stays within the table."""
     group, before = build_group(run), 0
     for computed in range(group.max_model_len + 1):
         found = group.spec.blocks_freeable(computed)

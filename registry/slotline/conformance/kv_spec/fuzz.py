@@ -16,7 +16,10 @@ MOST_REQUESTS = 4
 
 
 def fuzz_cases(subject: Subject) -> Iterable[Case]:
-    """Groups of known kinds, with changing layouts and kernel block sizes; all windows, three times, if exhaustive."""
+    """Return groups of known kinds, with changing layouts and kernel block sizes.
+
+    All windows, three times, if exhaustive.
+    """
     cases: list[Case] = []
     for number, case in enumerate(group_cases(subject)):
         size = case["block_size"]
@@ -30,7 +33,7 @@ def fuzz_cases(subject: Subject) -> Iterable[Case]:
 
 @check(Kind.KV_SPEC, "kv_spec.fuzz.traffic", Level.STATEFUL, cases=fuzz_cases, explores=True, cost=2.0, profile="mixed")
 def fuzz_traffic(run: Run) -> None:
-    """Requests come, share prefixes, grow, give blocks back and leave; each reads its own tokens at every step."""
+    """Requests come, share prefixes, grow, free blocks and leave, and each reads its own tokens at every step."""
     group, rng = build_group(run), run.rng
     caching = bool(run.subject.capabilities.prefix_caching.support)
     traffic = Traffic(group, 2 * group.spec.blocks_needed(group.max_model_len) + 2, run.subject.device.type, caching)
@@ -54,7 +57,7 @@ def fuzz_traffic(run: Run) -> None:
 
 
 def _texts(rng: Random, length: int) -> list[list[int]]:
-    """Token ids of a few texts; all begin with the first one's beginning, some of it longer than others."""
+    """Return token ids of a few texts, which share beginnings of different lengths with the first."""
     first = [rng.randrange(1000) for _ in range(length)]
     texts = [first]
     for _ in range(4):

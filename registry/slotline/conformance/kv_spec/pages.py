@@ -1,4 +1,4 @@
-"""Pages and what `bind` makes of them: sizes, shapes, strides, and whose bytes are whose."""
+"""Pages and the views of `bind`: sizes, shapes, strides, and ownership of bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GAP = 16
 
 
 def bound(run: Run, num_blocks: int = NUM_BLOCKS) -> list[tuple[Group, AttentionLayer, torch.Tensor, KVCache]]:
-    """Each layer's raw bytes, with guards of 0xA5 around them, and its cache."""
+    """Return each layer's raw bytes, with guards of 0xA5 around them, and its cache."""
     group, device = build_group(run), run.subject.device.type
     found = []
     for layer in group.layers:
@@ -37,12 +37,12 @@ def bound(run: Run, num_blocks: int = NUM_BLOCKS) -> list[tuple[Group, Attention
 
 
 def where(layer: AttentionLayer, name: str) -> str:
-    """A layer and one of its views, for messages."""
+    """Return a layer and one of its views, for messages."""
     return f"layer of {layer.num_kv_heads} KV heads of {layer.head_size} and {layer.head_size_v}: {name}"
 
 
 def own_views(layer: AttentionLayer, cache: KVCache) -> tuple[tuple[str, torch.Tensor], ...]:
-    """The views that have memory of their own, with names: values of latents have none."""
+    """Return the views that have memory of their own, with names. Values of latents have none."""
     return (("key", cache.key),) if layer.mla else (("key", cache.key), ("value", cache.value))
 
 
@@ -96,8 +96,7 @@ def bind_layout(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.bind.own_memory", Level.HOSTILE, cases=memory_cases)
 def bind_own_memory(run: Run) -> None:
-    """Every element of keys and values has bytes of its own, inside the memory that was given; values of latents have
-    the keys'."""
+    """Every element of keys and values has its own bytes in the given memory, except values of latents."""
     for _, layer, raw, cache in bound(run):
         if layer.mla:
             _values_of_latents(layer, raw, cache)
@@ -127,7 +126,7 @@ def _values_of_latents(layer: AttentionLayer, raw: torch.Tensor, cache: KVCache)
 
 @check(Kind.KV_SPEC, "kv_spec.bind.write_read", Level.HOSTILE, cases=memory_cases)
 def bind_write_read(run: Run) -> None:
-    """What is written through the views is read back, and nothing around the memory changes."""
+    """Values written through the views are read back, and nothing around the memory changes."""
     for _, layer, raw, cache in bound(run):
         size = raw.numel()
         buffer = torch.as_strided(raw, (size + 2 * GUARD,), (1,), raw.storage_offset() - GUARD)

@@ -1,4 +1,4 @@
-"""Which cached blocks a new request may go on from, against a model that tries all lengths."""
+"""Cached blocks that a new request may continue from, compared with a model that tries all lengths."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ Pool = dict[BlockHash, int]
 
 
 def chain(rng: Random, length: int) -> list[BlockHash]:
-    """Hashes of `length` blocks."""
+    """Return hashes of `length` blocks."""
     return [rng.randbytes(32) for _ in range(length)]
 
 
 def pool_of(hashes: Sequence[BlockHash], cached: Sequence[bool], rng: Random) -> Pool:
-    """A pool that has these of the blocks, under random ids, and many that nobody asks for."""
+    """Return a pool that has these blocks, under random ids, and many other blocks."""
     ids = rng.sample(range(1, 70000), len(hashes) + 8)
     pool = {block_hash: ids[n] for n, block_hash in enumerate(hashes) if cached[n]}
     return pool | dict(zip(chain(rng, 8), ids[len(hashes) :], strict=True))
 
 
 def answer(group: Group, hashes: Sequence[BlockHash], pool: Pool) -> list[int]:
-    """What the spec says, in the right form.
+    """Return the spec's answer, with its form checked.
 
     Raises:
-        Failed: if it is no list of block ids or longer than the chain.
+        Failed: if it is not a list of block ids, or longer than the chain.
     """
     found: Any = group.spec.prefix_hit(tuple(hashes), pool.get)
     if not isinstance(found, list) or any(not isinstance(block, int) for block in found):
@@ -53,7 +53,7 @@ def answer(group: Group, hashes: Sequence[BlockHash], pool: Pool) -> list[int]:
 
 
 def compare(group: Group, hashes: Sequence[BlockHash], pool: Pool) -> None:
-    """Hold the spec's answer against the model."""
+    """Compare the spec's answer with the model."""
     found = answer(group, hashes, pool)
     if not all(layer.kv_kind in KNOWN_KINDS for layer in group.layers):
         return
@@ -74,19 +74,19 @@ def compare(group: Group, hashes: Sequence[BlockHash], pool: Pool) -> None:
 
 
 def show(group: Group, hashes: Sequence[BlockHash], pool: Pool, found: Sequence[int]) -> str:
-    """The case in one line."""
+    """Return the case in one line."""
     return f"cached {[pool.get(block_hash) for block_hash in hashes]}, answer {list(found)}; {group.describe()}"
 
 
 def _patterns(length: int) -> Iterator[list[bool]]:
-    """All subsets of a chain: 2 ** length of them."""
+    """Return all subsets of a chain, 2 ** length of them."""
     for number in range(2**length):
         yield [bool(number >> place & 1) for place in range(length)]
 
 
 @check(Kind.KV_SPEC, "kv_spec.prefix.empty", Level.NUMERICS, needs=NEEDS, cases=every_kind_cases)
 def prefix_empty(run: Run) -> None:
-    """Without a full block there is no hit; with nothing cached there is none that would be read."""
+    """Without a full block there is no hit, and with an empty cache there is none that would be read."""
     group, rng = build_group(run), run.rng
     if answer(group, (), pool_of((), (), rng)):
         raise Failed("prefix_hit finds blocks for a chain of none")
@@ -128,7 +128,7 @@ def prefix_asked_again(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.prefix.shortened", Level.HOSTILE, needs=NEEDS, cases=group_cases)
 def prefix_shortened(run: Run) -> None:
-    """Several groups agree on a prefix by asking again with fewer hashes; each answer is right for its own length."""
+    """Several groups agree on a prefix by asking again with fewer hashes, and each answer is right for its length."""
     group, rng = build_group(run), run.rng
     hashes = chain(rng, MOST_BLOCKS)
     for _ in range(20):

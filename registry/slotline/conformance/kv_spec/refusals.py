@@ -1,4 +1,4 @@
-"""What a cache spec does not declare is refused by negotiation."""
+"""Refusal of a cache spec's undeclared features by negotiation."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def declared(run: Run) -> None:
 
 
 def undeclared_kinds(subject: Subject) -> list[Case]:
-    """Return a case for some kinds of layers that are not declared; a spec of states never holds full attention."""
+    """Return a case for some undeclared kinds of layers. A spec of states never holds full attention."""
     if not holds_states(subject):
         return [{"kind": kind} for kind in undeclared(subject, "kv_kinds", (*KINDS, UNKNOWN))]
     everything = subject.capabilities.kv_kinds.values is None

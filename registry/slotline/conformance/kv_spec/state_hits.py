@@ -1,4 +1,4 @@
-"""Prefixes whose state is kept: a request goes on from the longest one."""
+"""Prefixes whose state is kept: a request continues from the longest one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def chain(rng: Random, length: int) -> list[BlockHash]:
 
 
 def compare(held: Held, hashes: Sequence[BlockHash], kept: Sequence[bool]) -> None:
-    """Hold the answer of `prefix_hit` against the longest kept prefix.
+    """Compare the answer of `prefix_hit` with the longest kept prefix.
 
     Raises:
-        Failed: if it is another one.
+        Failed: if they differ.
     """
     known = {block_hash for block_hash, is_kept in zip(hashes, kept, strict=True) if is_kept}
     found: Any = held.spec.prefix_hit(tuple(hashes), known.__contains__)

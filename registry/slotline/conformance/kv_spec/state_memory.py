@@ -1,4 +1,4 @@
-"""Memory of states: the figures of a spec, and the tensors that `bind` makes of a layer's slots."""
+"""Memory of states: the sizes of a spec, and the tensors that `bind` creates from a layer's slots."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def bind_own_memory(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.state.bind.write_read", Level.HOSTILE, cases=state_cases, cost=0.03)
 def bind_write_read(run: Run) -> None:
-    """What is written to a slot is read back, and changes no other tensor, no other slot and nothing around them."""
+    """Values written to a slot are read back, and no other tensor, slot or surrounding byte changes."""
     for _, layer, raw, tensors in bound(run):
         places = [(name, slot) for name in tensors for slot in range(NUM_SLOTS)]
         for number, (name, slot) in enumerate(places, 1):

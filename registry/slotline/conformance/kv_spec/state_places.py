@@ -1,4 +1,4 @@
-"""Places of checkpoints: where a step ends, where a state is kept, and whose state goes back."""
+"""Positions of checkpoints: the ends of steps, the states to keep, and the states to roll back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEEDS = {"state": True, "prefix_caching": True}
 
 @check(Kind.KV_SPEC, "kv_spec.state.stops.range", Level.NUMERICS, needs=NEEDS, cases=unit_cases, cost=0.02)
 def stops_range(run: Run) -> None:
-    """A step ends behind what is computed and not behind `ends`; the tokens of an undivided request are not cut."""
+    """A step ends after the computed tokens and not after `ends`, and an undivided request is not cut."""
     held = build_spec(run)
     asked = requests_of(held, run.rng)
     found = stops(held, asked)

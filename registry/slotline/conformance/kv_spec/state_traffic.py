@@ -23,7 +23,7 @@ NUM_REQUESTS = 12
     profile="mixed",
 )
 def traffic(run: Run) -> None:
-    """Requests share prefixes, leave checkpoints and go on from them under any budget; each has its own state."""
+    """Requests share prefixes, leave checkpoints and continue from them under any budget, each with its own state."""
     held, rng = build_spec(run), run.rng
     found = StateTraffic(held, run.subject.device.type)
     waiting = _texts(held, rng)

@@ -1,4 +1,4 @@
-"""What works though it is not declared."""
+"""Features that work although they are not declared."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def splittable(run: Run) -> None:
     family=Family.UNDERDECLARED,
 )
 def one_piece(run: Run) -> None:
-    """A block is one piece of memory that could be copied at once; the contract does not ask for it."""
+    """A block is one piece of memory that could be copied at once, which the contract does not require."""
     for group, layer, raw, cache in bound(run):
         page = group.spec.page_bytes(layer)
         for name, view in (("key", cache.key), ("value", cache.value)):

@@ -1,4 +1,4 @@
-"""Checks of logits_processor plugins; importing this package registers them."""
+"""Checks of logits_processor plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

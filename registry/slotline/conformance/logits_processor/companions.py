@@ -1,4 +1,4 @@
-"""Companions: what is computed beside a request."""
+"""Companions: second prompts computed along with requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEEDS = {"companions": True}
 
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.companions.prompt", Level.NUMERICS, needs=NEEDS)
 def companions_prompt(run: Run) -> None:
-    """Examples have companions with a prompt, the same when asked again; `admit` has work for those requests alone."""
+    """Examples have companions with a prompt, the same in every call, and `admit` has work for only those requests."""
     world, rng, found = World(run.subject), run.rng, list[Companion]()
     for settings in ({}, *examples(run.subject)):
         request = random_request(rng, settings)

@@ -1,4 +1,4 @@
-"""A processor that lets the sampler do its work must say the same to it as its own `apply` does."""
+"""Floors: a processor that lets the sampler do its work must declare the same floor that `apply` applies."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ TEMPERATURES = (0.3, 1.0, 2.5)
 
 
 def by_temperature(subject: Any) -> list[Case]:
-    """Each example at each temperature."""
+    """Return each example at each temperature."""
     return [{**case, "temperature": temperature} for case in by_example(subject) for temperature in TEMPERATURES]
 
 
 def floor_of(world: World, params: dict[str, Any]) -> float:
-    """What the processor answers, twice.
+    """Return the processor's floor, after calling it twice.
 
     Raises:
-        Failed: if that is no floor.
+        Failed: if the answer is not a floor.
     """
     first, again = (world.processor.floor(params) for _ in range(2))
     if not isinstance(first, float | int) or math.isnan(first) or first > 0:

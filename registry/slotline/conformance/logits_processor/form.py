@@ -1,4 +1,4 @@
-"""The form of processed logits, and what holds for each row by itself."""
+"""Form of processed logits, and properties of each row by itself."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ FORMS = ("plain", "ties", "bans", "large")
 
 
 def by_form(_subject: object) -> list[Case]:
-    """A case for each kind of random logits."""
+    """Return a case for each kind of random logits."""
     return [{"logits": form} for form in FORMS]
 
 
 def processed(run: Run, form: str, steps: int = 6) -> Iterator[tuple[World, torch.Tensor, torch.Tensor]]:
-    """A few steps of six requests: the world, the logits, and what the processor made of them."""
+    """Yield a few steps of six requests: the world, the logits, and the processed logits."""
     rng = run.rng
     for _ in range(steps):
         world = world_of(run.subject, some_requests(run.subject, rng))

@@ -66,7 +66,7 @@ def _step(world: World, rng: Random, drafts: dict[int, tuple[int, ...]], story: 
 
 
 def _admit(world: World, rng: Random, story: list[str]) -> None:
-    """Requests take free rows, the one that was left last first; one in five sets nothing."""
+    """Put requests on free rows, the most recently freed row first. One in five sets no parameters."""
     free = [row for row in reversed(range(world.max_requests)) if row not in world.requests]
     for row in free[: rng.randint(0, 2)]:
         settings = {} if rng.random() < 0.2 else rng.choice(examples(world.subject))
@@ -76,7 +76,7 @@ def _admit(world: World, rng: Random, story: list[str]) -> None:
 
 
 def _accept(world: World, rng: Random, row: int, drafts: tuple[int, ...], story: list[str]) -> None:
-    """Some of the drafts are accepted and one token follows; now and then more come, as after a pause."""
+    """Accept some of the drafts and one more token, and sometimes more, as after a pause."""
     kept = drafts[: rng.randint(0, len(drafts))]
     few = world.requests[row].tokens
     most = 1 if world.subject.capabilities.sequential else 3
@@ -86,7 +86,7 @@ def _accept(world: World, rng: Random, row: int, drafts: tuple[int, ...], story:
 
 
 def _leave(world: World, rng: Random, story: list[str]) -> None:
-    """Requests finish, or are preempted and take another row with what they have."""
+    """Finish requests, or preempt them and put them on another row."""
     for row, request in tuple(world.requests.items()):
         full = len(request.tokens) + 2 * MOST_DRAFTS > MAX_MODEL_LEN
         if not full and rng.random() < 0.9:

@@ -1,4 +1,4 @@
-"""What a processor may read, and that it writes to nothing but the logits."""
+"""Inputs that a processor may read, and no writes except to the logits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from slotline.testing.oracles.logits_processor import difference
     cost=0.02,
 )
 def history_known_only(run: Run) -> None:
-    """What stands behind num_tokens or in free rows changes nothing, nor do output tokens without needs_history."""
+    """Values after num_tokens or in free rows change nothing, nor do output tokens without needs_history."""
     rng = run.rng
     requests = some_requests(run.subject, rng, (0, 2, 3, 5))
     entries = [Entry(row) for row in requests]

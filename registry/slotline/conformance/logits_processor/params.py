@@ -1,4 +1,4 @@
-"""Parameters: what is accepted, what is refused, and that an accepted one does something."""
+"""Parameters: accepted ones, refused ones, and the effect of accepted ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a logits processor does not declare is refused."""
+"""Refusal of a logits processor's undeclared features."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from slotline.testing.oracles.logits_processor import difference
 
 
 def compare(world: World, entries: Sequence[Entry], logits: torch.Tensor, found: torch.Tensor, what: str) -> None:
-    """Each entry's logits must be those of a new processor for this request alone, its drafts accepted.
+    """Compare each entry's logits with those of a new processor for only this request, with accepted drafts.
 
     Raises:
         Failed: naming the row, the request and the first logit that differs.
@@ -40,7 +40,7 @@ def compare(world: World, entries: Sequence[Entry], logits: torch.Tensor, found:
 
 
 def check_rows(run: Run, world: World, rows: Sequence[int], what: str) -> None:
-    """One step of these rows, compared with each request alone."""
+    """Run one step of these rows and compare it with each request by itself."""
     entries = [Entry(row) for row in rows]
     logits = random_logits(run.rng, len(entries), run.subject.device.type)
     compare(world, entries, logits, world.apply(entries, logits), what)
@@ -73,7 +73,7 @@ def rows_subset(run: Run) -> None:
 
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.rows.without_work", Level.HOSTILE)
 def rows_without_work(run: Run) -> None:
-    """Requests that set nothing stand between the others; those the processor has no work for are not shown to it."""
+    """Requests without parameters are mixed in, and those without work are not shown to the processor."""
     rng = run.rng
     for silent in ({0, 2, 4}, {1, 5}, {0, 1, 2, 3, 4}):
         requests = some_requests(run.subject, rng)

@@ -1,4 +1,4 @@
-"""Checks of LoRA plugins; importing this package registers them."""
+"""Checks of LoRA plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that punish a wrong row, slot, rank or stride."""
+"""Batches that expose a wrong row, slot, rank or stride."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotline.testing.oracles.lora import expected
 
 
 def _loaded(run: Run, world: LoraWorld) -> None:
-    """Used slots, then adapters of all ranks, with rank-stabilised ones among them if that is declared."""
+    """Return used slots, then adapters of all ranks, some of them rank-stabilised if that is declared."""
     world.fill()
     choice, stabilised = ranks(run.subject), run.subject.refusal({"rslora": True}) is None
     for index in range(world.max_adapters):
@@ -99,7 +99,7 @@ def batch_separate(run: Run) -> None:
 
 @check(Kind.LORA, "lora.batch.invariant", Level.HOSTILE, needs={"batch_invariant": True}, cases=by_dtype, cost=0.05)
 def batch_invariant(run: Run) -> None:
-    """Where that is promised, a token's output is bitwise the same alone and at any place in a mixed batch."""
+    """If declared, a token's output is bitwise the same by itself and at any place in a mixed batch."""
     with LoraWorld(run, run["dtype"], batch_invariant=True) as world:
         _loaded(run, world)
         names = world.names(world.max_tokens)
@@ -189,7 +189,7 @@ def plan_latest(run: Run) -> None:
 
 @check(Kind.LORA, "lora.apply.strided", Level.HOSTILE, cases=once)
 def apply_strided(run: Run) -> None:
-    """`out` may be columns of a wider tensor, as in a merged projection; the columns beside it are unchanged."""
+    """`out` may be columns of a wider tensor, as in a merged projection, and the other columns are unchanged."""
     with LoraWorld(run) as world:
         _loaded(run, world)
         world.plan(world.names(10) + list(world.loaded))

@@ -1,4 +1,4 @@
-"""PEFT folders that a plugin must refuse: each with one fault, and what the refusal must name."""
+"""PEFT folders that a plugin must refuse: each with one fault, and the words that the refusal must contain."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _no_b(world: LoraWorld) -> tuple[Path, str]:
 
 
 def _with_tensors(world: LoraWorld, module: str, rank: int, inner: int, outer: int) -> Path:
-    """A folder that says rank 1, good but for one module."""
+    """Return a folder that declares rank 1 and is good except for one module."""
     good = world.adapter(1, modules=list(world.modules)[1:])
     tensors = {}
     for name, (a, b) in good.weights.items():

@@ -37,7 +37,7 @@ def fuzz_slots(run: Run) -> None:
 
 
 def _change(world: LoraWorld, rng: Random, run: Run) -> str:
-    """Load, unload, or try what must be refused; says what was done."""
+    """Load, unload, or try a faulty folder, and return a description."""
     name = f"n{rng.randrange(world.max_adapters + 2)}"
     if name in world.loaded:
         if rng.random() < 0.3:

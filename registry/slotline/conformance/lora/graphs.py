@@ -101,7 +101,7 @@ def graphs_single(run: Run) -> None:
 
 
 def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """The graph of a step, after two runs on a side stream that let kernels compile and buffers settle."""
+    """Return the graph of a step, after two runs on a side stream that let kernels compile and buffers settle."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -115,7 +115,7 @@ def _captured(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _names(world: LoraWorld, run: Run, replay: int = 0) -> list[str | None]:
-    """Adapters token by token, at least one among them, and padding at the end of every other batch."""
+    """Return adapters token by token, at least one, with padding at the end of every second batch."""
     names = world.names(TOKENS)
     names[0] = list(world.loaded)[replay % len(world.loaded)]
     return names[: TOKENS - 3] + [None] * 3 if replay % 2 else names

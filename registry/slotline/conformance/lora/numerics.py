@@ -1,4 +1,4 @@
-"""What an adapter adds, in friendly surroundings: each dtype, rank, scale and module against the oracle."""
+"""Contribution of an adapter in benign surroundings: each dtype, rank, scale and module against the oracle."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from slotline.testing.subject import Subject
 
 
 def by_dtype(subject: Subject) -> Iterable[Case]:
-    """A case for each declared dtype."""
+    """Return a case for each declared dtype."""
     modules_of(subject)
     return [{"dtype": dtype} for dtype in dtypes_of(subject)]
 
 
 def once(subject: Subject) -> Iterable[Case]:
-    """One case, where there is a module and a dtype to check with."""
+    """Return one case if there is a module and a dtype to check with."""
     modules_of(subject), dtypes_of(subject)
     return ({},)
 
 
 def ranks(subject: Subject) -> list[int]:
-    """The lowest, a middle and the highest rank that the checks use."""
+    """Return the lowest, a middle and the highest rank that the checks use."""
     highest = min(8, subject.capabilities.max_rank.limit or 8)
     return sorted({1, (highest + 2) // 2, highest})
 

@@ -1,4 +1,4 @@
-"""What a LoRA plugin does not declare is refused."""
+"""Refusal of a LoRA plugin's undeclared features."""
 
 from __future__ import annotations
 

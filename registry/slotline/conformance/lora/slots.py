@@ -1,4 +1,4 @@
-"""Slots over time: hot swap, capacity, and refusals that leave everything as it was."""
+"""Slots over time: hot swap, capacity, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def load_refuses(run: Run) -> None:
     cases=lambda subject: [{"pattern": name} for _ in once(subject) for name in ("rank_pattern", "alpha_pattern")],
 )
 def load_patterns(run: Run) -> None:
-    """A rank_pattern or alpha_pattern is honoured, or refused with a RequestError; it is never ignored."""
+    """A rank_pattern or alpha_pattern is applied, or refused with a RequestError, and never ignored."""
     with LoraWorld(run) as world:
         rank, module = ranks(run.subject)[-1], next(iter(world.modules))
         full, special = world.adapter(rank), world.adapter(1, modules=[module])
@@ -142,7 +142,7 @@ def _refused_and_unchanged(
 
 
 def _shares(world: LoraWorld, names: list[str]) -> dict[str, Any]:
-    """What each of the adapters gives on every module for fixed inputs."""
+    """Return the contribution of each adapter on every module for fixed inputs."""
     shares: dict[str, torch.Tensor] = {}
     if names:
         world.plan([*names, None])

@@ -1,4 +1,4 @@
-"""Checks of state plugins; importing this package registers them."""
+"""Checks of state plugins. Importing this package registers them."""
 
 from slotline.conformance.state import (
     contract,

@@ -1,4 +1,4 @@
-"""L4: a captured forward, replayed with other slots, inputs and counts. Runs where the device captures graphs."""
+"""L4: a captured forward, replayed with other slots, inputs and counts. Runs on devices that capture graphs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def replay_and_go_back(run: Run) -> None:
 
 
 def capture(session: Session, length: int) -> Callable[[Sequence[Part]], list[list[Tensor]]]:
-    """Capture forward for ROWS rows of `length` tokens, all of them padding; the result replays it on other rows."""
+    """Capture forward for ROWS rows of `length` tokens, all padding. The result replays it on other rows."""
     around = session.around
     problem = around.problems[0]
     dummy = [Part(-1, session.tokens(length, seed=7), has_initial_state=False) for _ in range(ROWS)]

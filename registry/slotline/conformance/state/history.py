@@ -1,4 +1,4 @@
-"""L3: long random histories over slots, each step compared with the truth."""
+"""L3: long random histories over slots, each step compared with the exact values."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class History:
 
 
 def _machine(run: Run) -> Any:
-    """The rules; made here since hypothesis is no dependency of the package."""
+    """Return the state machine, defined here since hypothesis is not a dependency of the package."""
     from hypothesis import strategies as st
     from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 

@@ -1,4 +1,4 @@
-"""L1: right values in friendly surroundings."""
+"""L1: correct values in benign surroundings."""
 
 from __future__ import annotations
 

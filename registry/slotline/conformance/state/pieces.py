@@ -1,4 +1,4 @@
-"""L2: how a prompt is cut and what it is batched with makes no difference."""
+"""L2: the division of a prompt and the rest of the batch make no difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers the checks run on: from what a plugin declares."""
+"""Layers that the checks run on, from a plugin's declarations."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _USUAL: Mapping[str, Mapping[str, Any]] = {
 
 
 def declared_kinds(subject: Subject) -> tuple[str, ...]:
-    """Kinds of layers that the plugin declares and the suite knows."""
+    """Return kinds of layers that the plugin declares and the suite knows."""
     return tuple(kind for kind in STATE_KINDS if subject.capabilities.state_kinds.refusal(kind) is None)
 
 
 def declared_dtypes(subject: Subject) -> tuple[tuple[str, str], ...]:
-    """Dtype pairs that the plugin declares and the suite knows, the most accurate first.
+    """Return dtype pairs that the plugin declares and the suite knows, the most accurate first.
 
     Raises:
         NotApplicable: if there is none.
@@ -66,17 +66,17 @@ def declared_dtypes(subject: Subject) -> tuple[tuple[str, str], ...]:
 
 
 def by_kind(subject: Subject) -> Iterator[Case]:
-    """A case for each kind, with the most accurate dtype pair."""
+    """Return a case for each kind, with the most accurate dtype pair."""
     return ({"kind": kind} for kind in declared_kinds(subject) if declared_dtypes(subject))
 
 
 def by_recurrent_kind(subject: Subject) -> Iterator[Case]:
-    """As `by_kind`, without convolutions."""
+    """Return the cases of `by_kind`, without convolutions."""
     return (case for case in by_kind(subject) if STATE_KINDS[case["kind"]].recurrent)
 
 
 def by_kind_size_and_dtype(subject: Subject) -> Iterator[Case]:
-    """Each size and each dtype pair of each kind at least once; all combinations where the run is exhaustive."""
+    """Return each size and each dtype pair of each kind at least once. All combinations if exhaustive."""
     pairs = declared_dtypes(subject)
     for kind in declared_kinds(subject):
         for size, (pair_number, pair) in product(range(len(SIZES[kind])), enumerate(pairs)):
@@ -85,7 +85,7 @@ def by_kind_size_and_dtype(subject: Subject) -> Iterator[Case]:
 
 
 def problem_of(run: Run, kind: str | None = None, *, index: int = 0, memory: float = 8.0, **facts: Any) -> Problem:
-    """The layer that a case asks for: ``kind``, ``size`` and ``dtypes``, each with a default."""
+    """Return the layer of a case: ``kind``, ``size`` and ``dtypes``, each with a default."""
     kind = kind or run["kind"]
     optional = bool(facts.pop("optional", True))
     sizes = SIZES[kind][run.case.get("size", 0)]
@@ -99,21 +99,21 @@ def problem_of(run: Run, kind: str | None = None, *, index: int = 0, memory: flo
 
 
 def friendly(run: Run, *problems: Problem, **options: Any) -> Session:
-    """A session with contiguous tensors and nothing to trip over."""
+    """Return a session with contiguous tensors and benign surroundings."""
     return Session(run, surround(run.subject, problems or (problem_of(run),), hostile=False, **options))
 
 
 def hostile(run: Run, *problems: Problem, **options: Any) -> Session:
-    """A session where a wrong read meets NaN and a wrong write is seen."""
+    """Return a session in which a wrong read meets NaN and a wrong write is detected."""
     return Session(run, surround(run.subject, problems or (problem_of(run),), hostile=True, **options))
 
 
 def most_tokens(subject: Subject) -> int:
-    """How many new tokens of a request the plugin takes in one batch, as far as the checks go."""
+    """Return the most new tokens of a request that the plugin accepts in one batch, as far as the checks go."""
     limit = subject.capabilities.query_len.limit
     return 512 if limit is None else min(int(limit), 512)
 
 
 def up_to(subject: Subject, counts: Iterable[int]) -> list[int]:
-    """Those of some numbers of tokens that fit into one batch."""
+    """Return those of some numbers of tokens that fit into one batch."""
     return [count for count in counts if count <= most_tokens(subject)]

@@ -1,4 +1,4 @@
-"""What a state backend does not declare is refused."""
+"""Refusal of a state backend's undeclared features."""
 
 from __future__ import annotations
 

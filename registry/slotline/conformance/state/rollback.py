@@ -88,7 +88,7 @@ def rollback_layers(run: Run) -> None:
     Kind.STATE, "state.rollback.without_commit", Level.HOSTILE, cases=by_kind, needs=NEEDS, profile="spec-q", cost=0.41
 )
 def without_commit(run: Run) -> None:
-    """Where no commit follows, all tokens of the step count."""
+    """Without a commit, all tokens of the step count."""
     session = hostile(run, max_draft_tokens=DRAFTS)
     first, second = session.request(1), session.request(4)
     session.feed([(first, 2), (second, 3)])

@@ -1,4 +1,4 @@
-"""Requests of a state backend, each followed by the truth: run a step, compare every output and every state."""
+"""Requests of a state backend with their exact states: run a step, compare every output and every state."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Tensors = Mapping[str, Tensor]
 
 @define
 class Truth:
-    """What one layer of one request should hold: exactly, and with the rounding that the contract allows.
+    """Expected state of one layer of one request: exact, and with the rounding that the contract allows.
 
-    `length` counts its tokens and sums up their log decays; see `slotline.conformance.state.tolerance`.
+    `length` counts its tokens and sums up their log decays (see `slotline.conformance.state.tolerance`).
     """
 
     problem: Problem
@@ -34,7 +34,7 @@ class Truth:
         return cls(problem, exact, {name: value.float() for name, value in exact.items()})
 
     def advance(self, tokens: Tensors) -> tuple[Tensor, Tensor]:
-        """The outputs of further tokens, exactly and with rounding; the states go along."""
+        """Return the outputs of further tokens, exact and with rounding, and advance both states."""
         problem = self.problem
         inputs = {**problem.parameters, **tokens}
         exact, self.exact = advance(problem.layer, inputs, self.exact, EXACT)
@@ -49,14 +49,14 @@ class Truth:
 
 @define
 class Request:
-    """A request in a slot.
+    """Request in a slot.
 
     Attributes:
-        slot: where its state is.
-        truths: for each layer.
+        slot: slot of its state.
+        truths: the expected state of each layer.
         seen: tokens so far.
-        name: for messages.
-        accepted: how many tokens of its last step a commit accepted; 1 without one, as in the batch.
+        name: name for messages.
+        accepted: number of tokens of its last step that a commit accepted. 1 without a commit, as in the batch.
     """
 
     slot: int
@@ -66,7 +66,7 @@ class Request:
     accepted: int = 1
 
     def fork(self, slot: int, name: str) -> Request:
-        """The same history in another slot."""
+        """Return a request with the same history in another slot."""
         return Request(slot, [truth.fork() for truth in self.truths], self.seen, name)
 
 
@@ -88,16 +88,16 @@ class Session:
     last: list[tuple[Request | None, Part, list[Truth]]] = field(factory=list)
 
     def request(self, slot: int, name: str = "") -> Request:
-        """A new request in a slot, which is filled with garbage."""
+        """Return a new request in a slot, which is filled with garbage."""
         self.around.refill(slot)
         return Request(slot, [Truth.of(problem) for problem in self.around.problems], 0, name or f"request in {slot}")
 
     def request_in_place(self, slot: int, name: str) -> Request:
-        """A new request in a slot that still holds what an earlier one left."""
+        """Return a new request in a slot that still contains an earlier state."""
         return Request(slot, [Truth.of(problem) for problem in self.around.problems], 0, name)
 
     def tokens(self, count: int, seed: int = 0) -> tuple[Tensors, ...]:
-        """Random tokens for each layer."""
+        """Return random tokens for each layer."""
         base = self.run.seed % 100_003 + 7919 * seed
         return tuple(problem.tokens(count, base + index) for index, problem in enumerate(self.around.problems))
 
@@ -105,12 +105,12 @@ class Session:
         return Part(request.slot, tokens, has_initial_state=request.seen > 0, accepted=request.accepted)
 
     def step(self, wanted: Sequence[tuple[Request | None, int]]) -> None:
-        """Run a batch of (request, new tokens) with random tokens and compare all; None is a padding row."""
+        """Run a batch of (request, new tokens) with random tokens and compare all. None is a padding row."""
         rows = [(request, self.tokens(count, 1000 * self.steps + i)) for i, (request, count) in enumerate(wanted)]
         self.step_with(rows)
 
     def feed(self, wanted: Sequence[tuple[Request, int]]) -> None:
-        """The same in as many steps as the plugin's bound on new tokens asks for."""
+        """Run the same in several steps if the plugin limits the new tokens."""
         limit = self.run.subject.capabilities.query_len.limit or max(count for _, count in wanted)
         left = list(wanted)
         while left:
@@ -122,7 +122,7 @@ class Session:
         rows: Sequence[tuple[Request | None, tuple[Tensors, ...]]],
         through: Callable[[Sequence[Part]], list[list[Tensor]]] | None = None,
     ) -> None:
-        """The same with given tokens; `through` runs the batch, where it is not to be run eagerly."""
+        """Run the same with given tokens. `through` runs the batch instead of eager calls."""
         self.steps += 1
         parts = [Part(-1, tokens, False) if request is None else self.part(request, tokens) for request, tokens in rows]
         self.last = [
@@ -135,7 +135,7 @@ class Session:
                 self._follow(request, part, [of_layer[row] for of_layer in outputs])
 
     def step_together(self, rows: Sequence[tuple[Request, tuple[Tensors, ...], int, int]]) -> None:
-        """A batch of (request, tokens, first, last): of the given tokens those from first to last (excluded)."""
+        """Run a batch of (request, tokens, first, last): of the given tokens those from first to last (excluded)."""
         self.step_with([(request, cut(tokens, first, last)) for request, tokens, first, last in rows])
 
     def _follow(self, request: Request, part: Part, outputs: list[Tensor]) -> None:
@@ -153,7 +153,7 @@ class Session:
         return f"{kinds}, {request.name} (slot {request.slot}), tokens {request.seen}..{request.seen + count - 1}"
 
     def check_state(self, request: Request, when: str) -> None:
-        """Compare what the slot holds; a request without tokens owns nothing yet."""
+        """Compare the slot's content. A request without tokens owns nothing yet."""
         if not request.seen:
             return
         for index, truth in enumerate(request.truths):
@@ -206,5 +206,5 @@ class Session:
 
 
 def cut(tokens: tuple[Tensors, ...], first: int, last: int) -> tuple[Tensors, ...]:
-    """Some of the tokens, for each layer."""
+    """Return some of the tokens, for each layer."""
     return tuple({name: value[first:last] for name, value in of_layer.items()} for of_layer in tokens)

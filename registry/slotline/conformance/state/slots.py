@@ -1,4 +1,4 @@
-"""L2: slots, padding and garbage. What was never written is NaN here, and a write to a foreign slot is seen."""
+"""L2: slots, padding and garbage. Unwritten memory is NaN here, and writes to foreign slots are detected."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def high(run: Run) -> None:
 
 @check(Kind.STATE, "state.slots.garbage_start", Level.HOSTILE, cases=by_kind, profile="prefill", cost=0.03)
 def garbage_start(run: Run) -> None:
-    """Without an initial state a request starts from zeros, though its slot holds NaN; also with a single token."""
+    """Without an initial state a request starts from zeros, although its slot holds NaN, also with a single token."""
     session = hostile(run)
     first, second = session.request(2), session.request(0)
     session.feed([(first, 5), (second, 1)])
@@ -114,7 +114,7 @@ def one_page(run: Run) -> None:
 
 @check(Kind.STATE, "state.object.reused", Level.HOSTILE, cases=by_kind, profile="mixed", cost=0.12)
 def object_reused(run: Run) -> None:
-    """One backend object sees batches of any size and order; nothing of an earlier batch is left in a later one."""
+    """One backend object sees batches of any size and order, and no earlier batch influences a later one."""
     session = hostile(run, num_slots=12)
     requests = [session.request(slot) for slot in range(10)]
     session.feed([(request, 1 + request.slot % 4) for request in requests])

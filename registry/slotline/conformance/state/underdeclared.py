@@ -1,4 +1,4 @@
-"""What works though it is not declared."""
+"""Features that work although they are not declared."""
 
 from __future__ import annotations
 

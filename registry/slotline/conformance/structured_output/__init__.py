@@ -1,4 +1,4 @@
-"""Checks of structured-output plugins; importing this package registers them."""
+"""Checks of structured-output plugins. Importing this package registers them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks where a wrong read or write shows: drafts, other rows, tokens that are no text, threads."""
+"""Masks in surroundings that expose a wrong read or write: drafts, other rows, tokens that are not text, threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slotline.testing.environments.structured_output import (
 
 
 def _drafts(world: World, example: Example, rng: Random) -> tuple[list[int], list[int]]:
-    """The tokens of a text: those before some place, and what is drafted behind it."""
+    """Return the tokens of a text: those before some position, and the drafts after it."""
     tokens = world.split(example.constraint, some_texts(example, rng, 1)[0], rng)
     cut = rng.randint(0, len(tokens))
     return tokens[:cut], tokens[cut:]
@@ -113,7 +113,7 @@ def vocabulary_padding(run: Run) -> None:
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.vocabulary.special", Level.HOSTILE, cost=0.3)
 def vocabulary_special(run: Run) -> None:
-    """Where any text may stand, special tokens and those that the tokenizer lacks may not."""
+    """Special tokens and those that the tokenizer lacks are illegal, even if any text is allowed."""
     free = (Constraint("regex", "(.|\\n)*"), Constraint("json", '{"type": "string"}'))
     asked = [constraint for constraint in free if takes(run.subject, constraint)]
     if not asked:

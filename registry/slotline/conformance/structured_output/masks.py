@@ -1,4 +1,4 @@
-"""Masks against a search over the vocabulary, in friendly surroundings."""
+"""Masks compared with a search over the vocabulary, in benign surroundings."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def state_finished(run: Run) -> None:
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.state.forced", Level.NUMERICS, cases=by_example, cost=0.5)
 def state_forced(run: Run) -> None:
-    """What is forced begins every text that is left."""
+    """The forced text begins every remaining text."""
     world, example, rng = World(run.subject), example_named(run["example"]), run.rng
     for text in some_texts(example, rng, 8):
         state, sofar = world.start(example.constraint), b""
@@ -79,7 +79,7 @@ def documents(run: Run) -> None:
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.wrong_constraints", Level.NUMERICS, cost=0.2)
 def wrong_constraints(run: Run) -> None:
-    """What cannot be compiled is refused with RequestError, by check or by compile, and the next one is not."""
+    """Constraints that cannot be compiled are refused with RequestError, by check or compile, and the next is not."""
     world = World(run.subject)
     for constraint in (c for c in WRONG if takes(run.subject, c)):
         try:
@@ -94,6 +94,6 @@ def wrong_constraints(run: Run) -> None:
 
 
 def by_first(run: Run) -> str:
-    """The name of the first example that the plugin takes."""
+    """Return the name of the first example that the plugin accepts."""
     name: str = next(iter(by_example(run.subject)))["example"]
     return name

@@ -1,4 +1,4 @@
-"""What a structured-output plugin does not declare is refused."""
+"""Refusal of a structured-output plugin's undeclared features."""
 
 from __future__ import annotations
 

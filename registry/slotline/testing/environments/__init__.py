@@ -1,1 +1,1 @@
-"""What the core does around a plugin, simulated for the checks, and made so that wrong reads and writes show."""
+"""Simulations of the core's environment of a plugin, which make wrong reads and writes visible."""

@@ -1,14 +1,14 @@
-"""Batches for attention backends, in surroundings that punish a wrong read or write.
+"""Batches for attention backends, in surroundings that expose a wrong read or write.
 
-A `Case` is plain data: requests, shapes, features, surroundings. A `World` makes it real: dense keys and values per
-request, the paged cache that holds all but the new tokens, and the batch. By default the surroundings are hostile:
+A `Case` is plain data: requests, shapes, features, surroundings. A `World` contains its tensors: dense keys and values
+per request, the paged cache that holds all but the new tokens, and the batch. By default the surroundings are hostile:
 
-* what must not be read is NaN: the null block, blocks and slots that no request owns, padded rows, and the gaps
-  between the parts of the cache; unused entries of a block table point to a poison block;
-* block ids are shuffled, and K and V are strided views of one buffer;
-* `out` lies inside a larger buffer whose other rows must stay as they are.
+* Everything that must not be read is NaN: the null block, blocks and slots without a request, padded rows, and the gaps
+  between the parts of the cache. Unused entries of a block table point to a poison block.
+* Block ids are shuffled, and K and V are strided views of one buffer.
+* `out` is inside a larger buffer whose other rows must not change.
 
-`Case.friendly` takes all of that away.
+`Case.friendly` removes all of that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ one: many small operations on several threads mostly wait for each other."""
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """Let torch use `count` threads inside, and as many as before afterwards."""
+    """Let torch use `count` threads inside, and the previous number afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -48,17 +48,17 @@ def threads(count: int) -> Iterator[None]:
 
 
 class World:
-    """A case made real on a device.
+    """Tensors of a case on a device.
 
     Attributes:
-        case, layer: what it was made from.
-        queries, keys, values: of each request, [q, H, D], [L, Hkv, D], [L, Hkv, Dv]; on the host. Keys and values are
-            as the cache holds them: where it has scales, the model's are so many times larger.
+        case, layer: the case and its layer.
+        queries, keys, values: of each request, [q, H, D], [L, Hkv, D], [L, Hkv, Dv], on the host. Keys and values are
+            the stored ones: if the cache has scales, the model's are larger by these factors.
         sinks: [H] or None.
-        block_table, cache, batch: what a backend sees.
+        block_table, cache, batch: inputs of a backend.
         host_table, owned: the block table on the host, and the blocks of each request.
         buffers: [num_blocks, ...], the memory behind the cache.
-        notes: request -> what is special about it, for messages.
+        notes: request -> special properties, for messages.
     """
 
     def __init__(self, case: Case, device: str = "cpu") -> None:
@@ -78,19 +78,19 @@ class World:
         self.batch = self.make_batch()
 
     def random(self, *shape: int, times: float = 1.0) -> torch.Tensor:
-        """Normal numbers of the case's dtype, on the host; each call gives others."""
+        """Return normal numbers of the case's dtype, on the host, different in each call."""
         return (torch.randn(*shape, generator=self._generator) * times).to(self.case.dtype)
 
     def value_of(self, key: torch.Tensor) -> torch.Tensor:
-        """Values for keys [L, Hkv, D]: random ones, or those that latents hold."""
+        """Return values for keys [L, Hkv, D]: random ones, or those that latents contain."""
         if self.case.mla:
             return key[..., : self.layer.head_size_v]
         return self.random(*key.shape[:2], self.layer.head_size_v).to(self.case.cache_dtype)
 
-    # What a backend sees
+    # Inputs of a backend
 
     def _tables(self) -> torch.Tensor:
-        """[num_requests, max_blocks + 2] int32; also decides how many blocks the cache has."""
+        """Return the block table [num_requests, max_blocks + 2] int32, and set the number of blocks in the cache."""
         case = self.case
         each = case.block_size * case.manager_blocks
         needed = [-(-length // each) for _, length in case.requests]
@@ -114,14 +114,14 @@ class World:
         return table
 
     def _freed(self, request: int) -> int:
-        """How many leading blocks lie before every query's window and were given back."""
+        """Return the number of leading blocks that lie before every query's window and were freed."""
         query_len, length = self.case.requests[request]
         if not self.case.freed_before_window or self.case.window is None:
             return 0
         return max(0, length - query_len - self.case.window + 1) // self.case.block_size
 
     def empty_cache(self) -> tuple[list[torch.Tensor], KVCache]:
-        """New buffers [num_blocks, ...] and the two views of them, poisoned as the case asks."""
+        """Return new buffers [num_blocks, ...] and the two views of them, poisoned as the case requires."""
         case, n, size = self.case, self.num_blocks, self.case.block_size
         gap = 64 if case.strided else 0
         widths = (case.head_size,) if case.mla else (case.head_size, self.layer.head_size_v)
@@ -156,20 +156,20 @@ class World:
         return float("nan") if place in self.case.poisoned else 0.0
 
     def slots(self, request: int, positions: Sequence[int] | range) -> torch.Tensor:
-        """Slots of some positions, [n] int64 on the host; positions in freed blocks have none, -1."""
+        """Return the slots of some positions, [n] int64 on the host, with -1 for positions in freed blocks."""
         where = torch.as_tensor(list(positions), dtype=torch.int64)
         size = self.case.block_size
         blocks = self.host_table[request, where // size].long()
         return torch.where(blocks == NULL_BLOCK, -1, blocks * size + where % size)
 
     def store(self, request: int, positions: range | None = None) -> None:
-        """Put keys and values of a request into the cache; without positions, those before the new tokens."""
+        """Put keys and values of a request into the cache. Without positions, those before the new tokens."""
         query_len, length = self.case.requests[request]
         positions = range(length - query_len) if positions is None else positions
         self._put(request, positions, self.slots(request, positions))
 
     def _put(self, request: int, positions: range, slots: torch.Tensor) -> None:
-        """Keys and values of some positions to their slots; -1 goes nowhere."""
+        """Put keys and values of some positions into their slots, except slot -1."""
         kept = torch.as_tensor(list(positions), dtype=torch.int64)[slots >= 0]
         slots = slots[slots >= 0].to(self.device)
         place = (slots // self.case.block_size, slots % self.case.block_size)
@@ -177,14 +177,17 @@ class World:
             raw(view)[place] = raw(dense[request][kept]).to(self.device)
 
     def new_keys(self, request: int) -> range:
-        """Positions of the keys that the step stores: its new tokens, or all of an encoder's where a request begins."""
+        """Return the positions of the keys that the step stores.
+
+        These are its new tokens, or all keys of an encoder at a request's begin.
+        """
         query_len, length = self.case.requests[request]
         if self.case.attention_type == "cross":
             return range(length if request in self.case.beginning else 0)
         return range(length - query_len, length)
 
     def make_batch(self) -> AttentionBatch:
-        """The step's batch from the case's requests and the block table."""
+        """Return the step's batch from the case's requests and the block table."""
         requests = self.case.requests
         query_lens = [q for q, _ in requests]
         starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
@@ -222,7 +225,7 @@ class World:
         return TreeMask(sees.to(self.device), depths.to(self.device), np.array(case.num_nodes, np.int32))
 
     def new_tokens(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
+        """Return query [n, H, D], key [n, Hkv, D] and value [n, Hkv, Dv] of the step, followed by the padded rows."""
         rows = [self.queries]
         for dense, scale in zip((self.keys, self.values), self.case.part_scales, strict=True):
             kept = map(self.new_keys, range(len(dense)))
@@ -242,17 +245,17 @@ class World:
         pad = torch.full((self.case.padding, *shape), self._garbage("padding"), dtype=self.case.dtype)
         return torch.cat([empty, *rows, pad]).to(self.device)
 
-    # A step, and what it should have given
+    # A step and its expected result
 
     def run(
         self, backend: Any, writes_cache: bool = False, num_threads: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One step: plan, write, forward.
+        """Run one step: plan, write, forward.
 
         Args:
-            backend: what the plugin built.
-            writes_cache: whether forward stores the new tokens; `write` is not called then.
-            num_threads: of torch, during the calls.
+            backend: the built backend.
+            writes_cache: True if forward stores the new tokens. `write` is not called then.
+            num_threads: threads of torch during the calls.
 
         Returns:
             out [num_tokens, H, Dv] and the LSE [H, num_tokens] or None, without padding.
@@ -268,7 +271,7 @@ class World:
     def step(
         self, backend: Any, plan: Any, writes_cache: bool = False, num_threads: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`write` and `forward` with a plan that is there already; see `run`."""
+        """Run `write` and `forward` with an existing plan (see `run`)."""
         case = self.case
         query, key, value = self.new_tokens()
         inputs = {"query": query, "key": key, "value": value, "sinks": self.sinks} | {
@@ -299,7 +302,7 @@ class World:
         return out[:tokens], None if lse is None else lse[:, :tokens]
 
     def written(self) -> list[torch.Tensor] | None:
-        """The bytes of the cache once the new tokens are stored; None for encoders, which need no cache."""
+        """Return the bytes of the cache after the new tokens are stored. None for encoders, which need no cache."""
         if self.case.attention_type == "encoder_only":
             return None
         before = [buffer.clone() for buffer in self.buffers]
@@ -322,11 +325,11 @@ class World:
             )
 
     def cache_bits(self) -> list[torch.Tensor]:
-        """The bytes of the whole cache, gaps included."""
+        """Return the bytes of the whole cache, gaps included."""
         return [bits(buffer) for buffer in self.buffers]
 
     def expect_cache(self, expected: list[torch.Tensor], message: str) -> None:
-        """Raise `Failed` with the first place where the cache is not `expected`, which `cache_bits` gave."""
+        """Raise `Failed` with the first place where the cache differs from `expected`, a result of `cache_bits`."""
         for before, after in zip(expected, self.cache_bits(), strict=True):
             if not torch.equal(before, after):
                 block = int((before != after).any(1).nonzero()[0])
@@ -353,7 +356,7 @@ class World:
         return [(k[len(k) - q :], v[len(v) - q :]) for k, v, (q, _) in both]
 
     def answers(self, dtype: torch.dtype = torch.float64) -> list[oracle.Answer]:
-        """What each request should get, computed in `dtype` on the host."""
+        """Return the expected result of each request, computed in `dtype` on the host."""
         case = self.case
         sinks = None if self.sinks is None else self.sinks.cpu()
         return [
@@ -388,8 +391,8 @@ class World:
 
         Args:
             out, lse: as `run` returns them.
-            run: keeps the worst error.
-            base: of the LSE.
+            run: records the worst error.
+            base: base of the LSE.
             rule: the constants of the tolerance.
 
         Raises:
@@ -415,7 +418,7 @@ class World:
             start = stop
 
     def _where(self, request: int, off: torch.Tensor, got: torch.Tensor, exact: torch.Tensor) -> str:
-        """Names the worst output: off is [q, H]."""
+        """Return a description of the worst output. `off` is [q, H]."""
         query_len, length = self.case.requests[request]
         bad = int(torch.nan_to_num(off, torch.inf).argmax())
         token, head = divmod(bad, off.shape[1])
@@ -427,7 +430,7 @@ class World:
         )
 
     def changed(self, **changes: Any) -> World:
-        """A fresh world for a changed case."""
+        """Return a new world for a changed case."""
         return World(evolve(self.case, **changes), str(self.device))
 
 
@@ -441,17 +444,17 @@ def _few(values: torch.Tensor) -> str:
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers of equal width, so that eight-bit floats can be indexed and NaN equals NaN."""
+    """Return the same memory as integers of equal width, so that eight-bit floats can be indexed and NaN equals NaN."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor's bytes, so that NaN equals NaN."""
+    """Return a copy of a tensor's bytes, so that NaN equals NaN."""
     return raw(tensor.contiguous()).clone()
 
 
 def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """[1] of one value, of the dtype and on the device of another tensor."""
+    """Return [1] of one value, with the dtype and device of another tensor."""
     return torch.tensor([value]).to(like.dtype).to(like.device)
 
 

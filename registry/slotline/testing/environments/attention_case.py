@@ -1,4 +1,4 @@
-"""What an attention check asks for: a batch and the layer that sees it, as plain data."""
+"""Cases of attention checks: a batch and the layer that sees it, as plain data."""
 
 from __future__ import annotations
 
@@ -17,32 +17,33 @@ PLACES = ("null block", "poison block", "unused blocks", "unused slots", "gaps",
 
 @frozen(kw_only=True)
 class Case:
-    """A batch and the layer that sees it.
+    """Batch and the layer that sees it.
 
     Attributes:
-        requests: (query tokens, sequence length) of each; the query tokens are the last ones.
-        num_heads, num_kv_heads, head_size, head_size_v: of the layer; head_size_v None for head_size.
+        requests: (query tokens, sequence length) of each request. The query tokens are the last ones.
+        num_heads, num_kv_heads, head_size, head_size_v: shape of the layer. head_size_v None means head_size.
         block_size: tokens of a kernel block.
-        manager_blocks: kernel blocks in one block of the manager, which are neighbours.
+        manager_blocks: adjacent kernel blocks in one block of the manager.
         layout: physical order of a page, ``NHD`` or ``HND``.
-        dtype, kv_dtype: of the activations and of the cache; kv_dtype None for dtype.
-        kv_scales: scales of keys and values in an eight-bit cache, powers of two; None for 1 and 1.
+        dtype, kv_dtype: dtypes of the activations and of the cache. kv_dtype None means dtype.
+        kv_scales: scales of keys and values in an eight-bit cache, powers of two. None for 1 and 1.
         scale: None for ``head_size ** -0.5``.
-        mla: whether keys are latents that hold their values; there is one KV head then.
+        mla: True if keys are latents that contain their values. There is one KV head then.
         window, soft_cap, sinks, causal, attention_type: as in `AttentionLayer`.
-        alibi: whether query heads have slopes, those of ALiBi's section 3 for any number of heads.
-        beginning: requests whose encoder's keys the step stores, where the type is ``cross``.
-        parents, num_nodes: of a tree of drafts, and how many of its first nodes are each request's last query tokens.
+        alibi: True if query heads have slopes, those of ALiBi's section 3 for any number of heads.
+        beginning: requests whose encoder's keys the step stores, for the type ``cross``.
+        parents, num_nodes: parents of a tree of drafts, and the number of its first nodes that are each request's last
+            query tokens.
         amplitude: factor on the queries.
         padding: rows after the last token.
-        shuffled: whether block ids are permuted; else they ascend.
-        strided: whether K and V are views of one buffer with gaps; else two plain tensors.
-        poisoned: those of `PLACES` that hold NaN; the others hold zeros.
-        freed_before_window: whether blocks that lie wholly before the window were freed: the table says null block.
-        first_block: lowest block id that requests get.
-        spare_blocks: blocks of the manager that no request owns.
-        max_query_len: bound told to the backend; None for what the batch needs, and a little more.
-        seed: of all values.
+        shuffled: True if block ids are permuted, False if they ascend.
+        strided: True if K and V are views of one buffer with gaps, False if they are two plain tensors.
+        poisoned: those of `PLACES` that hold NaN. The others hold zeros.
+        freed_before_window: True if blocks completely before the window were freed and replaced by the null block.
+        first_block: lowest block id of requests.
+        spare_blocks: blocks of the manager without a request.
+        max_query_len: bound given to the backend. None for slightly more than the batch needs.
+        seed: seed of all values.
     """
 
     requests: tuple[tuple[int, int], ...]
@@ -80,16 +81,16 @@ class Case:
     seed: int = 0
 
     def path(self, node: int) -> tuple[int, ...]:
-        """The nodes on the way to a node, itself last."""
+        """Return the nodes on the path to a node, itself last."""
         return () if node < 0 else (*self.path(self.parents[node]), node)
 
     def positions(self, request: int) -> list[int]:
-        """The place in a text of each token of a request: nodes of a tree share some."""
+        """Return the position in a text of each token of a request. Nodes of a tree may share positions."""
         length, nodes = self.requests[request][1], self.num_nodes[request] if self.num_nodes else 0
         return [*range(length - nodes), *(length - nodes + len(self.path(node)) - 1 for node in range(nodes))]
 
     def seen(self, request: int) -> torch.Tensor | None:
-        """Which keys the query tokens of a request see, [q, L] bool, token by token; None without a tree."""
+        """Return the keys that the query tokens of a request see, [q, L] bool. None without a tree."""
         if not self.parents:
             return None
         query_len, length = self.requests[request]
@@ -105,36 +106,37 @@ class Case:
         ).view(query_len, length)
 
     def friendly(self) -> Case:
-        """The same batch where nothing is poisoned, shuffled, strided or padded."""
+        """Return the same batch without poison, shuffling, strides and padding."""
         return evolve(self, padding=0, shuffled=False, strided=False, poisoned=())
 
     @property
     def cache_dtype(self) -> torch.dtype:
+        """Dtype of the cache."""
         return self.kv_dtype or self.dtype
 
     @property
     def coarse_dtype(self) -> torch.dtype:
-        """The coarser of the two dtypes, in which a backend may compute; eight-bit caches are dequantised first."""
+        """Coarser of the two dtypes, in which a backend may compute. Eight-bit caches are dequantised first."""
         wide = [dtype for dtype in (self.dtype, self.cache_dtype) if dtype.itemsize > 1]
         return max(wide, key=lambda dtype: torch.finfo(dtype).eps)
 
     @property
     def alibi_slopes(self) -> tuple[float, ...] | None:
-        """Of each query head: ``2 ** (-8 / num_heads)`` and its powers (Press et al. 2021, section 3)."""
+        """Slope of each query head: ``2 ** (-8 / num_heads)`` and its powers (Press et al. 2021, section 3)."""
         return tuple(2 ** (-8 * n / self.num_heads) for n in range(1, self.num_heads + 1)) if self.alibi else None
 
     @property
     def part_scales(self) -> tuple[float, float]:
-        """What stored keys and stored values count times; values of latents are keys."""
+        """Factors of stored keys and stored values. Values of latents are keys."""
         scale_k, scale_v = self.kv_scales or (1.0, 1.0)
         return scale_k, scale_k if self.mla else scale_v
 
     def scale_tensors(self, device: str) -> KVScales:
-        """The scales as a backend gets them, new tensors in each call."""
+        """Return the scales as passed to a backend, new tensors in each call."""
         return KVScales(*(torch.tensor(scale, device=device) for scale in self.kv_scales or (1.0, 1.0)))
 
     def layer(self, index: int = 0) -> AttentionLayer:
-        """The layer at place `index` of its group."""
+        """Return the layer at index `index` of its group."""
         return AttentionLayer(
             name=f"model.layers.{index}.self_attn",
             index=index,
@@ -153,7 +155,7 @@ class Case:
         )
 
     def context(self, device: str = "cpu", *, layers: int = 1) -> AttentionContext:
-        """What a factory gets for this case; `contract` and `options` are filled in by `Subject.build`."""
+        """Return the factory's input for this case. `contract` and `options` are filled in by `Subject.build`."""
         longest = max((query_len for query_len, _ in self.requests), default=1)
         scales = () if self.kv_scales is None else range(layers)
         return AttentionContext(

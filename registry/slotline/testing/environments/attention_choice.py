@@ -1,7 +1,7 @@
-"""Cases that fit what a backend declares.
+"""Cases that fit a backend's declared capabilities.
 
-A check says what matters to it, `choose` fills the rest with values that the descriptor allows, so that a backend of
-one dtype, one head size or pages of 48 tokens runs the same checks as one that takes anything.
+A check sets the values that matter to it. `choose` fills the rest with values that the descriptor allows. A backend
+with one dtype, one head size or pages of 48 tokens therefore runs the same checks as a backend without restrictions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ BLOCK_SIZES = (16, 8, 48, 1)
 
 
 def dtype_pairs(subject: Subject) -> tuple[tuple[str, str], ...]:
-    """Declared (dtype, cache dtype) pairs that this torch has, plain ones first; the usual three if any will do."""
+    """Return the declared (dtype, cache dtype) pairs that this torch has, plain ones first.
+
+    If any pair is accepted, the usual three are returned.
+    """
     declared = subject.capabilities.dtypes.values
     found = PAIRS if declared is None else sorted(declared, key=_pair_order)
     return tuple(pair for pair in found if all(isinstance(getattr(torch, name, None), torch.dtype) for name in pair))
@@ -40,27 +43,28 @@ def _pair_order(pair: tuple[str, str]) -> tuple[int, tuple[str, str]]:
 
 
 def head_sizes(subject: Subject) -> tuple[int, ...]:
-    """Declared head sizes, the usual one first: a few of them, with the ends of the range and what is named singly."""
+    """Return a few declared head sizes, the usual one first, with the ends of the range and all single values."""
     offer = subject.capabilities.head_sizes
     usual = _covered(offer, HEAD_SIZES)
     return tuple(dict.fromkeys((*usual[: None if subject.exhaustive else 6], *_ends(offer))))
 
 
 def latent_sizes(subject: Subject) -> tuple[int, ...]:
-    """Declared sizes of an MLA key, the usual one first."""
+    """Return declared sizes of an MLA key, the usual one first."""
     offer = subject.capabilities.latent_sizes
     return tuple(dict.fromkeys((*_covered(offer, LATENTS), *_ends(offer))))
 
 
 def group_sizes(subject: Subject) -> tuple[int, ...]:
-    """Declared numbers of query heads per KV head, the usual one first."""
+    """Return declared numbers of query heads per KV head, the usual one first."""
     offer = subject.capabilities.group_sizes
     return tuple(dict.fromkeys((*_covered(offer, GROUPS), *_ends(offer))))
 
 
 def block_sizes(subject: Subject) -> tuple[int, ...]:
-    """Declared kernel block sizes: all exact ones, a base and two multiples, or a few where any will do; and what is
-    preferred, for that is what runs.
+    """Return declared kernel block sizes: all exact ones, a base and two multiples, or a few if any is accepted.
+
+    Preferred sizes are included, because engines use them.
     """
     offer, preferred = subject.capabilities.kernel_block_sizes, subject.capabilities.preferred_block_sizes
     base = () if offer.multiple_of is None else tuple(n * offer.multiple_of for n in (1, 2, 3))
@@ -69,7 +73,7 @@ def block_sizes(subject: Subject) -> tuple[int, ...]:
 
 
 def layouts(subject: Subject) -> tuple[str, ...]:
-    """Declared physical orders of a page, preferred first."""
+    """Return declared physical orders of a page, preferred first."""
     return tuple(subject.capabilities.layouts.options)
 
 
@@ -84,7 +88,7 @@ def _ends(offer: Range) -> tuple[int, ...]:
 
 
 def needs_of(case: Case) -> dict[str, Any]:
-    """What a case asks of a backend, by capability, as negotiation words it."""
+    """Return the needs of a case by capability, in the form of negotiation."""
     return {
         "dtypes": tuple(str(dtype).removeprefix("torch.") for dtype in (case.dtype, case.cache_dtype)),
         **_sizes_of(case),
@@ -108,7 +112,7 @@ def _sizes_of(case: Case) -> dict[str, Any]:
 
 
 def refusal(subject: Subject, needs: Mapping[str, Any], conditions: Iterable[str] = ()) -> str | None:
-    """Why a backend does not declare some needs, or None; limits between features count as in negotiation."""
+    """Return the reason why a backend does not cover some needs, or None. Limits count as in negotiation."""
     active = set(conditions) | {name for name, value in needs.items() if value is True}
     active |= {f"{name}={value}" for name, value in needs.items()}
     if len(set(needs.get("dtypes", ()))) > 1:
@@ -131,14 +135,14 @@ def choose(
     group: int | None = None,
     **fixed: Any,
 ) -> Case:
-    """A case with `fixed` fields and declared values for all others.
+    """Return a case with `fixed` fields and declared values for all others.
 
     Args:
         subject: the backend.
-        requests: (query tokens, length) of each, or a function of the block size; query tokens are cut to the longest
-            query that is declared.
-        conditions: names under which limits apply, besides those that follow from the case.
-        group: query heads per KV head; two KV heads unless `fixed` says otherwise.
+        requests: (query tokens, length) of each, or a function of the block size. Query tokens are cut to the longest
+            declared query.
+        conditions: names under which limits apply, in addition to those that follow from the case.
+        group: query heads per KV head. There are two KV heads unless `fixed` sets another number.
         fixed: fields of `Case`.
 
     Raises:
@@ -178,7 +182,7 @@ def choose(
 
 
 def chosen(run: Run, requests: Requests | Callable[[int], Requests], **fixed: Any) -> Case:
-    """`choose` with the fields that the run's case names; names of dtypes become dtypes."""
+    """Call `choose` with the fields of the run's case. Names of dtypes become dtypes."""
     known = ({each.name for each in fields(Case)} | {"group"}) - {"requests"}
     named = {name: value for name, value in run.case.items() if name in known}
     for name in ("dtype", "kv_dtype"):
@@ -198,7 +202,7 @@ def _first(
 
 
 def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The features among the fields of a case, by capability."""
+    """Return the features among the fields of a case, by capability."""
     return {
         "sliding_window": wanted.get("window") is not None,
         "soft_cap": wanted.get("soft_cap") is not None,
@@ -211,7 +215,7 @@ def features_of(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def longest_query(subject: Subject, wanted: Mapping[str, Any], conditions: Iterable[str] = ()) -> int:
-    """The most query tokens of one request that are declared for these features; a large figure for no limit."""
+    """Return the most declared query tokens of one request with these features, a large number for no limit."""
     features = features_of(wanted)
     length = 1 << 20
     while length > 1 and refusal(subject, {**features, "query_len": length}, conditions) is not None:
@@ -232,36 +236,36 @@ def need_query(subject: Subject, length: int, **fields: Any) -> None:
 
 
 def build(run: Run, case: Case, layers: int = 1, num_threads: int = 1) -> Any:
-    """The backend that the subject's factory makes for a case, with so many of torch's threads."""
+    """Return the backend that the subject's factory builds for a case, with `num_threads` threads of torch."""
     with threads(num_threads):
         return run.subject.build(case.context(device_of(run.subject), layers=layers))
 
 
 def device_of(subject: Subject) -> str:
-    """The torch device to make tensors on."""
+    """Return the torch device to create tensors on."""
     return subject.device.type
 
 
 def world(run: Run, case: Case) -> World:
-    """A world for a case, seeded by the run."""
+    """Return a world for a case, seeded by the run."""
     with threads(1):
         return World(evolve(case, seed=run.seed % (1 << 31)), device_of(run.subject))
 
 
 def writes_cache(run: Run) -> bool:
-    """Whether the backend's forward stores the new tokens itself."""
+    """Return True if the backend's forward stores the new tokens itself."""
     return bool(run.subject.capabilities.writes_cache)
 
 
 def prove(run: Run, case: Case, num_threads: int = 1) -> World:
-    """Build a backend, run one step of a case and compare it with the oracle; returns the world for more questions."""
+    """Build a backend, run one step of a case, compare it with the oracle, and return the world."""
     made = world(run, case)
     examine(run, made, num_threads=num_threads)
     return made
 
 
 def examine(run: Run, made: World, backend: Any = None, num_threads: int = 1) -> torch.Tensor:
-    """One step in a world that is there already, compared with the oracle; returns the output."""
+    """Run one step in an existing world, compare it with the oracle, and return the output."""
     backend = build(run, made.case, num_threads=num_threads) if backend is None else backend
     out, _ = made.run(backend, writes_cache(run), num_threads)
     made.check(out, run=run)
@@ -269,7 +273,7 @@ def examine(run: Run, made: World, backend: Any = None, num_threads: int = 1) ->
 
 
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
-    """Few combinations in which each two values of two axes meet; greedy and deterministic."""
+    """Yield few combinations that contain each pair of values of two axes. Greedy and deterministic."""
     names = list(axes)
     left = {
         ((a, i), (b, j))

@@ -15,7 +15,7 @@ CROSS = (
 
 
 def cross_step(run: Run, case: Case) -> None:
-    """A step of a case with an encoder's keys; those of requests that do not begin in it are in the cache before."""
+    """Run a step of a case with an encoder's keys. Keys of requests that began earlier are already in the cache."""
     made = world(run, case)
     for request, (_, length) in enumerate(case.requests):
         if request not in case.beginning:

@@ -1,6 +1,6 @@
-"""A captured step of attention and its replays, as an engine drives them.
+"""Captured step of attention and its replays, as an engine drives them.
 
-The rules are in `slotline.registry.contracts.attention`, where `graphs` is declared.
+The rules are in `slotline.registry.contracts.attention`, under `graphs`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Int = npt.NDArray[np.int32]
 
 
 def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
-    """Capture the kernels of a step; the result launches them again."""
+    """Capture the kernels of a step. The result launches them again."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -40,23 +40,23 @@ def cuda_graph(step: Callable[[], None]) -> Callable[[], None]:
 
 
 def call_again(step: Callable[[], None]) -> Callable[[], None]:
-    """Stands in for a capture where there is none: the very same calls with the very same objects, once more."""
+    """Return a function that repeats the same calls with the same objects, for devices without capture."""
     step()
     return step
 
 
 class GraphPool(Pool):
-    """A pool whose steps can be prepared without being run."""
+    """Pool whose steps can be prepared without running them."""
 
     def prepare(self, new_tokens: Mapping[int, int]) -> Step:
-        """The requests grow by their new tokens; what a backend sees of that."""
+        """Extend the requests by their new tokens, and return the step for a backend."""
         for number, count in new_tokens.items():
             self._grow(number, count)
         return Step(self, new_tokens)
 
 
 def announce_common_prefix(step: Step) -> int:
-    """Put the prefix that a step's requests share into its batch, in whole blocks; returns its length."""
+    """Put the common prefix of a step's requests into its batch, in whole blocks, and return its length."""
     size = step.case.block_size
     most = min(length - query_len for query_len, length in step.case.requests) // size
     same = (step.host_table[:, :most] == step.host_table[0, :most]).all(0).tolist()
@@ -66,16 +66,16 @@ def announce_common_prefix(step: Step) -> int:
 
 
 class CapturedStep:
-    """Write and forward for one shape of batch, captured on made-up requests.
+    """Write and forward for one batch shape, captured with dummy requests.
 
     Args:
-        pool: whose requests and cache are used; its backend is captured.
+        pool: the pool whose requests and cache are used. Its backend is captured.
         rows: requests of the shape.
-        query_len: query tokens of each; in a mixed shape, on average.
-        mixed: whether requests may have different query lengths.
+        query_len: query tokens of each request, in a mixed shape on average.
+        mixed: True if requests may have different query lengths.
         record: `cuda_graph` or `call_again`.
-        cascade: whether the batches have a common prefix.
-        plan_once: whether the plan of the capture serves every replay; then every second one is not planned.
+        cascade: True if the batches have a common prefix.
+        plan_once: True if the plan of the capture is valid for every replay. Every second replay is not planned then.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CapturedStep:
         )
 
     def launch(self, step: Step) -> torch.Tensor:
-        """Fill, plan, replay; returns a copy of the output that nobody has waited for, [tokens of the shape, H, Dv]."""
+        """Fill, plan and replay. Return a copy of the output without waiting for it, [tokens of the shape, H, Dv]."""
         batch = self._fill(step)
         self._launches += 1
         if not self._plan_once or self._launches % 2 == 0:
@@ -160,7 +160,7 @@ class CapturedStep:
         """Compare with the oracle.
 
         Raises:
-            Failed: if an output is wrong or a padded row is not finite; `what` begins the message.
+            Failed: if an output is wrong or a padded row is not finite. `what` begins the message.
         """
         real = step.batch.num_tokens
         if not bool(torch.isfinite(out[real:]).all()):

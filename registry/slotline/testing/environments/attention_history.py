@@ -28,7 +28,7 @@ from slotline.testing.environments.attention import (
 
 @define
 class Request:
-    """One request: its blocks, how many tokens it holds, and what its tokens are, [longest, heads, size] each."""
+    """Request with its blocks, its number of tokens, and the tokens' tensors, [longest, heads, size] each."""
 
     blocks: list[int]
     length: int
@@ -38,15 +38,15 @@ class Request:
 
 
 class Pool:
-    """A pool of blocks, the requests that hold them, and one backend that serves all.
+    """Pool of blocks, its requests, and one backend for all of them.
 
     Args:
-        case: of the layer and the surroundings; its requests are not used.
-        backend: what the plugin built; None to look on.
-        num_blocks: that requests may hold.
+        case: layer and surroundings. Its requests are not used.
+        backend: the built backend, None for no backend.
+        num_blocks: blocks that requests may hold.
         longest: most tokens of a request.
-        device: of the cache.
-        writes_cache: whether forward stores the new tokens.
+        device: device of the cache.
+        writes_cache: True if forward stores the new tokens.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class Pool:
         self.steps: list[str] = []
         self._next = 0
 
-    # What an engine does with requests
+    # Operations of an engine on requests
 
     def admit(self) -> int:
-        """A new request without tokens; returns its number."""
+        """Add a request without tokens and return its number."""
         case, layer = self.case, self.home.layer
         shapes = [(case.num_heads, case.head_size), (case.num_kv_heads, case.head_size)]
         query, key = (self._random(self.longest, *shape) for shape in shapes)
@@ -82,7 +82,7 @@ class Pool:
         return self._add(Request([], 0, query, key, value))
 
     def fork(self, number: int) -> int:
-        """A second request with the same tokens so far, which shares all blocks; later tokens differ."""
+        """Add a second request with the same tokens so far, which shares all blocks. Later tokens differ."""
         old = self.requests[number]
         for block in old.blocks:
             self.references[block] += 1
@@ -93,7 +93,7 @@ class Pool:
         return self._add(new)
 
     def roll_back(self, number: int, length: int) -> None:
-        """Forget the tokens from `length` on; their slots keep them, blocks that are not needed are freed."""
+        """Forget the tokens from `length` on. They stay in their slots, and unneeded blocks are freed."""
         request = self.requests[number]
         request.length = length
         while len(request.blocks) > self._blocks_for(length):
@@ -101,13 +101,13 @@ class Pool:
         self._redraw(request)
 
     def finish(self, number: int) -> None:
-        """Let a request go."""
+        """Remove a request."""
         for block in reversed(self.requests.pop(number).blocks):
             self._release(block)
 
     @threads(1)
     def step(self, new_tokens: Mapping[int, int], run: Run | None = None) -> torch.Tensor:
-        """One batch: so many new tokens of each request, in this order; compared with the oracle.
+        """Run one batch with new tokens of the given requests, in this order, and compare it with the oracle.
 
         Returns:
             out [num_tokens, H, Dv].
@@ -123,7 +123,7 @@ class Pool:
         return out
 
     def room_for(self, number: int, count: int) -> bool:
-        """Whether a request can take `count` more tokens."""
+        """Return True if a request can take `count` more tokens."""
         request = self.requests[number]
         needed = self._blocks_for(request.length + count) - len(request.blocks) + 1  # one for a copy on write
         return request.length + count <= self.longest and needed <= len(self.free)
@@ -176,7 +176,7 @@ class Pool:
 
 
 class Step(World):
-    """One step of a pool, seen as a world: the cache is the pool's, and holds what the backend wrote before."""
+    """Step of a pool, as a world. The cache is the pool's, and contains the backend's earlier writes."""
 
     def __init__(self, pool: Pool, new_tokens: Mapping[int, int]) -> None:
         chosen = [pool.requests[number] for number in new_tokens]

@@ -14,11 +14,11 @@ EXAMPLES = ((10, 5), (14, 16))
 
 
 def explore(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> None:
-    """Drive pools through random histories; the oracle judges each step.
+    """Drive pools through random histories. The oracle checks each step.
 
     Args:
-        run: keeps the worst error; a seed that the subject moved gives other histories.
-        new_pool: makes a pool with a backend of its own.
+        run: records the worst error. A seed changed by the subject gives other histories.
+        new_pool: returns a pool with a new backend.
         longest_query: most new tokens of a request in one step.
 
     Raises:
@@ -41,7 +41,7 @@ def explore(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> None:
             derandomize=not moved,
             database=None,
             deadline=None,
-            phases=(Phase.generate,),  # a short history is found by trying short ones, not by minutes of shrinking
+            phases=(Phase.generate,),  # short histories are tried first instead of spending minutes on shrinking
             suppress_health_check=list(HealthCheck),
             print_blob=False,
         )
@@ -53,7 +53,7 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
     from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
     class History(RuleBasedStateMachine):
-        """Requests come, decode, verify drafts, fork and go; each step is checked."""
+        """State machine in which requests come, decode, verify drafts, fork and finish. Each step is checked."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -63,7 +63,7 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
             self._told(f"{what} {new_tokens}")
             try:
                 self.pool.step(new_tokens, run)
-            except Exception as error:  # whatever a plugin raises
+            except Exception as error:  # a plugin may raise anything
                 story = "; ".join(self.pool.steps)
                 said = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
                 raise Failed(f"{said}\nhistory (request: new tokens): {story}") from error
@@ -77,7 +77,7 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
         @precondition(lambda self: len(self.pool.requests) < MOST_REQUESTS)
         @rule(length=st.integers(1, 70))
         def admit(self, length: int) -> None:
-            """A new request with its prompt, in as many steps as its length needs."""
+            """Add a request with its prompt, in as many steps as its length needs."""
             number = self.pool.admit()
             self._told(f"admit {number}")
             while length > 0 and self.pool.room_for(number, min(length, longest_query)):
@@ -88,7 +88,7 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
         @precondition(lambda self: self.pool.requests)
         @rule(data=st.data())
         def decode(self, data: Any) -> None:
-            """Some requests get no token, one or four, others are not in the batch."""
+            """Run a step in which some requests get no token, one or four, and others are missing."""
             numbers = data.draw(st.permutations(sorted(self.pool.requests)))
             counts = st.sampled_from([1, 1, 0, min(4, longest_query), None])
             batch: dict[int, int] = {}
@@ -105,7 +105,7 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
         @precondition(lambda self: self.pool.requests)
         @rule(data=st.data(), drafts=st.integers(1, 4))
         def verify(self, data: Any, drafts: int) -> None:
-            """A step over 1 + k tokens of which some are rejected."""
+            """Run a step over 1 + k tokens of which some are rejected."""
             number, count = self._one(data), min(1 + drafts, longest_query)
             if self.pool.room_for(number, count):
                 accepted = data.draw(st.integers(1, count))
@@ -117,14 +117,14 @@ def _machine(run: Run, new_pool: Callable[[], Pool], longest_query: int) -> Any:
         @precondition(lambda self: 0 < len(self.pool.requests) < MOST_REQUESTS)
         @rule(data=st.data())
         def fork(self, data: Any) -> None:
-            """A second request shares the blocks of the first until it writes."""
+            """Add a second request that shares the blocks of the first until it writes."""
             number = self._one(data)
             self._told(f"fork {number} as {self.pool.fork(number)}")
 
         @precondition(lambda self: self.pool.requests)
         @rule(data=st.data())
         def finish(self, data: Any) -> None:
-            """A request leaves; its blocks are reused first."""
+            """Finish a request, whose blocks are reused first."""
             number = self._one(data)
             self._told(f"finish {number}")
             self.pool.finish(number)

@@ -1,4 +1,4 @@
-"""Worlds made special: needles, shared prefixes, stale tokens, parts and copies of a world."""
+"""Variants of worlds: needles, shared prefixes, stale tokens, parts and copies of a world."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STALE_VALUE = 1000.0
 def plant(world: World, request: int, position: int, note: str = "") -> None:
     """Make one key decide the output of every query of a request that sees it.
 
-    All query tokens become alike, the key is aligned with them, and its value stands out, so that a mask that is wrong
-    there changes the output by about `NEEDLE_VALUE` instead of vanishing in the noise. KV head k gets the value
-    ``NEEDLE_VALUE + NEEDLE_STEP * k``.
+    All query tokens become equal, the key is aligned with them, and its value is large. A wrong mask there changes the
+    output by about `NEEDLE_VALUE` instead of vanishing in the noise. KV head k gets the value ``NEEDLE_VALUE +
+    NEEDLE_STEP * k``.
 
     Args:
-        world: changed in place.
-        request, position: of the key.
-        note: what the position means, for the message of a failure.
+        world: the world, changed in place.
+        request, position: request and position of the key.
+        note: meaning of the position, for the message of a failure.
     """
     case = world.case
     direction = _directions(world, case.num_kv_heads)
@@ -50,7 +50,7 @@ def repel(world: World, score: float) -> None:
 
 
 def leave_stale_needles(world: World) -> None:
-    """Fill every slot that holds no token with a key that all queries are aligned with, and a huge finite value."""
+    """Fill every unused slot with a key that all queries are aligned with, and a huge finite value."""
     case, direction = world.case, _directions(world, 1)
     key = _aligned(world, direction, NEEDLE_SCORE)[0].to(world.device)
     free = set(range(world.num_blocks)) - {block for own in world.owned for block in own}
@@ -71,9 +71,9 @@ def share_prefix(world: World, length: int, *, announced: bool = False) -> None:
     """Let requests with a prefix of `length` tokens, whole blocks, share the first request's blocks.
 
     Args:
-        world: changed in place.
+        world: the world, changed in place.
         length: tokens.
-        announced: whether the batch says so, as a common prefix.
+        announced: True to set the batch's common prefix.
     """
     count = length // world.case.block_size
     lender = world.owned[0][:count]
@@ -100,7 +100,10 @@ def announce_prefix(world: World, length: int) -> None:
 
 
 def redrawn(world: World, index: int | None = None) -> World:
-    """The same batch and tables with other tokens: in the same cache, or in a new one as layer `index` of the group."""
+    """Return the same batch and tables with other tokens.
+
+    They are in the same cache, or in a new one as layer `index` of the group.
+    """
     other = _copy(world, world.case)
     if index is not None:
         other.layer = world.case.layer(index)
@@ -115,7 +118,7 @@ def redrawn(world: World, index: int | None = None) -> World:
 
 
 def only(world: World, request: int) -> World:
-    """A batch of one request of a world, over the same cache."""
+    """Return a batch of one request of a world, over the same cache."""
     other = _copy(world, evolve(world.case, requests=(world.case.requests[request],), padding=0))
     for name in ("queries", "keys", "values", "owned"):
         setattr(other, name, [getattr(world, name)[request]])
@@ -126,7 +129,7 @@ def only(world: World, request: int) -> World:
 
 
 def of_last_tokens(world: World, kept: Sequence[bool]) -> World:
-    """The same cache and requests, with the last query token of each that is kept, and none of the others."""
+    """Return the same cache and requests with only the last query token of each kept request."""
     requests = tuple((int(keep), length) for keep, (_, length) in zip(kept, world.case.requests, strict=True))
     some = _copy(world, evolve(world.case, requests=requests))
     some.queries = [query[len(query) - count :] for query, (count, _) in zip(world.queries, requests, strict=True)]
@@ -135,7 +138,7 @@ def of_last_tokens(world: World, kept: Sequence[bool]) -> World:
 
 
 def tail(world: World, request: int, count: int) -> World:
-    """A batch of the last `count` query tokens of one request of a world, over the same cache."""
+    """Return a batch of the last `count` query tokens of one request of a world, over the same cache."""
     other = only(world, request)
     other.case = evolve(other.case, requests=((count, other.case.requests[0][1]),))
     other.queries = [other.queries[0][-count:]]
@@ -144,7 +147,7 @@ def tail(world: World, request: int, count: int) -> World:
 
 
 def in_place(world: World) -> World:
-    """Another batch of as many requests and blocks, in the very tensors and arrays of the first."""
+    """Return another batch with the same numbers of requests and blocks, in the same tensors and arrays."""
     requests = world.case.requests[1:] + world.case.requests[:1]
     other = World(evolve(world.case, requests=requests, seed=world.case.seed + 1), str(world.device))
     for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions"):
@@ -166,7 +169,7 @@ def _copy(world: World, case: Case) -> World:
 
 
 def _directions(world: World, count: int) -> torch.Tensor:
-    """[count, D] float32, each of the length of a query."""
+    """Return [count, D] float32, each of the length of a query."""
     direction = world.random(count, world.case.head_size).float()
     lengths: torch.Tensor = direction.norm(dim=1, keepdim=True)
     scaled: torch.Tensor = direction / lengths * world.case.head_size**0.5
@@ -174,6 +177,6 @@ def _directions(world: World, count: int) -> torch.Tensor:
 
 
 def _aligned(world: World, direction: torch.Tensor, score: float) -> torch.Tensor:
-    """Keys that give queries along `direction` that score."""
+    """Return keys that give queries along `direction` that score."""
     key = direction * (score / (world.layer.scale * world.case.head_size))
     return key.to(world.case.dtype).to(world.case.cache_dtype)

@@ -1,4 +1,4 @@
-"""What a drafter sees: requests on permanent rows, a token table with garbage behind each history, and a step's batch.
+"""Inputs of a drafter: requests on permanent rows, a token table with garbage after each history, a step's batch.
 
 `World` plays the core's part. It keeps requests, builds the batch of a step, calls the drafter and looks at the form
 of what comes back. Three kinds of garbage stand where no accepted token is:
@@ -34,7 +34,7 @@ MOST_DRAFT_TOKENS = 8
 
 @frozen
 class Request:
-    """One request: its tokens, the seed of its draws, and its temperature."""
+    """Request with its tokens, the seed of its draws, and its temperature."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
@@ -43,21 +43,22 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """All tokens so far."""
         return self.prompt + self.output
 
     def uniforms(self, count: int) -> list[float]:
-        """Draws that depend on the seed and the position alone."""
+        """Return draws that depend only on the seed and the position."""
         rng = Random(self.seed << 20 | len(self.prompt) + len(self.output))
         return [rng.random() for _ in range(count)]
 
     def then(self, tokens: Iterable[int]) -> Request:
-        """The same request some accepted tokens later."""
+        """Return the same request with more accepted tokens."""
         return Request(self.prompt, self.output + tuple(tokens), self.seed, self.temperature)
 
 
 @frozen(eq=False)
 class RowDraft:
-    """What was proposed for one request: ids up to the first -1, and the distribution of each, [len, vocab] float64."""
+    """Proposal for one request: ids up to the first -1, and the distribution of each, [len, vocab] float64."""
 
     token_ids: tuple[int, ...]
     probabilities: torch.Tensor | None
@@ -66,15 +67,15 @@ class RowDraft:
 
 @define
 class World:
-    """A drafter under test and the requests that it serves.
+    """Drafter under test and its requests.
 
     Attributes:
         subject: the plugin.
-        num_tokens: draft tokens asked for; the most that is declared, up to 4, if not given.
-        garbage: what stands behind the histories, see the module.
-        seed: of the garbage.
-        ahead: by how many tokens the host's counts are too large, for some requests; as where steps overlap, the
-            host's draws are missing then, and its table is behind.
+        num_tokens: requested draft tokens, by default the declared maximum up to 4.
+        garbage: kind of garbage after the histories (see the module).
+        seed: seed of the garbage.
+        ahead: number of tokens by which the host's counts are too large, for some requests. As with overlapping steps,
+            the host's draws are missing then, and its table is out of date.
     """
 
     subject: Subject
@@ -94,7 +95,7 @@ class World:
         self.drafter = self.subject.build(with_checkpoint(self.subject, self.context()))
 
     def context(self) -> DrafterContext:
-        """The build context without a checkpoint; contract and options are filled in by the subject."""
+        """Return the build context without a checkpoint. Contract and options are filled in by the subject."""
         return DrafterContext(
             contract=1,
             num_tokens=self.num_tokens,
@@ -107,17 +108,17 @@ class World:
         )
 
     def admit(self, row: int, request: Request) -> None:
-        """The request takes the row."""
+        """Put the request on the row."""
         self.requests[row] = request
         self.drafter.admit(row, list(request.prompt))
 
     def release(self, row: int) -> None:
-        """The request leaves its row."""
+        """Remove the request from its row."""
         del self.requests[row]
         self.drafter.release(row)
 
     def batch(self, rows: Sequence[int]) -> DraftBatch:
-        """What the core would hand over for these rows, in this order."""
+        """Return the core's batch for these rows, in this order."""
         self.calls += 1
         asked = [self.requests[row] for row in rows]
         lengths = [len(request.tokens) for request in asked]
@@ -136,7 +137,7 @@ class World:
         )
 
     def draft(self, rows: Sequence[int]) -> tuple[Draft, list[Fault]]:
-        """Call the drafter; its answer and what is wrong with the form of it."""
+        """Call the drafter, and return its answer and the faults in its form."""
         draft = self.drafter.propose(self.batch(rows))
         faults = draft_faults(
             draft, rows, num_tokens=self.num_tokens, vocab_size=self.vocab_size, declared=self.subject.capabilities
@@ -144,7 +145,7 @@ class World:
         return draft, faults
 
     def propose(self, rows: Sequence[int]) -> dict[int, RowDraft]:
-        """The proposal for each row.
+        """Return the proposal for each row.
 
         Raises:
             Failed: if the form of the answer is wrong.
@@ -155,7 +156,7 @@ class World:
         return row_drafts(draft, rows)
 
     def _table(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """The token table: accepted histories where they are promised, and garbage everywhere else."""
+        """Return the token table: promised accepted histories, and garbage everywhere else."""
         rng = np.random.default_rng((self.seed, self.calls))
         shape, vocab = (self.max_requests, self.max_model_len), self.vocab_size
         if self.garbage == "zeros":
@@ -168,20 +169,20 @@ class World:
         for row, request in self.requests.items():
             tokens = request.tokens
             if self.ahead or not self.subject.capabilities.needs_history:
-                continue  # what is not declared is not promised: the host's table may lag behind
+                continue  # undeclared history is not promised, because the host's table may be out of date
             table[row, : len(tokens)] = tokens
             if self.garbage == "tempting":
                 _tempt(table[row], len(tokens), int(rng.integers(1, 6)))
         return table
 
     def _uniforms(self, requests: Sequence[Request]) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """[num_requests, num_tokens]; each request's depend on its seed and position alone."""
+        """Return [num_requests, num_tokens]. Each request's values depend only on its seed and position."""
         drawn = [request.uniforms(self.num_tokens) for request in requests]
         return np.array(drawn, np.float64).reshape(len(requests), self.num_tokens)
 
 
 def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) -> World:
-    """A new drafter with these requests on their rows."""
+    """Return a new drafter with these requests on their rows."""
     world = World(subject, **options)
     for row, request in requests.items():
         world.admit(row, request)
@@ -189,10 +190,10 @@ def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) 
 
 
 def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int, ...]:
-    """The numbers of draft tokens that are declared, from 1 up.
+    """Return the declared numbers of draft tokens, from 1 up.
 
     Raises:
-        NotApplicable: for drafters whose needs contract 1 cannot state outside an engine.
+        NotApplicable: for drafters whose needs cannot be satisfied outside an engine.
     """
     capabilities = subject.capabilities
     for name in ("needs_layers", "needs_computed", "needs_kv_group"):
@@ -205,7 +206,7 @@ def draft_lengths(subject: Subject, up_to: int = MOST_DRAFT_TOKENS) -> tuple[int
 
 
 def with_checkpoint(subject: Subject, context: DrafterContext) -> DrafterContext:
-    """The context with a folder of made-up weights that the plugin writes, if it needs one.
+    """Return the context with a folder of dummy weights written by the plugin, if it needs one.
 
     Raises:
         Failed: if the plugin cannot write it.
@@ -222,12 +223,12 @@ def with_checkpoint(subject: Subject, context: DrafterContext) -> DrafterContext
 
 @cache
 def _folders() -> TemporaryDirectory[str]:
-    """Where all checkpoints of this process lie; it is removed when the process ends."""
+    """Return the folder of all checkpoints of this process, which is removed when the process ends."""
     return TemporaryDirectory(prefix="slotline-drafters-")
 
 
 def random_request(rng: Random, *, vocab_size: int = 32, length: int = 0, temperature: float | None = None) -> Request:
-    """A request whose text repeats itself with noise, so that lookup drafters find something."""
+    """Return a request whose text repeats itself with noise, so that lookup drafters find matches."""
     length = length or rng.randint(3, 40)
     motif = [rng.randrange(vocab_size) for _ in range(rng.randint(2, 5))]
     tokens = [motif[i % len(motif)] if rng.random() < 0.85 else rng.randrange(vocab_size) for i in range(length)]
@@ -237,7 +238,7 @@ def random_request(rng: Random, *, vocab_size: int = 32, length: int = 0, temper
 
 
 def hidden_states(requests: Sequence[Request], hidden_size: int) -> torch.Tensor:
-    """[num_requests, hidden_size] float32, a function of the accepted history alone."""
+    """Return [num_requests, hidden_size] float32, a function of only the accepted history."""
     rows = []
     for request in requests:
         generator = torch.Generator().manual_seed(zlib.crc32(np.array(request.tokens, np.int64).tobytes()))
@@ -246,7 +247,7 @@ def hidden_states(requests: Sequence[Request], hidden_size: int) -> torch.Tensor
 
 
 def row_drafts(draft: Draft, rows: Sequence[int]) -> dict[int, RowDraft]:
-    """A well-formed proposal taken apart by row."""
+    """Return a well-formed proposal divided by row."""
     parents = None if draft.parents is None else tuple(draft.parents.tolist())
     found = {}
     for index, (row, ids) in enumerate(zip(rows, draft.token_ids.tolist(), strict=True)):

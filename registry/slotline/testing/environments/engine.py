@@ -1,4 +1,4 @@
-"""A whole engine on the small model that ships, with the plugin under test in its slot."""
+"""Whole engine on the small model that ships, with the plugin under test in its slot."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ REFERENCE = f"{Path(reference.__file__)}:descriptor"
 
 
 def selection(subject: Subject) -> list[str]:
-    """The inline plugins that make the engine find the subject by its name.
+    """Return the inline plugins that let the engine find the subject by its name.
 
     Raises:
-        NotApplicable: if no configuration could name it.
+        NotApplicable: if no configuration can name it.
     """
     row = (subject.kind, subject.name)
     installed = any((found.kind, found.name) == row for found in installed_records())
@@ -41,7 +41,7 @@ def selection(subject: Subject) -> list[str]:
 
 
 def text(device: str, plugins: tuple[str, ...], settings: tuple[tuple[str, Any], ...]) -> Tokens:
-    """Greedy tokens of the prompts, generated together and then once more over what is cached.
+    """Return greedy tokens of the prompts, generated together and then once more with the cached prefixes.
 
     Raises:
         NotApplicable: if no plan is possible with the plugin.
@@ -62,7 +62,7 @@ def text(device: str, plugins: tuple[str, ...], settings: tuple[tuple[str, Any],
 
 @cache
 def expected(device: str) -> Tokens:
-    """What the suite's own reference backend gives."""
+    """Return the tokens of the suite's own reference backend."""
     return text(device, (REFERENCE,), (("attention.backend", reference.descriptor.name), ("graphs.mode", "none")))
 
 

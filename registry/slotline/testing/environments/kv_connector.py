@@ -1,4 +1,4 @@
-"""A made-up pool around a KV connector: what a step does to its blocks, and what each of them must hold."""
+"""Simulated pool for a KV connector: the effect of a step on its blocks, and the expected content of each block."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ LAYERS = ((0, 16), (0, 8), (1, 16))
 
 
 class Pool:
-    """Blocks of random bytes in two cache groups, and the connector beside them. Implements `BlockCopy`.
+    """Blocks of random bytes in two cache groups, and the connector. Implements `BlockCopy`.
 
-    A forward pass overwrites every saved block and reads every loaded one; whatever else a connector writes is a fault.
+    A forward pass overwrites every saved block and reads every loaded block. All other writes of a connector are
+    faults.
 
     Attributes:
-        bytes: of each group, [NUM_BLOCKS, block_bytes] uint8 on the device.
-        known: what a group's block with a hash must hold.
+        bytes: bytes of each group, [NUM_BLOCKS, block_bytes] uint8 on the device.
+        known: expected content of a group's block with a hash.
     """
 
     def __init__(self, run: Run) -> None:
@@ -73,7 +74,7 @@ class Pool:
         self.connector: KVConnector = run.subject.build(self.context)
 
     def block(self, group: int, name: str, block: int) -> CacheBlock:
-        """A block of the pool that holds what the hash of `name` stands for."""
+        """Return a block of the pool with the content of the hash of `name`."""
         block_hash = name.encode()
         if (group, block_hash) not in self.known:
             self.known[group, block_hash] = self._random(1, self.groups[group].block_bytes)[0]
@@ -81,14 +82,14 @@ class Pool:
         return CacheBlock(group, block_hash, block)
 
     def wanted(self, group: int, name: str, block: int) -> CacheBlock:
-        """A block of the pool into which the hash of `name` is to be loaded."""
+        """Return a block of the pool that the hash of `name` should be loaded into."""
         return CacheBlock(group, name.encode(), block)
 
     def held(self, group: int, names: Sequence[str]) -> list[bool]:
-        """What the connector says that it holds.
+        """Return the connector's answer of `held`.
 
         Raises:
-            Failed: if it does not answer for each.
+            Failed: if there is not one answer for each block.
         """
         found = list(self.connector.held(group, [name.encode() for name in names]))
         if len(found) != len(names) or not all(isinstance(one, bool) for one in found):
@@ -96,16 +97,16 @@ class Pool:
         return found
 
     def step(self, saves: Sequence[CacheBlock], loads: Sequence[CacheBlock]) -> set[int]:
-        """One step with its forward pass; blocks whose load the connector says has failed.
+        """Run one step with its forward pass, and return the blocks whose load failed according to the connector.
 
         Raises:
-            Failed: if a loaded block has not its content, or another one was written.
+            Failed: if a loaded block has wrong content, or another block was written.
         """
         before = [memory.clone() for memory in self.bytes]
         self.connector.start(saves, loads)
         self.connector.wait()
         seen = [memory.clone() for memory in self.bytes]
-        for one in saves:  # the pool uses them for something else
+        for one in saves:  # the pool reuses them
             self.bytes[one.group][one.block] = self._random(1, self.groups[one.group].block_bytes)[0]
         failed = set(self.connector.failed())
         if strange := failed - {one.block for one in loads}:
@@ -156,5 +157,5 @@ def _layer(index: int, size: int) -> AttentionLayer:
 
 
 def _page(layer: AttentionLayer) -> int:
-    """Bytes of a block's keys and values."""
+    """Return the bytes of a block's keys and values."""
     return 2 * TOKENS * layer.head_size * 4

@@ -1,4 +1,4 @@
-"""The cache groups that specs are tried on, and the place of each element of a bound view in memory."""
+"""Cache groups for tests of specs, and the memory location of each element of a bound view."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KNOWN_KINDS = ("full", "sliding", "chunked", "mla")
 def layer_of(
     shape: str = "gqa", *, index: int = 0, kind: str = "full", window: int | None = None, chunk: int | None = None
 ) -> AttentionLayer:
-    """A layer of one of the `SHAPES`."""
+    """Return a layer of one of the `SHAPES`."""
     num_heads, num_kv_heads, head_size, head_size_v = (LATENTS if kind == "mla" else SHAPES)[shape]
     return AttentionLayer(
         name=f"layers.{index}",
@@ -55,13 +55,13 @@ def layer_of(
 
 
 def declared_kinds(subject: Subject) -> list[str]:
-    """The kinds of layers that the spec says it holds; the known ones if it says any."""
+    """Return the kinds of layers that the spec declares, or the known ones if it accepts any."""
     values = subject.capabilities.kv_kinds.values
     return list(KNOWN_KINDS) if values is None else sorted(values)
 
 
 def is_exact(subject: Subject, kind: str) -> bool:
-    """Whether the spec says that it holds a kind without waste."""
+    """Return True if the spec declares that it holds a kind without waste."""
     return subject.capabilities.exact_kinds.refusal(kind) is None
 
 
@@ -82,7 +82,10 @@ def block_sizes(subject: Subject) -> list[int]:
 
 
 def kernel_block_sizes(subject: Subject, block_size: int) -> list[int]:
-    """The manager block size; if it can be split, also the largest and the smallest divisor, or all if exhaustive."""
+    """Return the manager block size.
+
+    If it can be split, also the largest and smallest divisor, or all if exhaustive.
+    """
     if not subject.capabilities.splittable.support:
         return [block_size]
     divisors = [size for size in range(1, block_size) if block_size % size == 0]
@@ -91,13 +94,15 @@ def kernel_block_sizes(subject: Subject, block_size: int) -> list[int]:
 
 
 def memory_cases(subject: Subject) -> Iterable[Case]:
-    """Each declared block size and kernel block size in each layout, with changing shapes and dtypes; all combinations
-    if exhaustive."""
+    """Yield each declared block size and kernel block size in each layout, with changing shapes and dtypes.
+
+    All combinations if exhaustive.
+    """
     sizes = [(size, kernel) for size in block_sizes(subject) for kernel in kernel_block_sizes(subject, size)]
     if subject.exhaustive:
         chosen = list(product(SHAPES, DTYPES, sizes, LAYOUTS))
     else:
-        shapes, dtypes = cycle(SHAPES), cycle(DTYPES)  # 4 and 3: twelve steps until a pair comes again
+        shapes, dtypes = cycle(SHAPES), cycle(DTYPES)  # 4 and 3: a pair repeats after twelve steps
         rounds = max(2, -(-12 // len(sizes)))
         chosen = [(next(shapes), next(dtypes), size, LAYOUTS[n % 2]) for n in range(rounds) for size in sizes]
     return [
@@ -107,7 +112,7 @@ def memory_cases(subject: Subject) -> Iterable[Case]:
 
 
 def group_cases(subject: Subject) -> list[Case]:
-    """Groups of layers whose visibility is known: kinds, windows about the edges of a block, and mixed groups."""
+    """Return groups of layers with known visibility: kinds, windows around the edges of a block, and mixed groups."""
     cases: list[Case] = []
     kinds = [kind for kind in declared_kinds(subject) if kind in KNOWN_KINDS]
     for size in block_sizes(subject):
@@ -127,14 +132,14 @@ def group_cases(subject: Subject) -> list[Case]:
 
 
 def every_kind_cases(subject: Subject) -> list[Case]:
-    """The groups of known kinds, and one of each other kind."""
+    """Return the groups of known kinds, and one of each other kind."""
     others = [kind for kind in declared_kinds(subject) if kind not in KNOWN_KINDS]
     return [*group_cases(subject), *({"kind": k, "block_size": n} for k in others for n in block_sizes(subject))]
 
 
 @frozen(eq=False)
 class Group:
-    """A built spec and the cache group it was built for."""
+    """Built spec and the cache group that it was built for."""
 
     spec: Any
     context: KVSpecContext
@@ -142,23 +147,26 @@ class Group:
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
+        """Layers of the context."""
         return self.context.layers
 
     @property
     def block_size(self) -> int:
+        """Block size of the context."""
         return self.context.block_size
 
     @property
     def max_model_len(self) -> int:
+        """Longest sequence of the context."""
         return self.context.max_model_len
 
     @property
     def ratio(self) -> int:
-        """Kernel blocks in a manager block."""
+        """Number of kernel blocks in a manager block."""
         return self.context.block_size // self.context.kernel_block_size
 
     def describe(self) -> str:
-        """The group in a few words, for messages."""
+        """Return the group in a few words, for messages."""
         layers = [
             " ".join([layer.kv_kind, *(f"{what} {n}" for what in ("window", "chunk") if (n := getattr(layer, what)))])
             for layer in self.layers
@@ -167,7 +175,7 @@ class Group:
 
 
 def context_of(run: Run, **changes: Any) -> KVSpecContext:
-    """The build context for a case of `memory_cases`, `group_cases` or `every_kind_cases`."""
+    """Return the build context for a case of `memory_cases`, `group_cases` or `every_kind_cases`."""
     case = run.case
     block_size = int(case["block_size"])
     kind = case.get("kind") or _first_kind(run.subject)
@@ -196,11 +204,13 @@ def context_of(run: Run, **changes: Any) -> KVSpecContext:
 
 
 def build_group(run: Run, **changes: Any) -> Group:
-    """The spec for a case. A quantised dtype or a shorter value head may be refused when it is built: the contract has
-    no capability that could say so before.
+    """Return the spec for a case.
+
+    A quantised dtype or a shorter value head may be refused when the spec is built, because the contract has no
+    capability for them.
 
     Raises:
-        NotApplicable: if it is, with the plugin's reason.
+        NotApplicable: if it is refused, with the plugin's reason.
     """
     context = context_of(run, **changes)
     try:
@@ -218,7 +228,9 @@ def _first_kind(subject: Subject) -> str:
 
 
 def element_bytes(view: torch.Tensor, raw: torch.Tensor) -> torch.Tensor:
-    """The byte in `raw` at which each element of `view` begins, int64 of the view's shape; computed from strides.
+    """Return the byte in `raw` at which each element of `view` begins, int64 of the view's shape.
+
+    It is computed from strides.
 
     Raises:
         Failed: if the view is not of the raw memory.

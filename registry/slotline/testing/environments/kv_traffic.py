@@ -1,7 +1,6 @@
-"""A small engine around a cache spec: requests share a pool of blocks, write their tokens through the bound views and
-read back what attention would read.
+"""Small engine for a cache spec: requests share a pool of blocks, write tokens and read them back like attention.
 
-Every token has a number that stands for it and all tokens before it, so equal numbers mean equal prefixes. It is
+Every token has a number that represents it and all tokens before it, so equal numbers mean equal prefixes. It is
 written into each element of the token's key, its negative into the value. Free blocks and the null block hold `POISON`.
 """
 
@@ -26,7 +25,7 @@ POISON = -1.0e9
 
 @define(eq=False)
 class Request:
-    """One request: the numbers of all its tokens to be, how many are computed, and its table of manager blocks."""
+    """Request with the numbers of all its future tokens, the number of computed tokens, and its block table."""
 
     name: str
     numbers: torch.Tensor
@@ -36,13 +35,13 @@ class Request:
 
     @property
     def held(self) -> int:
-        """Blocks in the table that are not the null block."""
+        """Number of blocks in the table that are not the null block."""
         return sum(block != NULL_BLOCK for block in self.blocks)
 
 
 @define(eq=False)
 class Traffic:
-    """The pool, the memory and the requests. The block that was freed last is taken first: stale reads show soonest."""
+    """Pool, memory and requests. The most recently freed block is reused first, so that stale reads show early."""
 
     group: Group
     num_blocks: int
@@ -67,7 +66,7 @@ class Traffic:
             self.poison(block)
 
     def admit(self, name: str, tokens: Sequence[int]) -> Request:
-        """A request arrives and takes the cached blocks of its prefix."""
+        """Add a request, which takes the cached blocks of its prefix."""
         request = Request(name, prefix_numbers(tokens).to(self.device))
         self.requests.append(request)
         if self.caching:
@@ -83,7 +82,7 @@ class Traffic:
         return request
 
     def step(self, request: Request, count: int) -> bool:
-        """Compute the next `count` tokens; False, and nothing done, if the pool has too few blocks."""
+        """Compute the next `count` tokens. Return False and do nothing if the pool has too few blocks."""
         count = min(count, len(request.numbers) - request.computed)
         after = request.computed + count
         missing = self.group.spec.blocks_needed(after) - len(request.blocks)
@@ -100,14 +99,14 @@ class Traffic:
         return True
 
     def finish(self, request: Request) -> None:
-        """The request leaves; its blocks stay findable until they are taken."""
+        """Remove the request. Its blocks can be found until they are reused."""
         self.story.append(f"{request.name} leaves")
         self.requests.remove(request)
         for block in reversed(request.blocks):
             self.release(block)
 
     def free_leading(self, request: Request) -> None:
-        """Give back what the spec says is read no more."""
+        """Free the blocks that are not read any more according to the spec."""
         last = self.group.spec.blocks_freeable(request.computed)
         if last > len(request.blocks):
             raise Failed(
@@ -120,7 +119,7 @@ class Traffic:
         request.freed = max(request.freed, last)
 
     def places(self, request: Request, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Kernel block and offset of the positions first .. last - 1."""
+        """Return kernel block and offset of the positions first .. last - 1."""
         positions = torch.arange(first, last)
         size, ratio = self.group.context.kernel_block_size, self.group.ratio
         manager = torch.tensor(request.blocks)[positions // self.group.block_size]
@@ -137,10 +136,10 @@ class Traffic:
                 cache.value[where] = -numbers.expand(-1, *cache.value.shape[2:])
 
     def read(self, request: Request, first: int, last: int) -> None:
-        """What the queries first .. last - 1 read, each layer through its own window.
+        """Check the keys that the queries first .. last - 1 read, each layer through its own window.
 
         Raises:
-            Failed: if something else than the request's own tokens is there.
+            Failed: if anything but the request's own tokens is there.
         """
         for layer, cache in zip(self.group.layers, self.caches, strict=True):
             start = int(oldest_visible([layer], last)[first:].min())
@@ -153,6 +152,7 @@ class Traffic:
                     self.fail(request, start + int(wrong[0]), f"{layer.kv_kind} {layer.name}, {name}", first)
 
     def fail(self, request: Request, position: int, where: str, query: int) -> None:
+        """Raise `Failed` with the place of a wrong read."""
         block = request.blocks[position // self.group.block_size]
         lost = "the null block" if block == NULL_BLOCK else f"block {block}, which holds something else"
         raise Failed(
@@ -161,7 +161,7 @@ class Traffic:
         )
 
     def remember(self, request: Request, before: int, after: int) -> None:
-        """Make blocks that became full findable."""
+        """Make full blocks findable."""
         if not self.caching:
             return
         size = self.group.block_size
@@ -171,11 +171,15 @@ class Traffic:
                 self.block_of.setdefault(hashes[index], request.blocks[index])
 
     def hashes(self, request: Request, count: int) -> list[BlockHash]:
-        """The chained hashes of the first `count` blocks: the number of a block's last token says it all."""
+        """Return the chained hashes of the first `count` blocks.
+
+        The number of a block's last token identifies its prefix.
+        """
         ends = request.numbers[self.group.block_size - 1 :: self.group.block_size][:count]
         return [np.float32(number).tobytes() + b"block" for number in ends.tolist()]
 
     def fresh_block(self) -> int:
+        """Return a free block, which loses its old content."""
         block = self.free.pop()
         for block_hash in [key for key, value in self.block_of.items() if value == block]:
             del self.block_of[block_hash]
@@ -184,6 +188,7 @@ class Traffic:
         return block
 
     def take(self, block: int) -> None:
+        """Add a reference to a block."""
         if block == NULL_BLOCK:
             return
         if not self.references.get(block):
@@ -191,6 +196,7 @@ class Traffic:
         self.references[block] = self.references.get(block, 0) + 1
 
     def release(self, block: int) -> None:
+        """Drop a reference to a block."""
         if block == NULL_BLOCK:
             return
         self.references[block] -= 1
@@ -198,6 +204,7 @@ class Traffic:
             self.free.append(block)
 
     def poison(self, block: int) -> None:
+        """Fill a block with `POISON`."""
         ratio = self.group.ratio
         for cache in self.caches:
             for view in cache:
@@ -205,7 +212,7 @@ class Traffic:
 
 
 def prefix_numbers(tokens: Sequence[int]) -> torch.Tensor:
-    """[len(tokens)] float32: a whole number below 2 ** 24 for each token and all before it."""
+    """Return [len(tokens)] float32: an integer below 2 ** 24 for each token and all before it."""
     numbers: list[Any] = []
     state = 0
     for token in tokens:

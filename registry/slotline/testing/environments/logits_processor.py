@@ -1,4 +1,4 @@
-"""What a logits processor sees: requests on permanent rows, a token table with garbage behind each history, batches.
+"""Inputs of a logits processor: requests on permanent rows, a token table with garbage after each history, batches.
 
 `World` plays the core's part: it validates and admits requests, shows a row only where the processor said that it has
 work, and looks at the form of what comes back. Three kinds of garbage stand where no known token is:
@@ -39,7 +39,7 @@ Settings = Mapping[str, Any]
 
 @frozen(eq=False)
 class Request:
-    """One request: its settings, and its tokens so far."""
+    """Request with its settings and its tokens so far."""
 
     settings: Settings
     prompt: tuple[int, ...]
@@ -47,10 +47,11 @@ class Request:
 
     @property
     def tokens(self) -> tuple[int, ...]:
+        """Prompt and output tokens."""
         return self.prompt + self.output
 
     def then(self, tokens: Iterable[int]) -> Request:
-        """The same request some accepted tokens later."""
+        """Return the same request with more accepted tokens."""
         return Request(self.settings, self.prompt, self.output + tuple(tokens))
 
     def __str__(self) -> str:
@@ -59,7 +60,7 @@ class Request:
 
 @frozen
 class Entry:
-    """One row of logits: the request's row, and the draft tokens that are assumed before it."""
+    """Row of logits: the request's row, and the draft tokens that are assumed before it."""
 
     row: int
     drafts: tuple[int, ...] = ()
@@ -67,13 +68,13 @@ class Entry:
 
 @define(eq=False)
 class World:
-    """A processor under test and its requests.
+    """Processor under test and its requests.
 
     Attributes:
         subject: the plugin.
-        max_requests: rows.
-        garbage: what stands behind the histories, see the module.
-        seed: of the garbage.
+        max_requests: number of rows.
+        garbage: kind of garbage after the histories (see the module).
+        seed: seed of the garbage.
         earlier: for a sequential processor, by row: the logits [vocab_size] last shown at each place, oldest first.
     """
 
@@ -101,15 +102,15 @@ class World:
         )
 
     def admit(self, row: int, request: Request) -> None:
-        """The request is checked and takes the row.
+        """Check the request and put it on the row.
 
         Raises:
-            Failed: if `admit` does not say whether there is work.
+            Failed: if `admit` does not return a bool.
         """
         self.take(row, request, parameters(request.settings), list(request.prompt))
 
     def take(self, row: int, request: Request, params: dict[str, Any], prompt: list[int]) -> None:
-        """`admit` with these objects for the request's parameters and prompt."""
+        """Call `admit` with these objects for the request's parameters and prompt."""
         self.processor.validate(params)
         companions = self.subject.capabilities.companions
         self.paired[row] = companions and self.processor.companion(params, prompt) is not None
@@ -119,21 +120,21 @@ class World:
         self.requests[row], self.active[row], self.earlier[row] = request, answer, {}
 
     def shows(self, row: int) -> bool:
-        """Whether the core would show the row to the processor."""
+        """Return True if the core would show the row to the processor."""
         return self.active[row] and (self.paired[row] or not self.subject.capabilities.companions)
 
     def grow(self, row: int, tokens: Iterable[int]) -> None:
-        """Some tokens of the request were accepted."""
+        """Add accepted tokens to the request."""
         self.requests[row] = self.requests[row].then(tokens)
 
     def release(self, row: int) -> None:
-        """The request leaves; the processor hears of it if it had work."""
+        """Remove the request, and release it in the processor if that had work."""
         del self.requests[row]
         if self.active.pop(row):
             self.processor.release(row)
 
     def batch(self, entries: Sequence[Entry], logits: torch.Tensor, *, speculative: bool) -> LogitsBatch:
-        """What the core would hand over beside the logits; without `speculative` there are no draft arrays."""
+        """Return the core's batch for the logits. Without `speculative` there are no draft arrays."""
         self.calls += 1
         asked = [self.requests[entry.row] for entry in entries]
         positions = np.array([len(entry.drafts) for entry in entries], np.int64)
@@ -151,7 +152,7 @@ class World:
         )
 
     def apply(self, entries: Sequence[Entry], logits: torch.Tensor, *, speculative: bool | None = None) -> torch.Tensor:
-        """The logits [len(entries), vocab_size], processed where there is work; the input stays as it is.
+        """Return the logits [len(entries), vocab_size], processed for rows with work. The input is not modified.
 
         Raises:
             Failed: if the form of the answer is wrong.
@@ -190,7 +191,7 @@ class World:
 
 
 def parameters(settings: Settings) -> dict[str, Any]:
-    """All sampling parameters, as the core hands them to processors.
+    """Return all sampling parameters, as the core passes them to processors.
 
     Raises:
         RequestError: if `SamplingParams` refuses them.
@@ -202,10 +203,10 @@ def parameters(settings: Settings) -> dict[str, Any]:
 
 
 def examples(subject: Subject) -> tuple[Settings, ...]:
-    """The declared examples; without parameters one of none.
+    """Return the declared examples. A processor without parameters has one empty example.
 
     Raises:
-        NotApplicable: if there are parameters and no example of them.
+        NotApplicable: if there are parameters but no examples.
     """
     declared: tuple[Settings, ...] = subject.capabilities.examples
     if not declared and subject.capabilities.parameters:
@@ -214,12 +215,12 @@ def examples(subject: Subject) -> tuple[Settings, ...]:
 
 
 def by_example(subject: Subject) -> Iterable[Case]:
-    """A case for each example."""
+    """Return a case for each example."""
     return [{"example": index} for index in range(len(examples(subject)))]
 
 
 def random_request(rng: Random, settings: Settings, *, length: int = 0) -> Request:
-    """A request whose tokens repeat themselves."""
+    """Return a request whose tokens repeat themselves."""
     length = length or rng.randint(2, 40)
     few = [rng.randrange(VOCAB_SIZE) for _ in range(6)]
     tokens = tuple(rng.choice(few) if rng.random() < 0.7 else rng.randrange(VOCAB_SIZE) for _ in range(length))
@@ -228,7 +229,7 @@ def random_request(rng: Random, settings: Settings, *, length: int = 0) -> Reque
 
 
 def some_requests(subject: Subject, rng: Random, rows: Iterable[int] = range(MAX_REQUESTS)) -> dict[int, Request]:
-    """Requests of several lengths with all examples in turn."""
+    """Return requests of several lengths with all examples in turn."""
     known = examples(subject)
     lengths = (1, 4, 9, 17, 33, 60)
     return {
@@ -238,18 +239,18 @@ def some_requests(subject: Subject, rng: Random, rows: Iterable[int] = range(MAX
 
 
 def random_drafts(rng: Random, request: Request, most: int = MOST_DRAFTS) -> tuple[int, ...]:
-    """Up to `most` drafts, tokens of the request among them."""
+    """Return up to `most` drafts, some of them tokens of the request."""
     count = min(rng.randint(0, most), MAX_MODEL_LEN - len(request.tokens))
     return tuple(rng.choice((rng.randrange(VOCAB_SIZE), rng.choice(request.tokens))) for _ in range(count))
 
 
 def verify_entries(row: int, drafts: tuple[int, ...]) -> list[Entry]:
-    """The entries of one request under speculation: before each draft, and behind the last."""
+    """Return the entries of one request under speculation: before each draft, and after the last."""
     return [Entry(row, drafts[:count]) for count in range(len(drafts) + 1)]
 
 
 def random_logits(rng: Random, count: int, device: str, form: str = "plain") -> torch.Tensor:
-    """[count, vocab_size] float32: ``plain``, ``ties`` (whole numbers), ``bans`` (some -inf), ``large`` (thousands)."""
+    """Return [count, vocab_size] float32: ``plain``, ``ties`` (integers), ``bans`` (some -inf) or ``large``."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     logits = 4 * torch.randn(count, VOCAB_SIZE, generator=generator)
     if form == "ties":
@@ -264,12 +265,12 @@ def random_logits(rng: Random, count: int, device: str, form: str = "plain") -> 
 
 
 def companion_logits(logits: torch.Tensor) -> torch.Tensor:
-    """What stands for the logits of the rows' companions, [n, vocab_size]: each row's own, some tokens further."""
+    """Return stand-ins for the logits of the rows' companions, [n, vocab_size]: each row shifted by some tokens."""
     return logits.roll(7, dims=-1)
 
 
 def world_of(subject: Subject, requests: Mapping[int, Request], **options: Any) -> World:
-    """A new processor with these requests on their rows."""
+    """Return a new processor with these requests on their rows."""
     world = World(subject, **options)
     for row, request in requests.items():
         world.admit(row, request)
@@ -283,9 +284,9 @@ def alone(
     drafts: tuple[int, ...] = (),
     earlier: Mapping[Request, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """[vocab_size]: what a new processor makes of one row of logits for this request alone, the drafts accepted.
+    """Return [vocab_size], one row of logits processed by a new processor for only this request, with accepted drafts.
 
-    It is shown the logits of `earlier` places first, once each.
+    It sees the logits of `earlier` positions first, once each.
     """
     accepted = request.then(drafts)
     world = world_of(subject, {0: accepted})

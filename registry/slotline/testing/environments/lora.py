@@ -1,4 +1,4 @@
-"""What a LoRA plugin lives in: a model's linear modules, adapters in PEFT folders on disk, and batches of tokens.
+"""Environment of a LoRA plugin: a model's linear modules, adapters in PEFT folders on disk, and batches of tokens.
 
 Folders are written as PEFT writes them: ``adapter_config.json``, and ``adapter_model.safetensors`` with the keys
 ``base_model.model.<module path>.lora_A.weight`` and ``.lora_B.weight``, or ``.lora_embedding_A`` and ``_B``.
@@ -32,19 +32,19 @@ EMBEDDING, _EMBEDDING_SIZES = "model.embed_tokens", (29, 40)  # (num_embeddings,
 
 @define
 class LoraWorld:
-    """A plugin under test, the adapters it holds, and the folders they came from. Use it in a ``with`` statement.
+    """Plugin under test with its adapters and their folders. Use it in a ``with`` statement.
 
     Attributes:
-        run: whose subject is built.
-        dtype: of the base model, by name; the subject's first one if not given.
-        embeds: whether the model's embedding is among the modules.
-        extends: whether the model gives room behind its weights, and takes products with both; `in_parts` whether it
-            makes them in parts.
-        staged: whether the second layer's modules lie in another pipeline stage, as `elsewhere`.
-        batch_invariant: whether a token's share must be bitwise the same in any batch.
+        run: the run whose subject is built.
+        dtype: dtype of the base model by name, by default the subject's first.
+        embeds: True if the model's embedding is among the modules.
+        extends: True if the model has room after its weights, and computes products with both.
+        in_parts: True if it computes these products in parts.
+        staged: True if the second layer's modules are in another pipeline stage, as `elsewhere`.
+        batch_invariant: True if a token's contribution must be bitwise the same in any batch.
         loaded: name -> (slot, adapter).
-        single: whether the last plan was for one adapter.
-        rng: of which tokens use which adapter.
+        single: True if the last plan was for one adapter.
+        rng: generator of the assignment of adapters to tokens.
     """
 
     run: Run
@@ -105,6 +105,7 @@ class LoraWorld:
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Dtype of the base model."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
     def adapter(
@@ -116,8 +117,10 @@ class LoraWorld:
         rslora: bool = False,
         size: float = 1.0,
     ) -> Adapter:
-        """A random adapter whose share is about `size` times the inputs; on all modules if none are named, those
-        elsewhere included."""
+        """Return a random adapter whose contribution is about `size` times the inputs.
+
+        Without `modules` it has all modules, those elsewhere included.
+        """
         weights, every = {}, {**self.modules, **self.elsewhere}
         for module in every if modules is None else modules:
             inner, outer = every[module]
@@ -127,7 +130,7 @@ class LoraWorld:
         return Adapter(rounded, rank, alpha, rslora)
 
     def write(self, adapter: Adapter, **config: Any) -> Path:
-        """The adapter as a PEFT folder; every other one in float32, as training leaves them."""
+        """Write the adapter as a PEFT folder, every second one in float32, as training does."""
         self.written += 1
         dtype = torch.float32 if self.written % 2 else self.torch_dtype
         tensors = {}
@@ -138,7 +141,7 @@ class LoraWorld:
         return self.write_files(tensors, {**peft_config(adapter), **config})
 
     def write_files(self, tensors: Mapping[str, torch.Tensor] | None, config: Mapping[str, Any] | None) -> Path:
-        """A folder of its own with the two files, or without one of them."""
+        """Write a new folder with the two files, or without one of them."""
         folder = Path(self._folder.name, f"adapter_{self.written}_{len(list(Path(self._folder.name).iterdir()))}")
         folder.mkdir()
         if tensors is not None:
@@ -148,7 +151,7 @@ class LoraWorld:
         return folder
 
     def load(self, name: str, adapter: Adapter, path: Path | None = None) -> int:
-        """Load the adapter from its folder, which is written if it is not there, and look at the slot."""
+        """Load the adapter from its folder, which is written if it does not exist, and check the slot."""
         slot = self.lora.load(name, str(path or self.write(adapter)))
         taken = {other for other, _ in self.loaded.values()}
         if not isinstance(slot, int) or not 0 <= slot < self.max_adapters or slot in taken:
@@ -162,12 +165,12 @@ class LoraWorld:
         del self.loaded[name]
 
     def plan(self, names: Sequence[str | None]) -> None:
-        """The adapter of each token of the next step, None for none."""
+        """Set the adapter of each token of the next step, None for none."""
         self.lora.plan(self._slots(names))
         self.single = False
 
     def plan_single(self, names: Sequence[str | None]) -> None:
-        """As `plan` for tokens that have one adapter or none, told as such."""
+        """Do the work of `plan` for tokens that have one adapter or none, announced to the plugin."""
         (only,) = {name for name in names if name is not None}
         self.lora.plan_single(self._slots(names), self.loaded[only][0])
         self.single = True
@@ -178,11 +181,11 @@ class LoraWorld:
         return torch.tensor(slots, dtype=torch.int64, device=self.run.subject.device.type)
 
     def random(self, *shape: int) -> torch.Tensor:
-        """Normal float32 on the host."""
+        """Return normal float32 on the host."""
         return torch.randn(*shape, generator=self._generator)
 
     def tensors(self, module: str, num_tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random inputs [num_tokens, in_features] and base output [num_tokens, out_features] of a module.
+        """Return random inputs [num_tokens, in_features] and base output [num_tokens, out_features] of a module.
 
         An embedding's inputs are token ids [num_tokens] int64.
         """
@@ -195,7 +198,7 @@ class LoraWorld:
         return self.random(count, inner).to(device, self.torch_dtype), out
 
     def applied(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """A copy of `out` after the plugin has added its share."""
+        """Return a copy of `out` after the plugin has added its contribution."""
         result = out.clone()
         if module in self.rooms and self.in_parts:
             parts = zip(inputs.float().tensor_split(3, 1), self._used(module).float().tensor_split(3, 1), strict=True)
@@ -209,11 +212,11 @@ class LoraWorld:
         return result
 
     def _used(self, module: str) -> torch.Tensor:
-        """The part of a module's room that is multiplied after the last plan."""
+        """Return the part of a module's room that is multiplied after the last plan."""
         return self.rooms[module][: self.single_rows[module]] if self.single else self.rooms[module]
 
     def _extend(self, names: tuple[str, ...], rows: int, max_tokens: int, single_rows: int = 0) -> torch.Tensor:
-        """Room behind a module's weight, of which there is no more than the room."""
+        """Return room after a module's weight. Only the room itself exists here."""
         (module,) = names
         self.single_rows[module] = single_rows
         device = self.run.subject.device.type
@@ -221,7 +224,7 @@ class LoraWorld:
         return self.rooms[module]
 
     def compare(self, module: str, inputs: torch.Tensor, out: torch.Tensor, result: torch.Tensor, what: str) -> None:
-        """The result against the oracle, tokens without a share bit for bit.
+        """Compare the result with the oracle, bitwise for tokens without an adapter.
 
         Raises:
             Failed: naming module, token and adapter.
@@ -248,7 +251,7 @@ class LoraWorld:
         self._check_planned(what, modules)
 
     def check_single(self, names: Sequence[str | None], what: str) -> None:
-        """As `check` for tokens that have one adapter or none, told as such."""
+        """Do the work of `check` for tokens that have one adapter or none, announced to the plugin."""
         self.plan_single(names)
         self._check_planned(what)
 
@@ -258,11 +261,11 @@ class LoraWorld:
             self.compare(module, inputs, out, self.applied(module, inputs, out), what)
 
     def names(self, num_tokens: int) -> list[str | None]:
-        """A random adapter or none for each token, in no order; others at each call."""
+        """Return a random adapter or none for each token, in random order, different in each call."""
         return [self.rng.choice([None, *self.loaded]) for _ in range(num_tokens)]
 
     def fill(self) -> None:
-        """Leave large weights of the highest rank in every slot: what is not overwritten will be heard."""
+        """Leave large weights of the highest rank in every slot, so that missing overwrites show."""
         loud = self.adapter(self.max_rank, size=1e3)
         path = self.write(loud)
         for index in range(self.max_adapters):
@@ -273,7 +276,7 @@ class LoraWorld:
 
 
 def peft_config(adapter: Adapter) -> dict[str, Any]:
-    """What PEFT writes for a plain adapter."""
+    """Return the configuration that PEFT writes for a plain adapter."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -294,7 +297,7 @@ def peft_config(adapter: Adapter) -> dict[str, Any]:
 
 
 def modules_of(subject: Subject) -> dict[str, tuple[int, int]]:
-    """Two layers with up to three of the declared modules each: path -> (in_features, out_features).
+    """Return two layers with up to three of the declared modules each: path -> (in_features, out_features).
 
     Raises:
         NotApplicable: if none is declared.
@@ -309,7 +312,7 @@ def modules_of(subject: Subject) -> dict[str, tuple[int, int]]:
 
 
 def dtypes_of(subject: Subject) -> tuple[str, ...]:
-    """The declared dtypes that the checks know, float32 first."""
+    """Return the declared dtypes that the checks know, float32 first."""
     declared = subject.capabilities.dtypes.values
     known = [name for name in ("float32", "bfloat16", "float16") if declared is None or name in declared]
     if not known:

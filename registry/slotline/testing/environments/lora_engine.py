@@ -1,7 +1,7 @@
-"""An engine in small for adapters: a random model whose linear modules carry them, and continuous batching over slots.
+"""Small engine for adapters: a random model whose linear modules carry them, and continuous batching over slots.
 
-Requests come and go, prompts are computed in one step beside single tokens, and there are more adapters than slots, so
-that they are swapped while other requests go on.
+Requests come and go, and prompts are computed in one step together with single tokens. There are more adapters than
+slots, so that they are swapped while other requests continue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Linear = Callable[[str, torch.Tensor], torch.Tensor]
 
 @frozen
 class TextRequest:
-    """A prompt and the name of its adapter, or None."""
+    """Prompt and the name of its adapter, or None."""
 
     prompt: tuple[int, ...]
     adapter: str | None
@@ -28,7 +28,10 @@ class TextRequest:
 
 @define(eq=False)
 class TinyModel:
-    """The state of a position is half of the last one's plus the token's embedding; each module then adds to it."""
+    """Random model.
+
+    A position's state is half of the previous one plus the token's embedding, then each module adds to it.
+    """
 
     world: LoraWorld
     vocab_size: int = 48
@@ -49,7 +52,7 @@ class TinyModel:
         return self.world.random(*shape).to(self.world.run.subject.device.type)
 
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
-        """[len(tokens), width]: what each position knows of the tokens up to it."""
+        """Return the state of each position, [len(tokens), width]."""
         embedded = self.embedding[list(tokens)]
         state, found = torch.zeros_like(embedded[0]), []
         for one in embedded:
@@ -58,13 +61,13 @@ class TinyModel:
         return torch.stack(found)
 
     def logits(self, states: torch.Tensor, linear: Linear) -> torch.Tensor:
-        """[num_tokens, vocab_size] for positions of any requests."""
+        """Return [num_tokens, vocab_size] for positions of any requests."""
         for module in self.weights:
             states = states + torch.tanh(linear(module, torch.tanh(states @ self.into[module]))) @ self.out_of[module]
         return states @ self.embedding.T
 
     def plain(self, request: TextRequest, adapter: Adapter | None, num_tokens: int) -> list[torch.Tensor]:
-        """The logits of each step of greedy decoding with the adapter merged into the weights, one request alone."""
+        """Return the logits of each step of one request's greedy decoding, with the adapter merged into the weights."""
         merged = dict(self.weights)
         for module, (a, b) in ({} if adapter is None else adapter.weights).items():
             assert adapter is not None
@@ -79,7 +82,7 @@ class TinyModel:
 
 @define
 class AdapterEngine:
-    """Continuous batching: first come, first served; a request waits until its adapter has a slot."""
+    """Continuous batching, first come, first served. A request waits until its adapter has a slot."""
 
     world: LoraWorld
     model: TinyModel
@@ -88,7 +91,7 @@ class AdapterEngine:
     swaps: int = 0
 
     def generate(self, requests: Sequence[TextRequest], num_tokens: int) -> list[list[int]]:
-        """The greedy text of each request, all of them in mixed batches."""
+        """Return the greedy text of each request, all generated in mixed batches."""
         texts: list[list[int]] = [[] for _ in requests]
         waiting, running = list(range(len(requests))), list[int]()
         while waiting or running:
@@ -99,7 +102,7 @@ class AdapterEngine:
         return texts
 
     def _admit(self, requests: Sequence[TextRequest], index: int, running: Sequence[int]) -> bool:
-        """Bring the request's adapter in, over one that nobody uses if need be."""
+        """Load the request's adapter, replacing an unused one if necessary."""
         name = requests[index].adapter
         if name is None or name in self.world.loaded:
             return True
@@ -114,7 +117,7 @@ class AdapterEngine:
         return True
 
     def _step(self, requests: Sequence[TextRequest], running: Sequence[int], texts: list[list[int]]) -> None:
-        """Whole prompts of new requests and one token of the others, in one batch."""
+        """Run whole prompts of new requests and one token of the others, in one batch."""
         states, names, last = [], list[str | None](), []
         for index in running:
             request = requests[index]

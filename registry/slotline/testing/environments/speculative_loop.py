@@ -1,7 +1,7 @@
-"""A speculative engine in small: a table for a language model, the rows of `World`, and the verification of the oracle.
+"""Small speculative engine: a table as language model, the rows of `World`, and the oracle's verification.
 
-Whatever a drafter that keeps its contract proposes, the loop's text is the target's: equal under greedy decoding, equal
-in distribution under temperature.
+For every proposal of a correct drafter the loop's text is the target's: equal under greedy decoding, equal in
+distribution under temperature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slotline.testing.oracles.drafter import Array, draw, verify_by_match, verif
 
 @define(eq=False)
 class TableModel:
-    """The next token depends on the last two: a random table of logits, [vocab, vocab, vocab] float64."""
+    """Language model whose next token depends on the last two: random logits, [vocab, vocab, vocab] float64."""
 
     vocab_size: int
     seed: int
@@ -31,11 +31,11 @@ class TableModel:
         self.logits = np.random.default_rng(self.seed).normal(0.0, self.spread, size)
 
     def greedy(self, tokens: Sequence[int]) -> int:
-        """The token after `tokens` at temperature 0."""
+        """Return the token after `tokens` at temperature 0."""
         return int(self._row(tokens).argmax())
 
     def probabilities(self, tokens: Sequence[int], temperature: float) -> Array:
-        """[vocab] float64, the distribution of the token after `tokens`."""
+        """Return [vocab] float64, the distribution of the token after `tokens`."""
         row = self._row(tokens) / temperature
         weights = np.exp(row - row.max())
         return np.asarray(weights / weights.sum())
@@ -46,7 +46,7 @@ class TableModel:
 
 @define(eq=False)
 class SpeculativeLoop:
-    """Generates with the drafter of a world: prefill, then propose and verify until each request is done."""
+    """Generation with the drafter of a world: prefill, then propose and verify until each request is done."""
 
     world: World
     model: TableModel
@@ -57,7 +57,7 @@ class SpeculativeLoop:
     def generate(
         self, prompts: Sequence[tuple[int, ...]], num_tokens: int, temperature: float
     ) -> list[tuple[int, ...]]:
-        """`num_tokens` tokens after each prompt. Rows are taken again as soon as they are free."""
+        """Return `num_tokens` tokens after each prompt. Rows are reused as soon as they are free."""
         waiting = list(enumerate(prompts))[::-1]
         running: dict[int, int] = {}  # row -> index of the prompt
         texts: list[tuple[int, ...]] = [()] * len(prompts)

@@ -1,4 +1,4 @@
-"""A whole engine on a tiny random model with state layers, with the spec under test in its slot."""
+"""Whole engine on a tiny random model with state layers, with the spec under test in its slot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NEW_TOKENS = 5
 
 @frozen
 class TinyModel:
-    """A configuration of transformers, and the kinds of state layers that it has."""
+    """Configuration of transformers, and the kinds of its state layers."""
 
     architecture: str
     config: str
@@ -65,7 +65,7 @@ MODELS = (
 
 
 def models_of(subject: Subject) -> list[TinyModel]:
-    """Return the models that have a kind of layers that the spec declares, one for each kind that none before has."""
+    """Return models with the declared kinds of layers, one for each kind that no earlier model has."""
     kinds, found = set(declared_kinds(subject)), []
     for model in MODELS:
         if kinds & set(model.kinds):
@@ -86,7 +86,7 @@ def write(model: TinyModel, folder: Path) -> None:
         built = getattr(transformers, model.architecture)(config)
         for parameter in built.parameters():
             if parameter.dim() > 1:
-                torch.nn.init.normal_(parameter, std=0.3)  # else every token continues in the same way
+                torch.nn.init.normal_(parameter, std=0.3)  # otherwise every token continues in the same way
     config.save_pretrained(folder)
     save_file({name: tensor.clone() for name, tensor in built.state_dict().items()}, folder / "model.safetensors")
 
@@ -96,15 +96,15 @@ Answer = tuple[list[tuple[int, ...]], list[int]]
 
 
 def texts(subject: Subject, model: TinyModel, length: int) -> tuple[Answer, Answer]:
-    """Return what an engine without prefix caching says to prompts, and what one with the spec says.
+    """Return the texts of an engine without prefix caching, and of an engine with the spec.
 
     Args:
         subject: the spec.
         model: one of `models_of`.
-        length: tokens of the longest prompt; the prompts come one after the other.
+        length: tokens of the longest prompt. The prompts come one after the other.
 
     Raises:
-        NotApplicable: if no configuration could name the spec.
+        NotApplicable: if no configuration can name the spec.
     """
     from slotline.core import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Requests that the rules of a spec of states are asked about."""
+"""Random requests for the rules of a spec of states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Mask = npt.NDArray[np.bool_]
 
 @frozen(eq=False)
 class Requests:
-    """Requests, one for each entry of the arrays, all [n] int64; see `StateSpec`."""
+    """Requests, one for each entry of the arrays, all [n] int64 (see `StateSpec`)."""
 
     computed: Int
     ends: Int
@@ -27,12 +27,12 @@ class Requests:
     branch: Int
 
     def describe(self, index: Any) -> str:
-        """Return one of them in a few words, for messages."""
+        """Return one request in a few words, for messages."""
         last, branch = (_place(int(values[index])) for values in (self.last, self.branch))
         return f"computed {self.computed[index]}, ends {self.ends[index]}, last {last}, branch {branch}"
 
     def one(self, index: int) -> Requests:
-        """Return one of them."""
+        """Return one request."""
         return Requests(*(getattr(self, item.name)[index : index + 1].copy() for item in fields(Requests)))
 
 
@@ -44,7 +44,10 @@ def requests_of(held: Held, rng: Random, count: int = 300, *, divisible: bool | 
     """Return random requests, most of them at the edges of units and intervals.
 
     Args:
-        divisible: whether their tokens may be divided over steps. None for some of both.
+        held: the spec.
+        rng: generator of the requests.
+        count: number of requests.
+        divisible: True if their tokens may be divided over steps. None for some of both.
     """
     drawn = [_request(held, rng, rng.random() < 0.8 if divisible is None else divisible) for _ in range(count)]
     columns = zip(*drawn, strict=True)
@@ -64,17 +67,17 @@ def _request(held: Held, rng: Random, divisible: bool) -> tuple[int, int, int, i
 
 
 def _near(held: Held, rng: Random) -> int:
-    """Return a number of tokens, at or next to a multiple of the unit or of the interval three times of four."""
+    """Return a number of tokens, with probability 3/4 at or next to a multiple of the unit or of the interval."""
     longest = held.context.max_model_len
     step = rng.choice((held.unit, min(int(held.spec.interval), longest), 1))
     return min(max(0, step * rng.randrange(longest // step + 1) + rng.randint(-1, 1)), longest)
 
 
 def stops(held: Held, asked: Requests) -> Int:
-    """Return the answer of `stops`, of copies of the requests.
+    """Return the answer of `stops` for copies of the requests.
 
     Raises:
-        Failed: if it has not one int64 for each request.
+        Failed: if it is not one int64 for each request.
     """
     arrays = (asked.computed.copy(), asked.ends.copy(), asked.last.copy(), asked.branch.copy())
     found: Int = _of_form("stops", held.spec.stops(*arrays), len(asked.computed), np.dtype(np.int64))
@@ -85,7 +88,7 @@ def keeps(held: Held, computed: Int, asked: Requests) -> Mask:
     """Return the answer of `keeps` for requests that have computed `computed` tokens.
 
     Raises:
-        Failed: if it has not one bool for each request.
+        Failed: if it is not one bool for each request.
     """
     answer = held.spec.keeps(computed.copy(), asked.last.copy(), asked.branch.copy())
     found: Mask = _of_form("keeps", answer, len(computed), np.dtype(np.bool_))
@@ -96,7 +99,7 @@ def rolls_back(held: Held, counts: Int, accepted: Int) -> Mask:
     """Return the answer of `rolls_back`.
 
     Raises:
-        Failed: if it has not one bool for each request.
+        Failed: if it is not one bool for each request.
     """
     answer = held.spec.rolls_back(counts.copy(), accepted.copy())
     found: Mask = _of_form("rolls_back", answer, len(counts), np.dtype(np.bool_))

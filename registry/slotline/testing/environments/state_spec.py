@@ -1,4 +1,4 @@
-"""State layers that specs of states are tried on, and a small model that keeps states."""
+"""State layers for tests of specs of states, and a small model with states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_MODEL_LEN = 4096
 
 
 def holds_states(subject: Subject) -> bool:
-    """Return whether the plugin is a spec of states."""
+    """Return True if the plugin is a spec of states."""
     return bool(subject.capabilities.state.support)
 
 
@@ -85,7 +85,7 @@ def layers_of(kind: str, dtype: str = "float32") -> tuple[StateLayer, ...]:
 
     Args:
         kind: one of `STATE_KINDS`, or a plugin's own.
-        dtype: of states that are no recurrence; those of a recurrence are float32.
+        dtype: dtype of states without a recurrence. Those of a recurrence are float32.
     """
     if kind not in STATE_KINDS:
         return tuple(_layer(kind, 3 * n, tuple(_tensor(*item) for item in SEVERAL[n]), {}) for n in range(2))
@@ -120,17 +120,19 @@ def context_of(kind: str, *, unit: int, dtype: str = "float32", max_model_len: i
 
 @frozen(eq=False)
 class Held:
-    """A built spec of states and the context that it was built for."""
+    """Built spec of states and the context that it was built for."""
 
     spec: Any
     context: StateSpecContext
 
     @property
     def layers(self) -> tuple[StateLayer, ...]:
+        """Layers of the context."""
         return self.context.layers
 
     @property
     def unit(self) -> int:
+        """Prefix unit of the context."""
         return self.context.prefix_unit
 
 

@@ -1,4 +1,4 @@
-"""Traffic over slots of real memory: requests compute prompts, leave checkpoints and go on from those of others."""
+"""Traffic over slots of real memory: requests compute prompts, leave checkpoints and continue from those of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_ROWS, NUM_CHECKPOINTS = 3, 5
 
 @define(eq=False)
 class Request:
-    """A request in its row. It generates the tokens that follow its prompt in `tokens`."""
+    """Request in its row. It generates the tokens that follow its prompt in `tokens`."""
 
     row: int
     tokens: list[int]
@@ -37,11 +37,11 @@ class Request:
 
 
 class StateTraffic:
-    """Slots of one layer, rows first, whose numbers stand for the prefix that a state covers.
+    """Slots of one layer, rows first, whose numbers represent the prefix that a state covers.
 
     Args:
         held: the spec, with the rules and the memory.
-        device: type.
+        device: device type.
     """
 
     def __init__(self, held: Held, device: str) -> None:
@@ -57,7 +57,7 @@ class StateTraffic:
         self._seen: set[BlockHash] = set()
 
     def admit(self, tokens: list[int], prompt: int) -> None:
-        """Give a request a row. It goes on from the longest prefix whose state is kept."""
+        """Give a request a row. It continues from the longest prefix whose state is kept."""
         unit, row = self.held.unit, min(set(range(NUM_ROWS)) - {request.row for request in self.requests})
         hashes = hashes_of(tokens, unit)
         own = hashes[: (prompt - 1) // unit]
@@ -71,7 +71,7 @@ class StateTraffic:
         self.requests.append(request)
 
     def step(self, rng: Random) -> None:
-        """Compute some tokens of each request, then keep the states that stand where one is wanted.
+        """Compute some tokens of each request, then keep the states at positions where one is wanted.
 
         Raises:
             Failed: if a request does not advance, or its state is not that of its tokens.
@@ -136,7 +136,7 @@ class StateTraffic:
 
 
 def number_of(tokens: Sequence[int]) -> int:
-    """Return a number from 1 to 97 that stands for a prefix, exact in every dtype."""
+    """Return a number from 1 to 97 that represents a prefix, exact in every dtype."""
     return zlib.crc32(repr(list(tokens)).encode()) % 97 + 1
 
 

@@ -1,5 +1,6 @@
-"""What a structured-output plugin meets: the tokenizer of the small model that ships, and constraints whose texts can
-be listed, so that every mask has one right answer.
+"""Environment of a structured-output plugin: the small model's tokenizer, and constraints whose texts can be listed.
+
+Every mask therefore has one correct value.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Mask = npt.NDArray[np.bool_]
 
 @frozen(eq=False)
 class Example:
-    """A constraint and its texts."""
+    """Constraint with its texts."""
 
     name: str
     constraint: Constraint
@@ -105,7 +106,7 @@ WRONG = (
 
 @cache
 def tokenizer() -> Any:
-    """The small model's."""
+    """Return the tokenizer of the small model that ships."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(SMALL_MODEL), local_files_only=True, trust_remote_code=False)
@@ -113,11 +114,11 @@ def tokenizer() -> Any:
 
 @define(eq=False)
 class World:
-    """A built plugin, and what the core asks of it.
+    """Built plugin, with the calls that the core makes.
 
     Attributes:
         subject: the plugin.
-        vocab_size: width of the logits; 0 for the tokenizer's.
+        vocab_size: width of the logits. 0 for the tokenizer's.
     """
 
     subject: Subject
@@ -131,16 +132,16 @@ class World:
         self.backend = self.subject.build(context(self.vocab_size))
 
     def start(self, constraint: Constraint) -> GrammarState:
-        """A new state of a constraint, checked and compiled."""
+        """Return a new state of a constraint, checked and compiled."""
         self.backend.check(constraint)
         state: GrammarState = self.backend.start(self.backend.compile(constraint))
         return state
 
     def masks(self, states: Sequence[GrammarState], drafts: Sequence[Sequence[int]] | None = None) -> list[list[Mask]]:
-        """For each state the masks at its place and behind each draft, each [vocab_size].
+        """Return, for each state, the masks at its position and after each draft, each [vocab_size].
 
         Raises:
-            Failed: if rows between, which nobody asked for, are written to.
+            Failed: if unrequested rows in between are written.
         """
         drafts = drafts or [[]] * len(states)
         places, size = [], 1
@@ -156,14 +157,14 @@ class World:
         return [list(wide[p : p + 1 + len(d)]) for p, d in zip(places, drafts, strict=True)]
 
     def mask(self, state: GrammarState) -> Mask:
-        """The mask of one state."""
+        """Return the mask of one state."""
         return self.masks([state])[0][0]
 
     def split(self, constraint: Constraint, text: bytes, rng: Random) -> list[int]:
-        """A text of a constraint in tokens, cut at random as far as the masks leave a choice.
+        """Return a text of a constraint in tokens, with a random tokenization as far as the masks leave a choice.
 
         Raises:
-            Failed: if they do not let it through.
+            Failed: if the masks do not allow the text.
         """
         state, found, begin = self.start(constraint), list[int](), 0
         while begin < len(text):
@@ -178,18 +179,18 @@ class World:
         return found
 
     def text(self, token_ids: Iterable[int]) -> bytes:
-        """The bytes of some tokens."""
+        """Return the bytes of some tokens."""
         return b"".join(self.tokens[token] or b"" for token in token_ids)
 
     def expect(self, mask: Mask, language: Language, text: bytes, where: str) -> None:
-        """A mask is what the language says; where all texts go on alike, it may be a part of that.
+        """Compare a mask with the language. If all texts continue in the same way, the mask may be a subset.
 
         Raises:
             Failed: naming a token that is wrongly allowed or banned.
         """
         want = language.allowed(text, self.tokens, EOS_TOKEN_IDS)
         if language.forced(text) and (mask & want).any():
-            want &= mask  # a plugin may leave fewer ways to cut what comes anyhow
+            want &= mask  # a plugin may leave fewer tokenizations of a forced text
         for what, wrong in (("allowed", mask & ~want), ("banned", want & ~mask)):
             if wrong.any():
                 token = int(wrong.argmax())
@@ -200,33 +201,33 @@ class World:
 
 
 def context(vocab_size: int) -> StructuredOutputContext:
-    """A build context."""
+    """Return a build context."""
     return StructuredOutputContext(
         contract=1, tokenizer=tokenizer(), vocab_size=vocab_size, eos_token_ids=EOS_TOKEN_IDS, max_requests=8
     )
 
 
 def takes(subject: Subject, constraint: Constraint) -> bool:
-    """Whether the plugin declares the constraint's kind."""
+    """Return True if the plugin declares the constraint's kind."""
     return subject.capabilities.constraints.refusal(constraint.kind) is None
 
 
 def by_example(subject: Subject) -> Iterable[Case]:
-    """A case for each example of a declared kind."""
+    """Return a case for each example of a declared kind."""
     return [{"example": example.name} for example in EXAMPLES if takes(subject, example.constraint)]
 
 
 def example_named(name: str) -> Example:
-    """An example by its name."""
+    """Return an example by its name."""
     return next(example for example in EXAMPLES if example.name == name)
 
 
 def declared(subject: Subject) -> list[Example]:
-    """The examples of declared kinds."""
+    """Return the examples of declared kinds."""
     return [example for example in EXAMPLES if takes(subject, example.constraint)]
 
 
 def some_texts(example: Example, rng: Random, count: int) -> list[bytes]:
-    """Some texts of a language, the same for the same generator."""
+    """Return some texts of a language, the same for the same generator."""
     texts = sorted(example.language.texts)
     return rng.sample(texts, min(count, len(texts)))

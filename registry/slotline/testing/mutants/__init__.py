@@ -24,13 +24,13 @@ _MODULES: Mapping[Kind, str] = MappingProxyType(
 
 @frozen
 class Mutant:
-    """One broken plugin.
+    """Broken plugin.
 
     Attributes:
-        name: of the bug, in a few hyphenated words; unique within the kind.
-        summary: what is wrong, in a sentence.
-        level: the lowest level that can see it, where a mandatory check must kill it.
-        descriptor: of the plugin.
+        name: name of the bug in a few hyphenated words, unique within the kind.
+        summary: description of the bug in a sentence.
+        level: the lowest level that can see it. A mandatory check of this level must kill it.
+        descriptor: descriptor of the plugin.
     """
 
     name: str
@@ -45,19 +45,19 @@ class Mutant:
 
 @frozen
 class Correct:
-    """One right implementation: its descriptor, and how it differs from the others."""
+    """Correct implementation: its descriptor, and its difference from the others."""
 
     summary: str
     descriptor: Descriptor[Any]
 
 
 def all_mutants(kind: Kind | None = None) -> tuple[Mutant, ...]:
-    """The mutants of a kind, or of all."""
+    """Return the mutants of a kind, or of all kinds."""
     return tuple(mutant for module in _modules(kind) for mutant in module.MUTANTS)
 
 
 def all_correct(kind: Kind | None = None) -> tuple[Correct, ...]:
-    """The right implementations of a kind, or of all."""
+    """Return the correct implementations of a kind, or of all kinds."""
     return tuple(right for module in _modules(kind) for right in module.CORRECT)
 
 

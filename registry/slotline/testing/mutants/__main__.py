@@ -1,7 +1,7 @@
-"""Which check kills each mutant: `python -m slotline.testing.mutants [--kind KIND] [--markdown]`.
+"""Table of the checks that kill the mutants: `python -m slotline.testing.mutants [--kind KIND] [--markdown]`.
 
-Each mutant runs through the suite, lowest level first, until a mandatory check fails. Exits with 1 if one survives or
-dies at another level than it states, or if a correct implementation fails anything.
+Each mutant runs through the suite, lowest level first, until a mandatory check fails. Exits with 1 if a mutant survives
+or dies at another level than declared, or if a correct implementation fails any check.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotline.testing.runner import check_plugin
 
 @frozen
 class Verdict:
-    """What became of a mutant: the check that killed it, at which level, after how many seconds; None if it lives."""
+    """Result of a mutant: the check that killed it, its level and the seconds until then. None if it survived."""
 
     mutant: Mutant
     killer: str | None
@@ -30,7 +30,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether it died where it says."""
+        """True if it died at the declared level."""
         return self.level is self.mutant.level
 
 
@@ -51,7 +51,7 @@ def _row(cells: tuple[str, ...], *, markdown: bool) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the table; see the module."""
+    """Print the table (see the module)."""
     parser = argparse.ArgumentParser(prog="python -m slotline.testing.mutants", description=__doc__)
     parser.add_argument("--kind", choices=[kind.value for kind in Kind if kind not in WITHOUT_SUITE])
     parser.add_argument("--device", default="cpu")

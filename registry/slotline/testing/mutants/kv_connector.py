@@ -115,7 +115,7 @@ class DropsWhatIsSavedAgain(FewBlocks):
 
 class KeepsThroughReset(FewBlocks):
     def reset(self) -> None:
-        """The blocks are as good as ever."""
+        """Keep the blocks."""
 
 
 class ResetsTheNamesAlone(FewBlocks):

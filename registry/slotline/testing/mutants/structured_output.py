@@ -27,12 +27,12 @@ def _mutant(name: str, what: str, level: Level, backend: type, **changes: Any) -
 
 
 def _with(name: str, **methods: Any) -> type:
-    """The reference's backend with some methods changed."""
+    """Return the reference's backend with some methods changed."""
     return type(name, (ChoiceBackend,), methods)
 
 
 def _starting(state: type[ChoiceState]) -> type:
-    """The reference's backend with another class of states."""
+    """Return the reference's backend with another class of states."""
     return _with(state.__name__, start=lambda self, grammar: state(self, grammar))
 
 
@@ -58,7 +58,7 @@ class FirstEndAlone(ChoiceState):
 
 
 class WholeChoices(ChoiceState):
-    """Allows tokens that end a choice, and single bytes; others that begin the rest are banned."""
+    """Allows tokens that end a choice, and single bytes. Other tokens that begin the rest are banned."""
 
     def legal(self) -> list[int]:
         return [t for t in super().legal() if len(self.backend.tokens[t] or b"x") < 2 or self._ends(t)]

@@ -1,1 +1,1 @@
-"""What a plugin should give, in float64, written for clarity; shares no code with any plugin."""
+"""Expected results of plugins in float64, written for clarity. They share no code with any plugin."""

@@ -1,8 +1,8 @@
-"""What attention gives, in float64, and how far a backend may be from it.
+"""Expected attention in float64, and the allowed error of a backend.
 
 `attention` is the textbook formula over dense keys and values, one request at a time. `tolerance` compares a backend
-with the same formula computed in the backend's own dtype: a fixed figure would reject right kernels at short contexts
-and accept wrong ones at long contexts. docs/decisions/tolerance.md holds the measurement behind the constants.
+with the same formula computed in the backend's own dtype. A fixed tolerance would reject correct kernels at short
+contexts and accept wrong kernels at long contexts. docs/decisions/tolerance.md has the measurements for the constants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
 
     Attributes:
         out: [q, H, Dv], in the dtype of the computation.
-        lse: [H, q] float64, natural logarithm of the sum of exponentials; a sink counts as one more key.
+        lse: [H, q] float64, natural logarithm of the sum of exponentials. A sink counts as one more key.
         max_score: largest absolute score that a query sees, after scale and soft cap.
     """
 
@@ -30,11 +30,11 @@ class Answer(NamedTuple):
 
 @frozen
 class Tolerance:
-    """The constants of the rule; see docs/decisions/tolerance.md.
+    """Constants of the tolerance rule (see docs/decisions/tolerance.md).
 
     Attributes:
         baseline: factor on the error of the same formula computed in the backend's dtype.
-        floor: factor on ``eps_accumulate * (1 + max|score|) * max|V|``; scores carry a relative error of about
+        floor: factor on ``eps_accumulate * (1 + max|score|) * max|V|``. Scores have a relative error of about
             eps_accumulate, which the exponential turns into that absolute error of a weight.
         ulps: units in the last place of the largest output, for the final rounding.
         lse: factor on ``eps_accumulate * (1 + max|score|)`` for the LSE, which is always float32.
@@ -53,7 +53,7 @@ EPS_ACCUMULATE = torch.finfo(torch.float32).eps
 
 
 class Allowed(NamedTuple):
-    """What a backend may be off, as largest absolute error: of the output, of the LSE, and the baseline's own error."""
+    """Allowed error of a backend, as largest absolute error: of the output, of the LSE, and the baseline's error."""
 
     out: float
     lse: float
@@ -75,21 +75,21 @@ def attention(
     seen: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> Answer:
-    """Attention of a request's last tokens over all of its tokens, all arithmetic in `dtype`.
+    """Compute attention of a request's last tokens over all of its tokens, with all arithmetic in `dtype`.
 
     Args:
         query: [q, H, D], the last q of L tokens.
-        keys: [L, Hkv, D], the new tokens included; query head h reads KV head ``h // (H // Hkv)``.
+        keys: [L, Hkv, D], the new tokens included. Query head h reads KV head ``h // (H // Hkv)``.
         values: [L, Hkv, Dv].
         scale: factor on the scores.
-        window: a query sees this many keys, its own included; None for all.
+        window: a query sees this many keys, its own included. None for all.
         soft_cap: scores become ``cap * tanh(score / cap)``.
         sinks: [H], a logit that takes part in the softmax and has no value.
-        slopes: [H], what a score loses behind the soft cap for each token between query and key (ALiBi).
-        causal: whether a query sees no key after its own.
-        dtype: of the computation; inputs are converted, not rounded again.
-        seen: [q, L] bool, which keys each query sees, where that follows from more than `window` and `causal`.
-        positions: [L], the tokens' places in a text, for `slopes`; None for 0 to L - 1.
+        slopes: [H], the amount that a score loses after the soft cap per token of distance (ALiBi).
+        causal: True if a query sees no key after its own.
+        dtype: dtype of the computation. Inputs are converted, not rounded again.
+        seen: [q, L] bool, the keys that each query sees, if `window` and `causal` are not sufficient.
+        positions: [L], the tokens' positions in a text, for `slopes`. None for 0 to L - 1.
     """
     group = query.shape[1] // keys.shape[1]
     q, k, v = query.to(dtype), keys.to(dtype), values.to(dtype)
@@ -114,7 +114,7 @@ def attention(
 
 
 def visible(num_queries: int, num_keys: int, *, window: int | None = None, causal: bool = True) -> torch.Tensor:
-    """Which keys the last `num_queries` of `num_keys` tokens see: [q, L] bool."""
+    """Return, as [q, L] bool, the keys that the last `num_queries` of `num_keys` tokens see."""
     position = torch.arange(num_keys)[None, :]
     own = torch.arange(num_keys - num_queries, num_keys)[:, None]
     seen = position <= own if causal else torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -124,13 +124,13 @@ def visible(num_queries: int, num_keys: int, *, window: int | None = None, causa
 def tolerance(
     exact: Answer, eager: Answer, values: torch.Tensor, dtype: torch.dtype, rule: Tolerance = DEFAULT
 ) -> Allowed:
-    """How far a backend may be from `exact`.
+    """Return the allowed difference of a backend from `exact`.
 
     Args:
         exact: the answer in float64.
         eager: the same formula in `dtype`.
-        values: [L, Hkv, Dv], what the request may see.
-        dtype: the coarsest that the backend computes in.
+        values: [L, Hkv, Dv], the values that the request may see.
+        dtype: the coarsest dtype that the backend computes in.
         rule: the constants.
     """
     baseline = _worst(eager.out.double() - exact.out)

@@ -1,4 +1,4 @@
-"""What a draft must look like, how drafts are verified, and the test that says whether a distribution is right.
+"""Checks of a draft's form, verification of drafts, and a test of distributions.
 
 Rejection sampling is that of Leviathan, Kalman and Matias, "Fast inference from transformers via speculative decoding"
 (2023), algorithm 1, and of Chen et al., "Accelerating large language model decoding with speculative sampling" (2023),
@@ -35,7 +35,7 @@ digits."""
 
 @frozen
 class Fault:
-    """Something wrong with the form of a draft: which rule, and a sentence."""
+    """Fault in the form of a draft: the violated rule, and a sentence."""
 
     rule: str
     text: str
@@ -44,8 +44,10 @@ class Fault:
 def draft_faults(
     draft: Draft, rows: Sequence[int], *, num_tokens: int, vocab_size: int, declared: DrafterCapabilities
 ) -> list[Fault]:
-    """All that is wrong with the form of a draft. Rules: ``shape``, ``vocabulary``, ``end``, ``parts``,
-    ``probabilities``, ``parents``."""
+    """Return all faults in the form of a draft.
+
+    Rules: ``shape``, ``vocabulary``, ``end``, ``parts``, ``probabilities``, ``parents``.
+    """
     ids = getattr(draft, "token_ids", None)
     if not isinstance(ids, torch.Tensor):
         return [Fault("shape", f"propose returned {type(draft).__name__} without a tensor as token_ids")]
@@ -119,8 +121,11 @@ def _parent_faults(parents: torch.Tensor, length: int) -> list[Fault]:
 def verify_by_match(
     draft: Sequence[int], parents: Sequence[int] | None, choose: Callable[[tuple[int, ...]], int]
 ) -> tuple[int, ...]:
-    """The tokens of one step: `choose` (the argmax, or a draw) says the token after each prefix; a draft lives as long
-    as it says the same. For one-point proposals this gives the target's distribution, for a chain as for a tree."""
+    """Return the tokens of one step, verified by comparison.
+
+    `choose` (the argmax, or a draw) returns the token after each prefix. Drafts are accepted as long as they are equal
+    to it. For one-point proposals this gives the target's distribution, for chains and for trees.
+    """
     before = list(range(-1, len(draft) - 1)) if parents is None else list(parents)
     taken: tuple[int, ...] = ()
     node = -1
@@ -139,8 +144,11 @@ def verify_by_rejection(
     target: Callable[[tuple[int, ...]], Array],
     uniform: Callable[[], float],
 ) -> tuple[int, ...]:
-    """The tokens of one step of a chain with probabilities: accept token x with min(1, p(x)/q(x)), else draw from the
-    positive part of p - q; a draft that is accepted whole is followed by a draw from p."""
+    """Return the tokens of one step of a chain with probabilities, verified by rejection sampling.
+
+    Token x is accepted with min(1, p(x)/q(x)). Otherwise a token is drawn from the positive part of p - q. If the whole
+    draft is accepted, it is followed by a draw from p.
+    """
     taken: tuple[int, ...] = ()
     for token, q in zip(draft, proposed, strict=True):
         p = target(taken)
@@ -152,7 +160,7 @@ def verify_by_rejection(
 
 
 def draw(weights: Array, uniform: float) -> int:
-    """The token at a quantile of a distribution that need not be normalised; never one of weight zero."""
+    """Return the token at a quantile of a distribution, which need not be normalised. Its weight is never zero."""
     cumulated = np.cumsum(weights)
     index = int(np.searchsorted(cumulated, uniform * cumulated[-1], side="right"))
     return min(index, int(np.flatnonzero(weights)[-1]))
@@ -160,7 +168,7 @@ def draw(weights: Array, uniform: float) -> int:
 
 @frozen
 class ChiSquare:
-    """The result of Pearson's test: the statistic, its degrees of freedom, and the probability of one so large."""
+    """Result of Pearson's test: statistic, degrees of freedom, and the probability of a value at least as large."""
 
     statistic: float
     freedom: int
@@ -168,10 +176,10 @@ class ChiSquare:
 
 
 def chi_square(groups: Mapping[Any, tuple[Array, Array]]) -> ChiSquare:
-    """Pearson's test over independent groups of (observed counts, expected counts), summed.
+    """Run Pearson's test over independent groups of (observed counts, expected counts), summed.
 
-    Within a group the cells that expect fewer than five are taken together. Where something was seen that cannot be,
-    the statistic is infinite.
+    Within a group, cells that expect fewer than five are merged. If an impossible value was observed, the statistic is
+    infinite.
     """
     statistic, freedom = 0.0, 0
     for observed, expected in groups.values():
@@ -186,7 +194,7 @@ def chi_square(groups: Mapping[Any, tuple[Array, Array]]) -> ChiSquare:
 
 
 def _merged(observed: Array, expected: Array) -> tuple[Array, Array]:
-    """Both counts with the rare cells taken together, and those with the rarest other one if they are rare even so."""
+    """Return both counts with the rare cells merged, and merged with the next rarest cell if they are still rare."""
     order = np.argsort(-expected)
     large = int((expected >= 5).sum())
     if expected[order[large:]].sum() < 5:

@@ -1,4 +1,4 @@
-"""What processed logits must look like, and what the greedy token is."""
+"""Checks of the form of processed logits, and the greedy token."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from slotline.registry.contracts import Companion
 
 
 def form_fault(before: torch.Tensor, after: Any) -> str | None:
-    """What is wrong with the form of processed logits, or None.
+    """Return the fault in the form of processed logits, or None.
 
     Args:
-        before: [n, vocab_size] float32, as they were given.
-        after: what came back.
+        before: [n, vocab_size] float32, the input.
+        after: the output.
     """
     if not isinstance(after, torch.Tensor):
         return f"apply returned {type(after).__name__}, wanted the logits"
@@ -30,20 +30,20 @@ def form_fault(before: torch.Tensor, after: Any) -> str | None:
 
 
 def lifted_ban(before: torch.Tensor, after: torch.Tensor) -> tuple[int, int] | None:
-    """The first (entry, token) that was at minus infinity and is not any more."""
+    """Return the first (entry, token) that was minus infinity and is not any more."""
     wrong = (before.isneginf() & ~after.isneginf()).nonzero().tolist()
     return (int(wrong[0][0]), int(wrong[0][1])) if wrong else None
 
 
 def greedy_tokens(logits: torch.Tensor) -> set[int]:
-    """The tokens of the highest logit of one row, [vocab_size]; several where they tie."""
+    """Return the tokens with the highest logit of one row [vocab_size], several if they tie."""
     return set((logits == logits.max()).nonzero().flatten().tolist())
 
 
 def greedy_change(before: torch.Tensor, after: torch.Tensor) -> str | None:
-    """Why the greedy token of a row may be another than it was, or None.
+    """Return the reason why the greedy token of a row may have changed, or None.
 
-    Where several tie the first is taken, so that one must stay among the highest, and none may join them.
+    If several tokens tie, the first one is taken. It must stay among the highest, and no token may join them.
     """
     old, new = greedy_tokens(before), greedy_tokens(after)
     if min(old) not in new:
@@ -54,7 +54,7 @@ def greedy_change(before: torch.Tensor, after: torch.Tensor) -> str | None:
 
 
 def difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
-    """The first logit in which two rows [vocab_size] differ, bit for bit but for the sign of zero, or None."""
+    """Return the first logit in which two rows [vocab_size] differ (bitwise, except the sign of zero), or None."""
     wrong = (expected != found).nonzero().flatten().tolist()
     if not wrong:
         return None
@@ -66,9 +66,9 @@ def difference(expected: torch.Tensor, found: torch.Tensor) -> str | None:
 
 
 def floor_fault(before: torch.Tensor, after: torch.Tensor, temperature: float, floor: float) -> str | None:
-    """Where a row [vocab_size] is not what a floor makes of it at a temperature, or None.
+    """Return the place at which a row [vocab_size] differs from the result of a floor at a temperature, or None.
 
-    Tokens whose distance from the bound is within the rounding of float32 may go either way.
+    Tokens within the float32 rounding error of the bound may be kept or dropped.
     """
     scaled = before.double() / temperature
     bound = scaled.max() + floor
@@ -88,7 +88,7 @@ def floor_fault(before: torch.Tensor, after: torch.Tensor, temperature: float, f
 
 
 def companion_fault(found: Any, vocab_size: int) -> str | None:
-    """What is wrong with a companion, or None."""
+    """Return the fault in a companion, or None."""
     if not isinstance(found, Companion):
         return f"companion returned {type(found).__name__}, wanted a Companion or None"
     if not (isinstance(found.name, str) and found.name and isinstance(found.asked, str) and found.asked):

@@ -1,4 +1,4 @@
-"""What an adapter adds, in float64, and how far a plugin may be from it.
+"""Expected contribution of an adapter in float64, and the allowed error of a plugin.
 
 The share of a module is ``inputs @ A^T @ B^T`` times ``alpha / r`` (Hu et al., "LoRA: Low-rank adaptation of large
 language models", 2021, section 4.1), or times ``alpha / sqrt(r)`` if it is rank-stabilised (Kalajdzievski, 2023).
@@ -31,7 +31,7 @@ OUTPUT_ROUNDINGS = 2.0
 
 @frozen(eq=False)
 class Adapter:
-    """One adapter: its weights, already rounded to the model's dtype, and what scales them."""
+    """Weights of an adapter, already rounded to the model's dtype, and their scaling."""
 
     weights: Weights
     rank: int
@@ -40,7 +40,7 @@ class Adapter:
     alphas: Mapping[str, float] = field(factory=dict)  # module path -> its own alpha
 
     def scale(self, module: str) -> float:
-        """The factor of a module's share."""
+        """Return the factor of a module's contribution."""
         rank = self.weights[module][0].shape[0]
         return self.alphas.get(module, self.alpha) / (rank**0.5 if self.rslora else rank)
 
@@ -52,7 +52,7 @@ def with_adapters(
     out: torch.Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> torch.Tensor:
-    """`out` [num_tokens, out_features] plus each token's share of its adapter, computed in `dtype`."""
+    """Return `out` [num_tokens, out_features] plus each token's adapter contribution, computed in `dtype`."""
     result = out.to(dtype).clone()
     for adapter in {id(one): one for one in adapters}.values():
         if adapter is not None and module in adapter.weights:
@@ -64,7 +64,7 @@ def with_adapters(
 
 @frozen(eq=False)
 class Expected:
-    """What should come out, in float64, the error of torch's own products, and the error that is allowed."""
+    """Expected result in float64, the error of torch's own products, and the allowed error."""
 
     values: torch.Tensor
     baseline: float
@@ -72,7 +72,7 @@ class Expected:
 
 
 def expected(module: str, adapters: Sequence[Adapter | None], inputs: torch.Tensor, out: torch.Tensor) -> Expected:
-    """`out` with the shares of at least one token, and its tolerance."""
+    """Return `out` with the contributions of at least one token, and its tolerance."""
     exact = with_adapters(module, adapters, inputs, out)
     baseline = float((with_adapters(module, adapters, inputs, out, out.dtype).double() - exact).abs().max())
     absolute = {id(one): None if one is None else _absolute(one, module) for one in adapters}
@@ -83,6 +83,6 @@ def expected(module: str, adapters: Sequence[Adapter | None], inputs: torch.Tens
 
 
 def _absolute(adapter: Adapter, module: str) -> Adapter:
-    """The adapter on one module, with the magnitudes of its weights."""
+    """Return the adapter on one module, with the absolute values of its weights."""
     found = adapter.weights.get(module)
     return evolve(adapter, weights={} if found is None else {module: (found[0].abs(), found[1].abs())})

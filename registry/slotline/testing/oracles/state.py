@@ -1,8 +1,8 @@
-"""State layers as their definition says: one request, one token after another.
+"""State layers by their definition: one request, one token after another.
 
 The formulas and the names of inputs, facts and tensors are those of `slotline.registry.contracts.state`. With `EXACT`
-the result is the truth; with `rounding` it is the same recurrence with as much rounding as the contract allows, whose
-distance from the truth is the measure for a plugin's own.
+the result is exact. With `rounding` it is the same recurrence with as much rounding as the contract allows. Its
+distance from the exact result is the yardstick for a plugin's error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Tensors = Mapping[str, Tensor]
 
 @frozen
 class Arithmetic:
-    """How numbers are held.
+    """Precision of the arithmetic.
 
     Attributes:
         compute: dtype of all arithmetic.
-        operand: what operands of products are rounded to, None for not at all.
-        state: what a recurrent state is rounded to after each token, None for not at all.
+        operand: dtype that operands of products are rounded to, None for no rounding.
+        state: dtype that a recurrent state is rounded to after each token, None for no rounding.
     """
 
     compute: torch.dtype
@@ -33,12 +33,15 @@ class Arithmetic:
     state: torch.dtype | None = None
 
     def rounded(self, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+        """Return a value rounded to a dtype, if given."""
         return value if dtype is None else value.to(dtype).to(self.compute)
 
     def product_operand(self, value: Tensor) -> Tensor:
+        """Return a value rounded like an operand of a product."""
         return self.rounded(value, self.operand)
 
     def stored(self, value: Tensor) -> Tensor:
+        """Return a value rounded like a stored state."""
         return self.rounded(value, self.state)
 
 
@@ -46,25 +49,28 @@ EXACT = Arithmetic(torch.float64)
 
 
 def rounding(activation: torch.dtype, state: torch.dtype) -> Arithmetic:
-    """The arithmetic that the contract allows for a dtype pair: float32, operands and the stored state rounded."""
+    """Return the arithmetic that the contract allows for a dtype pair: float32 with rounded operands and states."""
     return Arithmetic(torch.float32, activation, state)
 
 
 def token_inputs(layer: StateLayer, inputs: Tensors) -> list[str]:
-    """Which of the inputs have one row per token."""
+    """Return the inputs that have one row per token."""
     names = (*STATE_KINDS[layer.state_kind].token_inputs, "z")
     return [name for name in names if name in inputs]
 
 
 def zero_state(layer: StateLayer, arithmetic: Arithmetic = EXACT) -> dict[str, Tensor]:
-    """The state of a request that has seen no token."""
+    """Return the state of a request before its first token."""
     return {spec.name: torch.zeros(spec.shape, dtype=arithmetic.compute) for spec in layer.tensors}
 
 
 def advance(
     layer: StateLayer, inputs: Tensors, state: Tensors, arithmetic: Arithmetic = EXACT
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs [T, ...] of one request's T tokens, not rounded, and the state after them; `state` stays as it is."""
+    """Return the unrounded outputs [T, ...] of one request's T tokens, and the state after them.
+
+    `state` is not modified.
+    """
     step = _STEPS[layer.state_kind]
     token_wise = token_inputs(layer, inputs)
     wide = {name: value.to("cpu", arithmetic.compute) for name, value in inputs.items()}
@@ -79,9 +85,10 @@ def advance(
 
 
 def log_decay(layer: StateLayer, inputs: Tensors) -> float:
-    """The largest sum of |log decay| over the tokens in any head or channel: how badly a chunked form is conditioned.
+    """Return the largest sum of |log decay| over the tokens in any head or channel.
 
-    Such a form takes differences of cumulated log decays, so its relative error grows with their size.
+    It measures the condition of a chunked form, which takes differences of cumulated log decays. Its relative error
+    grows with their size.
     """
     wide = {name: value.to("cpu", torch.float64) for name, value in inputs.items()}
     if layer.state_kind == "gated_delta":
@@ -147,7 +154,7 @@ def _gated_delta(
 
 
 def _for_each_head(layer: StateLayer, grouped: Tensor) -> Tensor:
-    """[T, groups, N] -> [T, heads, N]: head i takes group i // (heads // groups)."""
+    """Expand [T, groups, N] to [T, heads, N]. Head i takes group i // (heads // groups)."""
     heads = layer.facts["num_heads" if layer.state_kind == "mamba2" else "num_v_heads"]
     return grouped[:, torch.arange(heads) // (heads // grouped.shape[1])]
 

@@ -1,1 +1,1 @@
-"""Small, correct, slow plugins of each kind, which mutants change one piece of."""
+"""Small, correct, slow plugins of each kind. Mutants change one piece of them."""

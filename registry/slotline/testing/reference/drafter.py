@@ -15,9 +15,9 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class PromptLookup:
-    """Proposes what followed the latest earlier occurrence of the history's last tokens.
+    """Drafter that proposes the tokens after the latest earlier occurrence of the history's last tokens.
 
-    The idea is A. Saxena's "Prompt lookup decoding" (2023). Has no state: the history says it all.
+    The idea is A. Saxena's "Prompt lookup decoding" (2023). It has no state except the history.
     """
 
     longest_ngram = 3
@@ -35,12 +35,12 @@ class PromptLookup:
         return Draft(token_ids=self.pack([self.continuation(history) for history in self.histories(batch)]))
 
     def histories(self, batch: DraftBatch) -> list[torch.Tensor]:
-        """The accepted tokens of each request, [n] int32."""
+        """Return the accepted tokens of each request, [n] int32."""
         lengths = batch.num_tokens.tolist()
         return [batch.token_table[row, :length] for row, length in zip(batch.rows.tolist(), lengths, strict=True)]
 
     def continuation(self, history: torch.Tensor) -> list[int]:
-        """What followed the latest match of the longest suffix that has one; nothing if none has."""
+        """Return the tokens after the latest match of the longest suffix that has a match, or none."""
         for n in range(min(self.longest_ngram, len(history) - 1), 0, -1):
             windows = history[:-1].unfold(0, n, 1)  # [len - n, n], the suffix itself left out
             matches = (windows == history[-n:]).all(dim=1).nonzero()
@@ -49,19 +49,19 @@ class PromptLookup:
         return []
 
     def following(self, history: torch.Tensor, start: int) -> list[int]:
-        """Up to `num_tokens` tokens of the history from `start` on."""
+        """Return up to `num_tokens` tokens of the history from `start` on."""
         return history[start : start + self.num_tokens].tolist()
 
     def pack(self, drafts: list[list[int]]) -> torch.Tensor:
-        """[num_requests, num_tokens] int64, -1 behind each proposal."""
+        """Return [num_requests, num_tokens] int64, with -1 after each proposal."""
         rows = [draft + [-1] * (self.num_tokens - len(draft)) for draft in drafts]
         return torch.tensor(rows, dtype=torch.int64, device=self.device).reshape(len(rows), self.num_tokens)
 
 
 class TwoBranches(PromptLookup):
-    """Proposes a tree of two chains: what followed the latest and the earliest occurrence of the newest token.
+    """Drafter of a tree of two chains, from the latest and the earliest occurrence of the newest token.
 
-    Where a chain is short it goes on with token 0, so that all requests share one shape.
+    A short chain is filled with token 0, so that all requests share one shape.
     """
 
     def propose(self, batch: DraftBatch) -> Draft:
@@ -70,7 +70,7 @@ class TwoBranches(PromptLookup):
         return draft
 
     def parents(self) -> list[int]:
-        """The first chain has the larger half of the nodes."""
+        """Return the parents. The first chain has the larger half of the nodes."""
         first = (self.num_tokens + 1) // 2
         return [*range(-1, first - 1), -1, *range(first, self.num_tokens - 1)][: self.num_tokens]
 
@@ -81,15 +81,15 @@ class TwoBranches(PromptLookup):
         return [token for match, length in chains for token in self.chain(history, match, length)]
 
     def chain(self, history: torch.Tensor, match: list[int], length: int) -> list[int]:
-        """`length` tokens from behind a match."""
+        """Return `length` tokens after a match."""
         found = [int(token) for at in match for token in history[at + 1 : at + 1 + length]]
         return found + [0] * (length - len(found))
 
 
 class HiddenHeads:
-    """One linear head for each draft position on the last hidden state; it never looks at the history.
+    """Drafter with one linear head for each draft position on the last hidden state. It does not read the history.
 
-    The form is that of Cai et al., "Medusa" (2024), without a tree; the weights are random.
+    The form is that of Cai et al., "Medusa" (2024), without a tree. The weights are random.
     """
 
     def __init__(self, context: DrafterContext) -> None:
@@ -107,16 +107,17 @@ class HiddenHeads:
 
 
 class PairCounts:
-    """Draws from how often each token followed the newest one in this request, tempered; all tokens begin at one half.
+    """Drafter that draws from the tempered counts of tokens after the newest one in this request.
 
-    Counts are kept by row and brought up to date from the history, so it has state that a new request must not see.
+    All tokens begin at one half. Counts are kept by row and updated from the history, so it has state that a new
+    request must not see.
     """
 
     def __init__(self, context: DrafterContext) -> None:
         self.num_tokens = context.num_tokens
         self.vocab_size = context.vocab_size
         self.device = context.device
-        self.counts: dict[int, dict[int, Array]] = {}  # row -> token -> [vocab_size], how often what followed it
+        self.counts: dict[int, dict[int, Array]] = {}  # row -> token -> [vocab_size], counts of following tokens
         self.counted: dict[int, int] = {}  # row -> tokens that are in the counts
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
@@ -144,14 +145,14 @@ class PairCounts:
         return Draft(token_ids=ids.to(self.device), probabilities=stated.to(self.device))
 
     def count(self, row: int, history: list[int]) -> None:
-        """Add the pairs that came since the last time."""
+        """Add the pairs that are new since the last call."""
         start = self.counted[row]
         for first, second in zip(history[max(start - 1, 0) :], history[max(start, 1) :], strict=False):
             self.counts[row].setdefault(first, np.zeros(self.vocab_size))[second] += 1
         self.counted[row] = len(history)
 
     def distribution(self, row: int, token: int, temperature: float) -> Array:
-        """[vocab_size]: what follows `token`; one point at temperature 0."""
+        """Return the distribution [vocab_size] after `token`, a single point at temperature 0."""
         weights = 0.5 + self.counts[row].get(token, np.zeros(self.vocab_size))
         if temperature == 0:
             return np.asarray(np.arange(self.vocab_size) == weights.argmax(), np.float64)
@@ -159,13 +160,13 @@ class PairCounts:
         return np.asarray(tempered / tempered.sum())
 
     def draw(self, one: Array, uniform: float) -> int:
-        """The token at a quantile."""
+        """Return the token at a quantile."""
         cumulated = one.cumsum()
         index = int(cumulated.searchsorted(uniform * cumulated[-1], side="right"))
         return min(index, int(one.nonzero()[0][-1]))
 
     def stated(self, one: Array, row: int, token: int) -> Array:
-        """The distribution that goes into the answer."""
+        """Return the distribution that goes into the answer."""
         return one
 
 

@@ -1,4 +1,4 @@
-"""A KV connector that keeps a few blocks in host memory, the least recently used of which make room."""
+"""KV connector that keeps a few blocks in host memory and evicts the least recently used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Key = tuple[int, BlockHash]
 
 
 class FewBlocks:
-    """Copies at once, so that there is nothing to wait for."""
+    """Connector that copies immediately, so that there is nothing to wait for."""
 
     def __init__(self, context: KVConnectorContext) -> None:
         self.context = context
@@ -26,7 +26,7 @@ class FewBlocks:
         self.missing: set[int] = set()
 
     def key(self, group: int, block_hash: BlockHash) -> Key:
-        """What a block is found by."""
+        """Return the key of a block."""
         return group, block_hash
 
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Sequence[bool]:
@@ -38,7 +38,7 @@ class FewBlocks:
         self.load(loads)
 
     def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
-        """Keep blocks, as far as those `wanted` leave room."""
+        """Keep blocks, as far as the `wanted` blocks leave room."""
         for one in saves:
             key = self.key(one.group, one.block_hash)
             if key not in self.rows and not self.make_room(wanted):
@@ -49,7 +49,7 @@ class FewBlocks:
             self.rows.move_to_end(key)
 
     def load(self, loads: Iterable[CacheBlock]) -> None:
-        """Bring blocks back; what is not here has failed."""
+        """Load blocks. Missing blocks have failed."""
         for one in loads:
             row = self.rows.get(self.key(one.group, one.block_hash))
             if row is None:
@@ -58,7 +58,7 @@ class FewBlocks:
                 self.context.copy.to_device(one.group, [one.block], [row])
 
     def make_room(self, wanted: Collection[Key]) -> bool:
-        """Whether there is room for a block, now that one may have been dropped."""
+        """Return True if there is room for a block, after dropping one if necessary."""
         free = next((key for key in self.rows if key not in wanted), None)
         if len(self.rows) >= CAPACITY:
             if free is None:
@@ -67,7 +67,7 @@ class FewBlocks:
         return True
 
     def wait(self) -> None:
-        """Nothing: all is copied."""
+        """Do nothing, because all copies are complete."""
 
     def failed(self) -> Collection[int]:
         missing, self.missing = self.missing, set()
@@ -78,7 +78,7 @@ class FewBlocks:
 
 
 class OneCopyForAll(FewBlocks):
-    """Reads and writes the blocks of a group in one call."""
+    """Connector that reads and writes the blocks of a group in one call."""
 
     def save(self, saves: Sequence[CacheBlock], wanted: Collection[Key]) -> None:
         for group, own in enumerate(self.context.groups):

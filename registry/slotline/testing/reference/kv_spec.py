@@ -1,4 +1,4 @@
-"""A cache spec for full and for sliding layers, which gives back what the window has left behind."""
+"""Cache spec for full and sliding layers, which frees blocks before the window."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slotline.registry.descriptor import Descriptor, Kind
 
 
 class WindowedSpec:
-    """Holds the layers of one group. The group's reach is its widest window; None sees everything.
+    """Spec of the layers of one group. The group's reach is its widest window. None sees everything.
 
-    A page is its kernel blocks one after another; each holds its keys, then its values.
+    A page is its kernel blocks one after another. Each holds its keys, then its values.
     """
 
     def __init__(self, context: KVSpecContext) -> None:
@@ -28,7 +28,7 @@ class WindowedSpec:
         return self.block_size * self.token_elements(layer) * self.dtype.itemsize
 
     def token_elements(self, layer: AttentionLayer) -> int:
-        """Elements of one token's key and value."""
+        """Return the elements of one token's key and value."""
         return layer.num_kv_heads * (layer.head_size + layer.head_size_v)
 
     def blocks_needed(self, num_tokens: int) -> int:
@@ -46,7 +46,7 @@ class WindowedSpec:
         return max(0, self.first_read(num_computed_tokens)) // self.block_size
 
     def first_read(self, num_computed_tokens: int) -> int:
-        """The oldest position that the next token reads."""
+        """Return the oldest position that the next token reads."""
         return 0 if self.window is None else num_computed_tokens - self.window + 1
 
     def prefix_hit(self, hashes: Sequence[BlockHash], lookup: Callable[[BlockHash], int | None]) -> list[int]:
@@ -58,7 +58,7 @@ class WindowedSpec:
         return []
 
     def first_kept(self, length: int) -> int:
-        """The first block that is read behind a prefix of `length` blocks."""
+        """Return the first block that is read after a prefix of `length` blocks."""
         return self.blocks_freeable(length * self.block_size)
 
     def bind(self, raw: torch.Tensor, layer: AttentionLayer, num_blocks: int) -> KVCache:
@@ -72,7 +72,7 @@ class WindowedSpec:
         )
 
     def view(self, part: torch.Tensor, num_kv_heads: int, head_size: int) -> torch.Tensor:
-        """[num_kernel_blocks, elements] as [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]."""
+        """View [num_kernel_blocks, elements] as [num_kernel_blocks, kernel_block_size, num_kv_heads, head_size]."""
         size = self.context.kernel_block_size
         if self.context.layout == "HND":
             return part.view(-1, num_kv_heads, size, head_size).transpose(1, 2)

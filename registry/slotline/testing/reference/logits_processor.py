@@ -1,4 +1,4 @@
-"""Small processors: a penalty over recent tokens, a limit on repeats with counts by row, floors, and one of pairs."""
+"""Small processors: a penalty over recent tokens, a limit on repeats with counts by row, floors, and a contrast."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from slotline.registry.errors import RequestError
 
 
 class RecentPenalty:
-    """Divides positive logits of the last `recent_window` tokens by `recent_penalty`, multiplies negative ones, and
-    bans the tokens of `never`. The rule is that of Keskar et al., "CTRL" (2019), section 4.1."""
+    """Processor that penalises the last `recent_window` tokens and bans the tokens of `never`.
+
+    Positive logits are divided by `recent_penalty`, negative ones multiplied. The rule is that of Keskar et al., "CTRL"
+    (2019), section 4.1.
+    """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self.vocab_size = context.vocab_size
@@ -52,7 +55,7 @@ class RecentPenalty:
         logits[tokens] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
 
     def history(self, batch: LogitsBatch, entry: int) -> list[int]:
-        """The known tokens, then the drafts that are assumed."""
+        """Return the known tokens, then the assumed drafts."""
         return self.known(batch, entry) + self.drafts(batch, entry)
 
     def known(self, batch: LogitsBatch, entry: int) -> list[int]:
@@ -68,7 +71,7 @@ class RecentPenalty:
 
 
 class RepeatLimit:
-    """Bans a token once it stands `max_repeats` times in the output. Counts by row, brought up to date at each step."""
+    """Processor that bans a token after `max_repeats` occurrences in the output. It counts by row."""
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self.limits = np.zeros(context.max_requests, np.int64)
@@ -96,7 +99,7 @@ class RepeatLimit:
         return logits.masked_fill(banned.to(logits.device), -torch.inf)
 
     def count(self, batch: LogitsBatch) -> None:
-        """Add the output tokens that came since the last time."""
+        """Add the output tokens that are new since the last call."""
         for entry, row in enumerate(batch.rows.tolist()):
             prompt, end = int(batch.num_prompt_tokens[entry]), int(batch.num_tokens[entry])
             np.add.at(self.counts[row], batch.token_table[row, prompt + self.counted[row] : end], 1)
@@ -107,7 +110,7 @@ class RepeatLimit:
 
 
 class Floor:
-    """Bans tokens more than `floor` below the best; the best stays, so a greedy request does not notice."""
+    """Processor that bans tokens more than `floor` below the best. The best stays, so greedy requests do not change."""
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self.floors = np.zeros(context.max_requests, np.float32)
@@ -126,14 +129,14 @@ class Floor:
         return logits.masked_fill(self.below(logits, floors), -torch.inf)
 
     def below(self, logits: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
-        """[num_logits, vocab_size] bool: what goes."""
+        """Return the tokens to drop, [num_logits, vocab_size] bool."""
         return logits < logits.amax(dim=1, keepdim=True) - floors
 
     def release(self, row: int) -> None: ...
 
 
 class SampledFloor(Floor):
-    """The floor at the temperature, for the sampler."""
+    """Floor at the temperature, for the sampler."""
 
     def validate(self, params: Mapping[str, Any]) -> None:
         floor = params.get("sampled_floor", float("inf"))
@@ -148,12 +151,15 @@ class SampledFloor(Floor):
         return bool(self.floors[row] < float("inf"))
 
     def scale(self, params: Mapping[str, Any]) -> float:
-        """What the logits are divided by."""
+        """Return the divisor of the logits."""
         return float(params["temperature"] or 1.0)
 
 
 class Contrast:
-    """Adds `contrast` times how much more likely the prompt makes a token than the last `contrast_tokens` of it do."""
+    """Processor that contrasts the prompt with its last `contrast_tokens`.
+
+    It adds `contrast` times the difference of their log-probabilities.
+    """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self.factors = np.zeros(context.max_requests, np.float32)
@@ -181,19 +187,19 @@ class Contrast:
         return torch.where(known, own + factors * (own - other), own)
 
     def others(self, batch: LogitsBatch) -> torch.Tensor:
-        """The companions' logits [num_logits, vocab_size]."""
-        assert batch.companion_logits is not None  # as the descriptor asks
+        """Return the companions' logits [num_logits, vocab_size]."""
+        assert batch.companion_logits is not None  # as the descriptor declares
         return batch.companion_logits
 
     def release(self, row: int) -> None: ...
 
 
 class MovingFloor(Floor):
-    """A floor that rises by 1 with each token that was the best when it was drawn, and falls by 1 with each other."""
+    """Floor that rises by 1 with each token that was the best when it was drawn, and falls by 1 with each other."""
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         super().__init__(context)
-        self.shown: dict[int, tuple[int, int]] = {}  # row -> tokens before the place shown last, and its best token
+        self.shown: dict[int, tuple[int, int]] = {}  # row -> tokens before the last shown position, and its best token
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
         self.floors[row] = params.get("moving_floor", 0)
@@ -215,7 +221,7 @@ class MovingFloor(Floor):
         return super().apply(logits, batch)
 
     def moves(self, before: int, length: int) -> bool:
-        """Whether a place is the next, not the same shown again."""
+        """Return True if a position is the next, not the same shown again."""
         return length == before + 1
 
 

@@ -1,4 +1,4 @@
-"""A LoRA plugin in plain torch: padded slots, and two ways to apply them."""
+"""LoRA plugin in plain torch: padded slots, and two ways to apply them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PREFIX = "base_model.model."
 
 @frozen(eq=False)
 class LoadedAdapter:
-    """What a folder holds: module path -> A [rank, in] and B [out, rank], and the factor of the share."""
+    """Content of a folder: module path -> A [rank, in] and B [out, rank], and the scaling factor."""
 
     weights: dict[str, tuple[torch.Tensor, torch.Tensor]]
     rank: int
@@ -30,7 +30,7 @@ class LoadedAdapter:
 
 
 class PaddedSlots:
-    """Each module has one tensor for the A of all slots and one for the B, padded with zeros up to the highest rank."""
+    """Plugin with one tensor per module for the A of all slots and one for the B, zero-padded to the highest rank."""
 
     def __init__(self, context: LoraContext) -> None:
         self.context = context
@@ -45,9 +45,9 @@ class PaddedSlots:
         self.single = False
 
     def room(self, module: str, size: int) -> torch.Tensor:
-        """Where a module's A of all slots lie, [slots * rank, in_features]: behind its weight, or by themselves.
+        """Return the tensor of a module's A of all slots, [slots * rank, in_features], after its weight or separate.
 
-        Behind a weight, in front of them, is room for a copy of the one that is alone in a step.
+        After a weight, they are preceded by room for a copy of the adapter that is the only one in a step.
         """
         context, rank = self.context, self.context.max_rank
         rows, room = context.max_adapters * rank, None
@@ -64,7 +64,7 @@ class PaddedSlots:
     def load(self, name: str, path: str) -> int:
         if name in self.slots:
             raise RequestError(f"adapter {name!r} is loaded already", fix="unload it first")
-        adapter = self.read(path)  # all faults are found before anything changes
+        adapter = self.read(path)  # all faults are found before any change
         slot = self.free_slot(name)
         self.write(slot, adapter)
         self.slots[name] = slot
@@ -103,20 +103,20 @@ class PaddedSlots:
                 self.add(out, rows, share.to(out.dtype))
 
     def columns(self, inner: torch.Tensor, slot: int) -> torch.Tensor:
-        """The columns [n, rank] of a slot."""
+        """Return the columns [n, rank] of a slot."""
         rank = self.context.max_rank
         first = 0 if self.single else rank + slot * rank
         return inner[:, first : first + rank]
 
     def share(self, module: str, slot: int, inputs: torch.Tensor) -> torch.Tensor:
-        """What the slot's adapter gives for some tokens."""
+        """Return the contribution of the slot's adapter for some tokens."""
         inputs = self.rows(module, inputs)
         tiles = inputs.split(1) if self.context.batch_invariant else (inputs,)
         share = torch.cat([tile @ self.a[module][slot].T @ self.b[module][slot].T for tile in tiles])
         return share * self.scales[slot].to(inputs.dtype)
 
     def rows(self, module: str, inputs: torch.Tensor) -> torch.Tensor:
-        """What is multiplied: the inputs, or for an embedding the rows of an identity that token ids stand for."""
+        """Return the left factor of the product: the inputs, or for an embedding the one-hot rows of the token ids."""
         if module not in self.context.embeddings:
             return inputs
         return torch.eye(self.context.modules[module][0], dtype=self.b[module].dtype, device=inputs.device)[inputs]
@@ -134,7 +134,7 @@ class PaddedSlots:
         return min(free)
 
     def write(self, slot: int, adapter: LoadedAdapter) -> None:
-        """Put an adapter into a slot; nothing of what the slot held stays."""
+        """Put an adapter into a slot, replacing all previous contents."""
         self.scales[slot] = adapter.scale
         for module in self.a:
             self.clear(slot, module)
@@ -150,7 +150,7 @@ class PaddedSlots:
     # --- reading PEFT folders
 
     def read(self, path: str) -> LoadedAdapter:
-        """A PEFT folder, checked as a whole."""
+        """Read a PEFT folder and check it as a whole."""
         config = read_config(path)
         for key in _UNSUPPORTED:
             if config.get(key):
@@ -169,7 +169,7 @@ class PaddedSlots:
         return float(config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
 
     def weights(self, path: str, tensors: dict[str, torch.Tensor], rank: int) -> dict[str, Any]:
-        """The tensors by module."""
+        """Return the tensors by module."""
         found: dict[str, dict[str, torch.Tensor]] = {}
         sizes = {**self.context.modules, **self.context.elsewhere}
         for key, tensor in tensors.items():
@@ -188,8 +188,10 @@ class PaddedSlots:
 
 
 class GatheredSlots(PaddedSlots):
-    """Gathers the weights of every token and multiplies in two batched products; nothing depends on the slots' values,
-    so it can be captured."""
+    """Plugin that gathers the weights of every token and multiplies in two batched products.
+
+    The launches do not depend on the slots' values, so they can be captured.
+    """
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
         if self.context.batch_invariant:
@@ -204,7 +206,7 @@ class GatheredSlots(PaddedSlots):
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The configuration of a PEFT folder, of a plain LoRA adapter as far as its type goes."""
+    """Return the configuration of a PEFT folder. Types other than LoRA are refused."""
     try:
         config = json.loads(Path(path, "adapter_config.json").read_text())
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A spec of states that keeps them at the ends of prompts and every fourth unit."""
+"""Spec of states that keeps them at the ends of prompts and every fourth unit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class PlainStates:
-    """Holds the tensors of a slot one after the other, each padded to 16 bytes."""
+    """Spec that stores the tensors of a slot one after the other, each padded to 16 bytes."""
 
     alignment = 16
 

@@ -1,4 +1,4 @@
-"""A structured-output plugin in plain Python: texts to choose from, each state the bytes that it has so far."""
+"""Structured-output plugin in plain Python: a list of texts to choose from. A state keeps the bytes so far."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Choices = tuple[bytes, ...]
 
 
 class ChoiceState:
-    """The choices that are left, and how much of them there is already."""
+    """Remaining choices, and the length of the text so far."""
 
     def __init__(self, backend: ChoiceBackend, left: Choices, begin: int = 0) -> None:
         self.backend = backend
@@ -38,7 +38,7 @@ class ChoiceState:
 
     @property
     def complete(self) -> bool:
-        """Whether the text may end here."""
+        """True if the text may end here."""
         return any(len(choice) == self.begin for choice in self.left)
 
     def accept(self, token_ids: Sequence[int]) -> int:
@@ -59,7 +59,7 @@ class ChoiceState:
         return count + ends
 
     def forced(self) -> Sequence[int]:
-        """See the contract: the tokens of one letter each of what all choices have in common."""
+        """Return the common continuation of all choices, in tokens of one letter each."""
         found: list[int] = []
         for letters in zip(*(choice[self.begin :] for choice in self.left), strict=False):
             if len(set(letters)) > 1 or any(len(choice) == self.begin + len(found) for choice in self.left):
@@ -68,18 +68,18 @@ class ChoiceState:
         return found
 
     def legal(self) -> list[int]:
-        """The tokens that may come next."""
+        """Return the tokens that may come next."""
         rests = {choice[self.begin : end] for choice in self.left for end in range(self.begin + 1, len(choice) + 1)}
         tokens = [token for rest in rests for token in self.backend.by_text.get(rest, ())]
         return tokens + (list(self.backend.eos_token_ids) if self.complete else [])
 
     def copy(self) -> ChoiceState:
-        """The same place in the same choices."""
+        """Return an independent copy of the state."""
         return type(self)(self.backend, self.left, self.begin)
 
 
 class ChoiceBackend:
-    """Knows the bytes of each token, and the tokens of each row of bytes."""
+    """Backend that knows the bytes of each token, and the tokens of each byte sequence."""
 
     def __init__(self, context: StructuredOutputContext) -> None:
         self.eos_token_ids = context.eos_token_ids

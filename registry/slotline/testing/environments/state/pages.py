@@ -1,4 +1,4 @@
-"""Slots: where state tensors lie, alone or together in one padded page per slot."""
+"""Slots: state tensors in separate memory, or together in one padded page per slot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_ALIGNMENT = 16
 
 @frozen
 class Region:
-    """Where a state tensor lies: in `page` [num_slots, bytes], from byte `first` to `last` (excluded)."""
+    """Location of a state tensor: in `page` [num_slots, bytes], from byte `first` to `last` (excluded)."""
 
     view: Tensor
     page: Tensor
@@ -27,7 +27,7 @@ class Region:
 
 
 def plain_slots(problems: Sequence[Problem], num_slots: int, device: str) -> tuple[dict[str, Region], ...]:
-    """Each tensor for itself, contiguous, zeros."""
+    """Return separate, contiguous tensors filled with zeros."""
     found: list[dict[str, Region]] = []
     for problem in problems:
         own = {}
@@ -42,7 +42,7 @@ def plain_slots(problems: Sequence[Problem], num_slots: int, device: str) -> tup
 def slots_in_one_page(
     problems: Sequence[Problem], num_slots: int, device: str, channel_last: bool
 ) -> tuple[dict[str, Region], ...]:
-    """All tensors of a slot behind each other in one padded page; every byte 0xFF, which reads as NaN."""
+    """Return all tensors of a slot one after the other in one padded page. Every byte is 0xFF, which reads as NaN."""
     places: list[list[tuple[StateTensorSpec, int, int]]] = []
     end = GUARD
     for problem in problems:

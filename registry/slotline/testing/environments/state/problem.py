@@ -16,14 +16,14 @@ Tensors = Mapping[str, Tensor]
 
 @frozen
 class Problem:
-    """One layer with its parameters, from which tokens can be drawn.
+    """Layer with its parameters, from which tokens can be drawn.
 
     Attributes:
         layer: its static facts.
         parameters: inputs that are the same for every token, on the CPU.
         dtype, state_dtype: the declared pair.
-        gated: whether tokens bring z.
-        memory: about how many tokens a state remembers.
+        gated: True if tokens have z.
+        memory: approximate number of tokens that a state remembers.
     """
 
     layer: StateLayer
@@ -34,7 +34,7 @@ class Problem:
     memory: float
 
     def tokens(self, count: int, seed: int) -> dict[str, Tensor]:
-        """Inputs of `count` tokens of one request, on the CPU, in the dtypes that the contract says."""
+        """Return inputs of `count` tokens of one request, on the CPU, in the dtypes of the contract."""
         generator = torch.Generator().manual_seed(seed)
         drawn = {}
         for name, shape in _token_shapes(self.layer, self.gated).items():
@@ -46,7 +46,7 @@ class Problem:
         if name == "g":
             return -value.abs() / self.memory
         if name == "beta":
-            value = torch.sigmoid(value) * min(1.0, 8.0 / self.memory)  # a state that lasts is changed little by little
+            value = torch.sigmoid(value) * min(1.0, 8.0 / self.memory)  # a long-lived state changes slowly
         if name == "k" and not self.layer.facts["qk_l2norm"]:
             value = torch.nn.functional.normalize(value, dim=-1)  # longer keys make the recurrence grow
         if name == "dt" and not self.layer.facts["dt_softplus"]:
@@ -64,7 +64,7 @@ def make_problem(
     seed: int = 0,
     index: int = 0,
 ) -> Problem:
-    """A layer of a kind with random parameters; `optional` inputs are all there or all absent."""
+    """Return a layer of a kind with random parameters. `optional` inputs are all present or all absent."""
     dtype, state_dtype = (getattr(torch, name) for name in dtypes)
     spec = STATE_KINDS[kind]
     tensors = tuple(
@@ -117,6 +117,6 @@ def _token_shapes(layer: StateLayer, gated: bool) -> dict[str, tuple[int, ...]]:
 
 
 def with_unknown_names(problem: Problem) -> Problem:
-    """The same layer with a fact and an input that no version knows."""
+    """Return the same layer with an unknown fact and an unknown input."""
     layer = evolve(problem.layer, facts={**problem.layer.facts, "unknown_to_this_version": 1})
     return evolve(problem, layer=layer, parameters={**problem.parameters, "unknown_to_this_version": torch.zeros(1)})

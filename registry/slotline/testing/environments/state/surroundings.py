@@ -1,4 +1,4 @@
-"""A state backend, its slots and the steps that are run on it."""
+"""State backend, its slots and the steps that are run on it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Tensors = Mapping[str, Tensor]
 
 @frozen
 class Part:
-    """One row of a batch.
+    """Row of a batch.
 
     Attributes:
         slot: -1 for padding.
         tokens: for each layer the inputs of the row's tokens.
         has_initial_state: as in the batch.
-        accepted: tokens of the step before that were accepted.
+        accepted: accepted tokens of the previous step.
     """
 
     slot: int
@@ -38,20 +38,21 @@ class Part:
 
     @property
     def count(self) -> int:
+        """Number of tokens."""
         return int(next(iter(self.tokens[0].values())).shape[0])
 
 
 @define
 class Surroundings:
-    """A built backend, the slots of its layers, and the steps that are run on it.
+    """Built backend, the slots of its layers, and the steps that are run on it.
 
     Attributes:
-        backend: under test.
+        backend: the backend under test.
         problems: its layers.
         regions: for each layer its state tensors.
-        device: where everything lies.
-        hostile: see the package's text.
-        extra_rows, extra_tokens: how much longer than needed the tensors of each batch are.
+        device: device of all tensors.
+        hostile: see the package's docstring.
+        extra_rows, extra_tokens: additional length of the tensors of each batch.
     """
 
     backend: StateBackend
@@ -69,11 +70,11 @@ class Surroundings:
         )
 
     def state(self, layer: int) -> dict[str, Tensor]:
-        """The mapping that the backend gets for a layer."""
+        """Return the mapping that the backend gets for a layer."""
         return {name: region.view for name, region in self.regions[layer].items()}
 
     def run(self, parts: Sequence[Part]) -> list[list[Tensor]]:
-        """One step: for each layer the outputs of each row, on the CPU.
+        """Run one step and return, for each layer, the outputs of each row, on the CPU.
 
         Raises:
             AssertionError: if an output has a wrong shape or dtype or is not finite, if the inputs have changed, or if
@@ -88,7 +89,7 @@ class Surroundings:
         return outputs
 
     def batch(self, parts: Sequence[Part]) -> StateBatch:
-        """The payload; with `extra_rows` its tensors are longer than the counts say."""
+        """Return the batch. With `extra_rows` its tensors are longer than its counts."""
         lengths = [part.count for part in parts]
         bounds = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         singles = [length == 1 for length in lengths]
@@ -121,7 +122,7 @@ class Surroundings:
         return by_rows(output, parts)
 
     def inputs(self, index: int, parts: Sequence[Part]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """The step's inputs of one layer, and the buffers that they are views of, in the same order."""
+        """Return the step's inputs of one layer, and the buffers that they are views of, in the same order."""
         views: dict[str, Tensor] = {}
         buffers: list[Tensor] = []
         rows = [part.tokens[index] for part in parts]
@@ -137,10 +138,10 @@ class Surroundings:
 
     @contextmanager
     def only(self, index: int, slots: Collection[int]) -> Iterator[None]:
-        """Within it no byte may change but those of one layer's tensors in some slots.
+        """Check that inside only bytes of one layer's tensors in some slots change.
 
         Raises:
-            AssertionError: on leaving, if another one has.
+            AssertionError: on leaving, if another byte has changed.
         """
         pages = {region.page.data_ptr(): region.page for own in self.regions for region in own.values()}
         before = {page_id: page.clone() for page_id, page in pages.items()}
@@ -168,7 +169,7 @@ class Surroundings:
         return "padding between tensors"
 
     def commit(self, slots: Sequence[int], accepted: Sequence[int]) -> None:
-        """Tell every layer what was accepted, with the rows of the last batch; -1 for rows to leave alone.
+        """Commit the accepted tokens in every layer, with the rows of the last batch. -1 for rows to leave unchanged.
 
         Raises:
             AssertionError: if a byte changed that belongs to none of the slots.
@@ -194,7 +195,7 @@ class Surroundings:
                 )
 
     def read(self, index: int, slot: int) -> dict[str, Tensor]:
-        """What a slot holds, on the CPU."""
+        """Return the content of a slot, on the CPU."""
         return {name: region.view[slot].cpu() for name, region in self.regions[index].items()}
 
     def refill(self, slot: int) -> None:
@@ -218,7 +219,7 @@ def surround(
 ) -> Surroundings:
     """Build the backend for some layers and give each its slots.
 
-    `channel_last` stores the conv state with stride 1 over channels; `extra_rows` and `extra_tokens` pad every batch.
+    `channel_last` stores the conv state with stride 1 over channels. `extra_rows` and `extra_tokens` pad every batch.
     """
     device = subject.device.type
     problems = tuple(problems)
@@ -241,7 +242,7 @@ def surround(
 
 
 def _strided(value: Tensor) -> tuple[Tensor, Tensor]:
-    """The same values as a slice of a wider buffer whose other columns are NaN."""
+    """Return the same values as a slice of a wider buffer whose other columns are NaN."""
     columns = int(np.prod(value.shape[1:]))
     buffer = torch.full((value.shape[0], columns + 16), float("nan"), dtype=value.dtype, device=value.device)
     view = buffer[:, 8 : 8 + columns].unflatten(1, value.shape[1:])
@@ -255,19 +256,19 @@ def _copies(batch: StateBatch) -> dict[str, Tensor]:
 
 
 def written_by(parts: Sequence[Part]) -> set[int]:
-    """The slots that a batch may write: those of rows with tokens."""
+    """Return the slots that a batch may write: those of rows with tokens."""
     return {part.slot for part in parts if part.slot >= 0 and part.count > 0}
 
 
 def by_rows(output: Tensor, parts: Sequence[Part]) -> list[Tensor]:
-    """Each row's outputs, on the CPU."""
+    """Return each row's outputs, on the CPU."""
     host = output.cpu()
     ends = np.cumsum([part.count for part in parts]).tolist()
     return [host[end - part.count : end] for end, part in zip(ends, parts, strict=True)]
 
 
 def assert_output(output: Tensor, inputs: Tensors, problem: Problem, parts: Sequence[Part]) -> None:
-    """Shape and dtype are as the contract says, and every row is finite.
+    """Check that shape and dtype follow the contract, and that every row is finite.
 
     Raises:
         AssertionError: if not.
@@ -289,7 +290,7 @@ def _owner_of(token: int, parts: Sequence[Part]) -> str:
 
 @contextmanager
 def poisoned_memory(active: bool) -> Iterator[None]:
-    """Tensors that torch allocates without filling hold NaN, so that rows never written are seen."""
+    """Fill tensors that torch allocates without filling with NaN, so that unwritten rows show."""
     if not active:
         yield
         return

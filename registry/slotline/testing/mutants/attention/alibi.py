@@ -20,14 +20,14 @@ class BiasedAttention(EagerAttention):
     """[n], the places in a text of the keys of the request in turn."""
 
     def visible(self, layer: AttentionLayer, plan: Plan, num_queries: int, first: int, length: int) -> torch.Tensor:
-        """The mask; the places of these keys are noted."""
+        """Return the mask, and record the positions of these keys."""
         self.places = torch.arange(first, length)
         return super().visible(layer, plan, num_queries, first, length)
 
     def among_nodes(
         self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, nodes: int, first: int, length: int
     ) -> torch.Tensor:
-        """The mask among a tree's nodes, whose places are noted."""
+        """Return the mask among a tree's nodes, and record their positions."""
         self.places[-nodes:] = self.node_positions(tree, nodes, length - nodes)
         return super().among_nodes(layer, tree, seen, nodes, first, length)
 

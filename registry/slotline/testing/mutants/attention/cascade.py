@@ -19,14 +19,14 @@ from slotline.testing.reference.attention.backend import EagerAttention, Plan
 
 @frozen(eq=False, kw_only=True)
 class CascadePlan(Plan):
-    """A plan with the length of the common prefix; `prefix` is a plan of one request for all query tokens."""
+    """Plan with the length of the common prefix. `prefix` is a plan of one request for all query tokens."""
 
     common: int = 0
     prefix: Plan | None = None
 
 
 class CascadeAttention(EagerAttention):
-    """The common prefix for all query tokens at once, then request by request what is behind it; merged by LSE.
+    """The common prefix for all query tokens at once, then request by request the rest, merged by LSE.
 
     As in Juravsky and others, arXiv 2402.05099.
     """
@@ -34,7 +34,7 @@ class CascadeAttention(EagerAttention):
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
     ) -> bool:
-        """Always."""
+        """Return True always."""
         return True
 
     def plan(self, batch: AttentionBatch) -> CascadePlan:
@@ -48,11 +48,11 @@ class CascadeAttention(EagerAttention):
     prefix_causal = False
 
     def common(self, batch: AttentionBatch) -> int:
-        """The length to serve apart."""
+        """Return the length of the separate prefix."""
         return batch.common_prefix_len
 
     def prefix_table(self, batch: AttentionBatch) -> torch.Tensor:
-        """The row of the block table that the prefix is read from, [1, max_blocks]."""
+        """Return the row of the block table that the prefix is read from, [1, max_blocks]."""
         return batch.block_table[:1]
 
     def forward(
@@ -89,7 +89,7 @@ class CascadeAttention(EagerAttention):
     begin = 0
 
     def prefix_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
-        """The sink counts once, with the rest."""
+        """Return no sinks, because they count once, with the rest."""
         return None
 
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
@@ -98,7 +98,7 @@ class CascadeAttention(EagerAttention):
     def merge(
         self, rest: torch.Tensor, rest_lse: torch.Tensor, shared: torch.Tensor, shared_lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs [T, H, Dv] with their LSE [H, T] to one."""
+        """Merge outputs [T, H, Dv] with their LSE [H, T]."""
         lse = torch.logaddexp(rest_lse, shared_lse)
         own, other = (torch.exp(part - lse).T[:, :, None] for part in (rest_lse, shared_lse))
         return rest * own + shared * other, lse

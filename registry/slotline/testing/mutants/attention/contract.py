@@ -140,17 +140,17 @@ class ClaimsEverything(AttentionCapabilities):
 
 
 def capabilities(cls: type) -> Any:
-    """The reference's, as an instance of another class."""
+    """Return the reference's capabilities as an instance of another class."""
     return cls(**asdict(reference.capabilities, recurse=False))
 
 
 def probe_claims_sinks(device: DeviceInfo) -> Any:
-    """Declares for GPUs what the descriptor does not."""
+    """Declare an undeclared feature for GPUs."""
     return evolve(_WITHOUT_SINKS.capabilities, sinks=Flag(device.type == "cuda"))
 
 
 def probe_compares_none(device: DeviceInfo) -> Any:
-    """Takes it that every GPU tells its compute capability."""
+    """Assume that every GPU reports its compute capability."""
     if device.type == "cuda" and device.compute_capability < (8, 0):  # type: ignore[operator]
         return "needs compute capability 8.0"
     return reference.capabilities
@@ -175,7 +175,7 @@ _NEVER_HOLDS = LimitOf(when="head_sizes", capability="attention_types", offer=Se
 
 
 def _with(name: str, summary: str, base: Descriptor[Any] = reference, **changes: Any) -> Mutant:
-    """A mutant whose descriptor is changed."""
+    """Return a mutant with a changed descriptor."""
     return Mutant(name, summary, L0, evolve(base, **{"name": name, "summary": summary} | changes))
 
 
@@ -187,7 +187,7 @@ def listed() -> Align:
 
 
 def _unchecked(name: str, summary: str, **offer: Any) -> Mutant:
-    """A mutant of which attrs was told not to look at the fields' types."""
+    """Return a mutant for which attrs does not check the fields' types."""
     with validators.disabled():
         return mutant(name, L0, summary, EagerAttention, **offer)
 

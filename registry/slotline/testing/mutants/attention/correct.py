@@ -14,7 +14,7 @@ from slotline.testing.reference.attention.backend import EagerAttention
 class StreamingAttention(EagerAttention):
     """Block after block with a running maximum and sum.
 
-    The online softmax of Milakov and Gimelshein, arXiv 1805.02867; with the output carried along as in Dao and others,
+    The online softmax of Milakov and Gimelshein, arXiv 1805.02867, with the output carried along as in Dao and others,
     arXiv 2205.14135, algorithm 1.
     """
 
@@ -42,7 +42,7 @@ class StreamingAttention(EagerAttention):
     def begin(
         self, layer: AttentionLayer, query: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Peak and sum [H, q] and output [q, H, Dv] before the first key; a sink is already in the sum."""
+        """Return peak and sum [H, q] and output [q, H, Dv] before the first key. A sink is already in the sum."""
         peak = torch.full((layer.num_heads, len(query)), -torch.inf, device=query.device)
         total = torch.zeros_like(peak)
         if sinks is not None:
@@ -50,20 +50,20 @@ class StreamingAttention(EagerAttention):
         return peak, total, torch.zeros(len(query), layer.num_heads, values.shape[2], device=query.device)
 
     def higher(self, peak: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """The largest score so far, [H, q]."""
+        """Return the largest score so far, [H, q]."""
         return torch.maximum(peak, scores.amax(dim=2))
 
     def shrink(self, peak: torch.Tensor, higher: torch.Tensor) -> torch.Tensor:
-        """The factor that brings what was summed under the old peak to the new one, [H, q]."""
+        """Return the factor that rescales the sums from the old peak to the new one, [H, q]."""
         return torch.exp(peak - finite(higher))
 
     def carried(self, out: torch.Tensor, shrink: torch.Tensor) -> torch.Tensor:
-        """The output so far under the new peak."""
+        """Return the output so far under the new peak."""
         return out * shrink.T[:, :, None]
 
 
 class SplitAttention(EagerAttention):
-    """The keys in parts, the last part first; partial results are merged by their LSE."""
+    """The keys in parts, the last part first. Partial results are merged by their LSE."""
 
     parts = 3
 
@@ -86,7 +86,7 @@ class SplitAttention(EagerAttention):
         return torch.as_tensor(out), whole
 
     def split(self, length: int) -> list[slice]:
-        """Parts of equal size, the last first; none is empty."""
+        """Return parts of equal size, the last first. None is empty."""
         size = max(1, -(-length // self.parts))
         return [slice(start, start + size) for start in range(0, length, size)][::-1]
 
@@ -107,11 +107,11 @@ class SplitAttention(EagerAttention):
         return out, peak + torch.log(total)
 
     def with_sink(self, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-        """The LSE of each part, and the sink as one more."""
+        """Return the LSE of each part, and the sink as an additional part."""
         return lse if sinks is None else torch.cat([lse, sinks.float()[None, :, None].expand_as(lse[:1])])
 
     def shares(self, lse: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """The weight of each part, [parts, H, q]."""
+        """Return the weight of each part, [parts, H, q]."""
         return torch.exp(lse - whole)
 
 

@@ -1,4 +1,4 @@
-"""How an attention mutant is made: a class that differs from a right one in one place, under the same descriptor."""
+"""Construction of attention mutants: a class that differs from a correct one in one place, with the same descriptor."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slotline.testing.reference.attention import descriptor as reference
 
 
 def offer(name: str, summary: str, factory: Callable[..., Any], **changes: Any) -> Descriptor[Any]:
-    """The reference's descriptor with another name and factory; `changes` are of its capabilities."""
+    """Return the reference's descriptor with another name and factory. `changes` are changes of its capabilities."""
     capabilities = evolve(reference.capabilities, **changes)
     return evolve(reference, name=name, summary=summary, factory=factory, capabilities=capabilities)
 
 
 def mutant(name: str, level: Level, summary: str, factory: Callable[..., Any], **changes: Any) -> Mutant:
-    """A mutant under the reference's descriptor; see `offer`."""
+    """Return a mutant with the reference's descriptor (see `offer`)."""
     return Mutant(name, summary, level, offer(name, summary, factory, **changes))

@@ -113,7 +113,7 @@ class DenseCache(EagerAttention):
 
 
 class DenseBlocks(EagerAttention):
-    """Takes a page for (token, head, dim) whatever the layout; the distance between pages is right."""
+    """Takes a page for (token, head, dim) in every layout. The distance between pages is right."""
 
     def gather(
         self, cache: KVCache, plan: Plan, request: int, first: int, length: int
@@ -136,7 +136,7 @@ class LongTablesCut(EagerAttention):
 
 
 def dense(view: torch.Tensor) -> torch.Tensor:
-    """The memory from a view's start as if it were contiguous."""
+    """Return the memory from a view's start as if it were contiguous."""
     tokens_first = [view.shape[1] * view.shape[2] * view.shape[3], view.shape[2] * view.shape[3], view.shape[3], 1]
     end = (view.shape[0] - 1) * view.stride(0) + tokens_first[0]
     tokens_first[0] = min(tokens_first[0], end)
@@ -144,12 +144,12 @@ def dense(view: torch.Tensor) -> torch.Tensor:
 
 
 def token_first(view: torch.Tensor) -> torch.Tensor:
-    """The same pages as if each were (token, head, dim)."""
+    """Return the same pages as if each were (token, head, dim)."""
     return view.as_strided(view.shape, [view.stride(0), view.shape[2] * view.shape[3], view.shape[3], 1])
 
 
 def key_strides(cache: KVCache) -> torch.Tensor:
-    """The values with the strides of the keys, as far as the memory goes."""
+    """Return the values with the strides of the keys, as far as the memory reaches."""
     shape, strides = cache.value.shape, cache.key.stride()
     reach = cache.value.storage_offset() + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
     if reach >= cache.value.untyped_storage().nbytes() // cache.value.element_size():

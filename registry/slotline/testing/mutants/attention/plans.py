@@ -29,7 +29,7 @@ class FirstPlanForever(_Remembers):
 
 
 class StaleLengths(_Remembers):
-    """Lengths are those with which a shape of batch was first seen; baked into a graph as constants."""
+    """Keeps the lengths with which a batch shape was first seen, as constants baked into a graph."""
 
     def plan(self, batch: AttentionBatch) -> Plan:
         plan = super().plan(batch)
@@ -37,7 +37,7 @@ class StaleLengths(_Remembers):
 
 
 class StaleTable(_Remembers):
-    """The block table is copied with the first batch of a shape; later ones use the copy."""
+    """Copies the block table with the first batch of a shape. Later batches use the copy."""
 
     def plan(self, batch: AttentionBatch) -> Plan:
         plan = super().plan(batch)

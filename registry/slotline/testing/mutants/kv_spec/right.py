@@ -40,7 +40,7 @@ class InterleavedPadded(WindowedSpec):
 
 
 class Planes(WindowedSpec):
-    """All keys of a layer before all values, in whole blocks; keeps every token."""
+    """All keys of a layer before all values, in whole blocks. Keeps every token."""
 
     def __init__(self, context: KVSpecContext) -> None:
         super().__init__(context)

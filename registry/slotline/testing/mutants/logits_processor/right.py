@@ -33,7 +33,7 @@ class AllRowsAtOnce(RecentPenalty):
 
 
 class NeverThirteen:
-    """Bans one token in every request; has neither parameters nor state."""
+    """Bans one token in every request, with neither parameters nor state."""
 
     def __init__(self, context: LogitsProcessorContext) -> None: ...
 

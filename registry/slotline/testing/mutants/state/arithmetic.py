@@ -45,7 +45,7 @@ class ConvStateOnlyOfLong(ReferenceState):
 
 
 class ConvStateWithoutHistory(ReferenceState):
-    """The convolution's state is made of the new tokens alone; where they are few, the rest is zeros."""
+    """The convolution's state is made only of the new tokens. If they are few, the rest is zeros."""
 
     def short_conv(self, facts: Facts, inputs: Tensors, state: State) -> tuple[Tensor, State]:
         output, _ = super().short_conv(facts, inputs, state)

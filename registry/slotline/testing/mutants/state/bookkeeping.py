@@ -30,7 +30,7 @@ class SingleTokenNotReset(ReferenceState):
 
 
 class ResetByFirstRow(ReferenceState):
-    """Whether there is an initial state is asked of the batch's first row alone."""
+    """The initial state of all rows is decided by the batch's first row."""
 
     def plan(self, batch: StateBatch) -> list[Row]:
         rows = super().plan(batch)

@@ -1,4 +1,4 @@
-"""How a mutant is made of a class."""
+"""Construction of a mutant from a class."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ FLOAT32 = Set({("float32", "float32")})
 
 
 def mutant(name: str, backend: type[ReferenceState], level: Level, *kinds: str) -> Mutant:
-    """A mutant of some kinds of layers, in float32; its summary is the class's docstring."""
+    """Return a mutant of some kinds of layers, in float32. Its summary is the class's docstring."""
     summary = (backend.__doc__ or "").strip()
     return Mutant(name, summary, level, descriptor_of(f"mutant_{name}", backend, kinds, dtypes=FLOAT32))

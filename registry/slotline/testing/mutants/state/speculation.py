@@ -63,7 +63,7 @@ class CommitOfNobody(ReferenceState):
 
 
 class CommitOfOtherLayer(ReferenceState):
-    """What is kept for a commit is shared by all layers, so the last one's is written into each."""
+    """All layers share the data kept for a commit, so the last layer's is written into each."""
 
     def commit(self, layer: StateLayer, state: Tensors, slots: Tensor, accepted: Tensor) -> None:
         same = [name for name in self.trails if name.rpartition(".")[2] == layer.state_kind]
@@ -95,7 +95,7 @@ class WaitsForCommit(ReferenceState):
 
 
 class TrailWithoutStart(ReferenceState):
-    """What is kept for a commit starts from zeros instead of the request's state."""
+    """The states kept for a commit start from zeros instead of the request's state."""
 
     def advance(self, layer: StateLayer, inputs: Tensors, before: State, row: Row) -> tuple[Tensor, State]:
         zeros = {name: torch.zeros_like(value) for name, value in before.items()}

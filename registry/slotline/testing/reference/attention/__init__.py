@@ -1,4 +1,4 @@
-"""A right attention backend, written for clarity; the descriptor does not import torch."""
+"""Correct attention backend, written for clarity. The descriptor does not import torch."""
 
 from __future__ import annotations
 

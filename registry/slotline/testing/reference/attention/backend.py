@@ -10,15 +10,15 @@ from slotline.registry.contracts.attention import AttentionBatch, AttentionConte
 
 @frozen(eq=False)
 class Plan:
-    """What the calls of one step need.
+    """Data for the calls of one step.
 
     Attributes:
-        starts: prefix sums of query lengths, one more than requests.
-        lengths: tokens of each request, new ones included.
+        starts: prefix sums of query lengths, [num_requests + 1].
+        lengths: tokens of each request, new tokens included.
         block_table: [num_requests, max_blocks] int32.
         slot_mapping: [num_tokens or more] int64.
         causal: False for encoders.
-        tree: where drafts stand as a tree, else None.
+        tree: the tree of drafts, else None.
     """
 
     starts: list[int]
@@ -30,36 +30,36 @@ class Plan:
 
 
 class EagerAttention:
-    """An attention backend in small steps, each of which a mutant can get wrong."""
+    """Attention backend in small steps. Mutants change one of them."""
 
     def __init__(self, context: AttentionContext) -> None:
         self.block_size = context.kernel_block_size
         self.kv_scales = context.kv_scales
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """The batch as Python lists and the two tensors that kernels index."""
+        """Return the batch as Python lists and the two tensors that kernels index."""
         starts, lengths = batch.query_start_loc_cpu.tolist(), batch.seq_lens.tolist()
         return Plan(starts, lengths, batch.block_table, batch.slot_mapping, batch.causal, batch.tree)
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
-        """Store the step's tokens, but for those with slot -1."""
+        """Store the step's tokens, except those with slot -1."""
         slots = plan.slot_mapping if layer.attention_type == "cross" else plan.slot_mapping[: plan.starts[-1]]
         kept = slots >= 0
         parts = list(zip(cache, (key, value), self.write_scales(layer), strict=True))
-        for view, new, scale in parts[:1] if layer.mla else parts:  # latents hold their values
+        for view, new, scale in parts[:1] if layer.mla else parts:  # latents contain their values
             rows = new[: len(slots)][kept]
             self.store(view, slots[kept], rows if scale is None else rows.float() / scale)
 
     def scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """The scales of a layer's cache, None for 1."""
+        """Return the scales of a layer's cache, None for 1."""
         return self.kv_scales.get(layer.index, (None, None))
 
     def write_scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What new keys and values are divided by."""
+        """Return the divisors of new keys and values."""
         return self.scales(layer)
 
     def read_scales(self, layer: AttentionLayer) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What stored keys and values are multiplied by."""
+        """Return the factors of stored keys and values."""
         return self.scales(layer)
 
     def store(self, view: torch.Tensor, slots: torch.Tensor, new: torch.Tensor) -> None:
@@ -68,7 +68,7 @@ class EagerAttention:
         raw(view)[place] = raw(self.narrow(new, view.dtype))
 
     def narrow(self, new: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """In the cache's dtype; what an eight-bit float cannot hold becomes the largest that it can."""
+        """Convert to the cache's dtype. Values beyond the range of an eight-bit float are clamped to its largest."""
         if dtype.itemsize > 1:
             return new.to(dtype)
         most = torch.finfo(dtype).max
@@ -85,7 +85,7 @@ class EagerAttention:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
-        """Attention of each request in turn; padded rows and requests without any token become zeros."""
+        """Compute attention of each request in turn. Padded rows and requests without any token become zeros."""
         lse = torch.zeros(layer.num_heads, len(out), device=out.device)
         out[plan.starts[-1] :] = 0
         for request in range(len(plan.lengths)):
@@ -110,23 +110,26 @@ class EagerAttention:
     def scaled(
         self, layer: AttentionLayer, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What was stored, times the layer's scales."""
+        """Return the stored values times the layer's scales."""
         both = zip((keys, values), self.read_scales(layer), strict=True)
         keys, values = (stored if scale is None else stored.float() * scale for stored, scale in both)
         return keys, self.latent_values(layer, keys) if layer.mla else values
 
     def latent_values(self, layer: AttentionLayer, keys: torch.Tensor) -> torch.Tensor:
-        """The values [n, 1, Dv] that latents hold."""
+        """Return the values [n, 1, Dv] that latents contain."""
         return keys[..., : layer.head_size_v]
 
     def first_key(self, layer: AttentionLayer, num_queries: int, length: int) -> int:
-        """The first position that any query of a request sees; blocks before it may be gone."""
+        """Return the first position that any query of a request sees. Blocks before it may have been freed."""
         return 0 if layer.window is None else max(0, length - num_queries - layer.window + 1)
 
     def among_nodes(
         self, layer: AttentionLayer, tree: TreeMask, seen: torch.Tensor, nodes: int, first: int, length: int
     ) -> torch.Tensor:
-        """What [q, n] of the keys first .. length - 1 is seen where the last `nodes` queries are a tree's."""
+        """Return, as [q, n], which of the keys first ..
+
+        length - 1 are seen if the last `nodes` queries are tree nodes.
+        """
         known, position = length - nodes, torch.arange(first, length)
         position[known - first :] = self.node_positions(tree, nodes, known)
         seen[-nodes:] = True
@@ -136,35 +139,35 @@ class EagerAttention:
         return seen
 
     def node_positions(self, tree: TreeMask, nodes: int, known: int) -> torch.Tensor:
-        """The places in a text of a tree's first nodes behind `known` tokens, [nodes] int64."""
+        """Return the positions in a text of a tree's first nodes after `known` tokens, [nodes] int64."""
         return known + tree.depths[:nodes].cpu()
 
     def gather(
         self, cache: KVCache, plan: Plan, request: int, first: int, length: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [n, Hkv, D] and values [n, Hkv, Dv] of positions first .. length - 1."""
+        """Return keys [n, Hkv, D] and values [n, Hkv, Dv] of positions first .. length - 1."""
         positions = torch.arange(first, length, device=cache.key.device)
         place = (self.blocks(plan, request, positions // self.block_size), positions % self.block_size)
         keys, values = (raw(view)[place].view(view.dtype) for view in cache)
         return keys, values
 
     def blocks(self, plan: Plan, request: int, indices: torch.Tensor) -> torch.Tensor:
-        """Ids of some blocks of a request, given by their place in its table: [n] int64."""
+        """Return the ids of some blocks of a request, given by their index in its table: [n] int64."""
         return plan.block_table[request, indices].long()
 
     def visible(self, layer: AttentionLayer, plan: Plan, num_queries: int, first: int, length: int) -> torch.Tensor:
-        """Which of the keys first .. length - 1 the last `num_queries` positions see: [q, n] bool."""
+        """Return, as [q, n] bool, which of the keys first .. length - 1 the last `num_queries` positions see."""
         keys = torch.arange(first, length)[None, :]
         own = torch.arange(length - num_queries, length)[:, None]
         seen = self.not_after(keys, own) if plan.causal else torch.ones(num_queries, length - first, dtype=torch.bool)
         return seen if layer.window is None else seen & self.in_window(keys, own, layer.window)
 
     def not_after(self, keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """The causal mask, from positions of keys [1, n] and queries [q, 1]."""
+        """Return the causal mask, from positions of keys [1, n] and queries [q, 1]."""
         return keys <= own
 
     def in_window(self, keys: torch.Tensor, own: torch.Tensor, window: int) -> torch.Tensor:
-        """The window's mask: `window` keys, the query's own included."""
+        """Return the window's mask: `window` keys, the query's own included."""
         return keys > own - window
 
     def attend(
@@ -176,26 +179,26 @@ class EagerAttention:
         seen: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of one request: out [q, H, Dv] and LSE [H, q], float32."""
+        """Compute attention of one request: out [q, H, Dv] and LSE [H, q], float32."""
         scores = self.scores(layer, query, keys).masked_fill(~seen, -torch.inf)
         weights, lse = self.softmax(scores, sinks)
         return self.combine(weights, self.expand(layer, values)), lse
 
     def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Scores [H, q, n] float32, after scale and soft cap."""
+        """Return scores [H, q, n] float32, after scale and soft cap."""
         products = torch.einsum("qhd,khd->hqk", query.float(), self.expand(layer, keys))
         return self.cap(layer, products * layer.scale)
 
     def cap(self, layer: AttentionLayer, scores: torch.Tensor) -> torch.Tensor:
-        """The soft cap, where the layer has one."""
+        """Apply the soft cap, if the layer has one."""
         return scores if layer.soft_cap is None else layer.soft_cap * torch.tanh(scores / layer.soft_cap)
 
     def expand(self, layer: AttentionLayer, heads: torch.Tensor) -> torch.Tensor:
-        """[n, Hkv, D] as [n, H, D] float32: query head h reads KV head ``h // (H // Hkv)``."""
+        """Expand [n, Hkv, D] to [n, H, D] float32. Query head h reads KV head ``h // (H // Hkv)``."""
         return heads.float().repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=1)
 
     def softmax(self, scores: torch.Tensor, sinks: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights [H, q, n] and LSE [H, q]; a sink takes part in the sum and has no value."""
+        """Return weights [H, q, n] and LSE [H, q]. A sink takes part in the sum and has no value."""
         if sinks is not None:
             column = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, column], dim=2)
@@ -203,10 +206,10 @@ class EagerAttention:
         return weights if sinks is None else weights[:, :, :-1], torch.logsumexp(scores, dim=2)
 
     def combine(self, weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """[H, q, n] and [n, H, Dv] to [q, H, Dv]."""
+        """Multiply weights [H, q, n] with values [n, H, Dv] to [q, H, Dv]."""
         return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, which can be indexed whatever the dtype."""
+    """Return the same memory as integers, which can be indexed for every dtype."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.dtype.itemsize])

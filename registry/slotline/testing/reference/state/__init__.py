@@ -1,4 +1,4 @@
-"""Two right state backends in plain torch: token by token, and by chunks; `descriptor` is the first one's."""
+"""Two correct state backends in plain torch: token by token, and by chunks. `descriptor` is that of the first."""
 
 from slotline.testing.reference.state.backend import ReferenceState, descriptor, descriptor_of
 from slotline.testing.reference.state.chunked import ChunkedState, chunked_descriptor

@@ -1,4 +1,4 @@
-"""A state backend in plain torch: requests one by one, tokens one by one."""
+"""State backend in plain torch: requests one by one, tokens one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DTYPES = (("float32", "float32"), ("bfloat16", "float32"), ("float16", "float32"
 
 @frozen
 class Row:
-    """One request of a batch: its position, its tokens `first` to `last` (excluded), its slot, where it starts from."""
+    """Request of a batch: its index, its tokens `first` to `last` (excluded), its slot, and its initial state."""
 
     position: int
     first: int
@@ -39,14 +39,14 @@ class Row:
 
 
 class ReferenceState(Recurrences):
-    """The contract as it is written; the state is float32 inside, whatever its dtype in the slots."""
+    """Literal implementation of the contract. The state is computed in float32 for every dtype in the slots."""
 
     def __init__(self, context: StateContext) -> None:
         self.max_draft_tokens = context.max_draft_tokens
         self.trails: dict[str, dict[int, list[State]]] = {}  # states after each token, by layer and row position
 
     def plan(self, batch: StateBatch) -> list[Row]:
-        """The rows that have something to do."""
+        """Return the rows with tokens and a slot."""
         bounds = batch.query_start_loc_cpu.tolist()
         slots = batch.slots.tolist()
         initial = batch.has_initial_state.tolist()
@@ -66,7 +66,7 @@ class ReferenceState(Recurrences):
         return output
 
     def new_output(self, layer: StateLayer, inputs: Tensors) -> Tensor:
-        """Zeros, so that padding is finite."""
+        """Return zeros, so that padding is finite."""
         return torch.zeros_like(inputs["v" if layer.state_kind == "gated_delta" else "x"])
 
     def inputs_of(self, layer: StateLayer, inputs: Tensors, row: Row) -> dict[str, Tensor]:
@@ -77,13 +77,13 @@ class ReferenceState(Recurrences):
         }
 
     def initial(self, layer: StateLayer, state: Tensors, row: Row) -> State:
-        """What the request starts from, in float32."""
+        """Return the initial state of the request, in float32."""
         if row.has_initial_state:
             return {name: value[row.slot].float() for name, value in state.items()}
         return {name: torch.zeros_like(value[row.slot], dtype=torch.float32) for name, value in state.items()}
 
     def advance(self, layer: StateLayer, inputs: Tensors, before: State, row: Row) -> tuple[Tensor, State]:
-        """A request that may be rolled back goes token by token and leaves a trail."""
+        """Advance a request. If it may be rolled back, go token by token and keep the intermediate states."""
         if row.num_tokens > 1 + self.max_draft_tokens or self.max_draft_tokens == 0:
             return self.recur(layer, inputs, before)
         outputs, trail = [], []
@@ -121,7 +121,7 @@ class ReferenceState(Recurrences):
 def descriptor_of(
     name: str, backend: type[StateBackend], kinds: Iterable[str] = tuple(STATE_KINDS), **capabilities: object
 ) -> Descriptor[StateBackend]:
-    """A descriptor for `ReferenceState` or a subclass, which offers the given kinds."""
+    """Return a descriptor for `ReferenceState` or a subclass, which offers the given kinds."""
     offer = {
         "devices": Set(("cpu", "cuda")),
         "state_kinds": Set(kinds),

@@ -1,7 +1,7 @@
-"""A second right state backend, by chunks of tokens and with other arithmetic; rolls back by replaying.
+"""Second correct state backend, by chunks of tokens and with other arithmetic. It rolls back by replaying.
 
-Sources: the chunked state-space dual form of Dao and Gu, arXiv 2405.21060, section 6; the WY form of the gated delta
-rule of Yang and others, arXiv 2412.06464, section 3.2; the parallel scan of Blelloch in the form of Hillis and Steele.
+Sources: the chunked state-space dual form of Dao and Gu, arXiv 2405.21060, section 6, the WY form of the gated delta
+rule of Yang and others, arXiv 2412.06464, section 3.2, the parallel scan of Blelloch in the form of Hillis and Steele.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK = 32
 
 
 class ChunkedState(ReferenceState):
-    """Matrix products within a chunk, the recurrence between chunks."""
+    """State backend with matrix products within a chunk and the recurrence between chunks."""
 
     def __init__(self, context: StateContext) -> None:
         super().__init__(context)
@@ -46,7 +46,7 @@ class ChunkedState(ReferenceState):
         return torch.einsum("ctw,cw->ct", joined.unfold(1, weight.shape[1], 1), weight)
 
     def scan(self, decay: Tensor, increment: Tensor, initial: Tensor) -> Tensor:
-        """Spans of 1, 2, 4, ... tokens, each joined with the span before it."""
+        """Combine spans of 1, 2, 4, ... tokens with the span before each."""
         decay = decay.expand_as(increment)
         span = 1
         while span < increment.shape[0]:
@@ -81,7 +81,7 @@ def _by_chunks(
 
 
 def _decays(logarithm: Tensor) -> tuple[Tensor, Tensor]:
-    """From log decays [H, T]: their running sum, and decay from token s to token t [H, t, s], 0 where s > t."""
+    """Return, from log decays [H, T], their running sum and the decay from token s to t [H, t, s], 0 for s > t."""
     total = logarithm.cumsum(1)
     pairs = (total[:, :, None] - total[:, None, :]).masked_fill(_above(total.shape[1], total.device), float("-inf"))
     return total, torch.exp(pairs)
@@ -92,7 +92,7 @@ def _above(size: int, device: torch.device) -> Tensor:
 
 
 def _dual_chunk(logarithm: Tensor, x: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """x [H, T, P] scaled, b, c [H, T, N], state [H, P, N]."""
+    """Compute one chunk of the dual form. x [H, T, P] is scaled, b, c are [H, T, N], state is [H, P, N]."""
     total, decay = _decays(logarithm)
     within = (c @ b.mT * decay) @ x
     before = torch.exp(total)[..., None] * (c @ state.mT)
@@ -103,7 +103,7 @@ def _dual_chunk(logarithm: Tensor, x: Tensor, b: Tensor, c: Tensor, state: Tenso
 def _delta_chunk(
     logarithm: Tensor, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """q, k [H, T, K], v [H, T, V], beta [H, T, 1], state [H, K, V]."""
+    """Compute one chunk of the delta rule. q, k [H, T, K], v [H, T, V], beta [H, T, 1], state [H, K, V]."""
     total, decay = _decays(logarithm)
     start = torch.exp(total)[..., None]
     system = (beta * (k @ k.mT) * decay).tril(-1)

@@ -1,7 +1,7 @@
-"""The recurrences of all four kinds, one request at a time, in float32.
+"""Recurrences of all four kinds, one request at a time, in float32.
 
-Each takes the layer's facts, the request's inputs and its state before them, and returns the outputs of its tokens and
-its state after them. The steps they are made of are methods of their own.
+Each takes the layer's facts, the request's inputs and its initial state, and returns the outputs of its tokens and its
+final state. Their steps are separate methods.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ State = dict[str, Tensor]
 
 
 class Recurrences:
-    """The arithmetic of every kind; subclasses may compute it in another order."""
+    """Arithmetic of every kind. Subclasses may compute it in another order."""
 
     def short_conv(self, facts: Facts, inputs: Tensors, state: State) -> tuple[Tensor, State]:
-        """Causal depthwise convolution of x [T, C] with weight [C, W]; conv is [C, W - 1]."""
+        """Compute the causal depthwise convolution of x [T, C] with weight [C, W]. conv is [C, W - 1]."""
         joined = torch.cat([state["conv"], inputs["x"].T], dim=1)  # [C, W - 1 + T]
         output = self.convolve(joined, inputs["weight"])
         if "bias" in inputs:
@@ -30,20 +30,20 @@ class Recurrences:
         return self.activate(facts, output).T, {"conv": self.last_columns(joined, facts["width"])}
 
     def convolve(self, joined: Tensor, weight: Tensor) -> Tensor:
-        """[C, T]: each token with the W - 1 before it."""
+        """Return [C, T]: each token convolved with the W - 1 before it."""
         num_tokens = joined.shape[1] - weight.shape[1] + 1
         taps = (weight[:, j : j + 1] * joined[:, j : j + num_tokens] for j in range(weight.shape[1]))
         return torch.stack(list(taps)).sum(0)
 
     def last_columns(self, joined: Tensor, width: int) -> Tensor:
-        """The next conv state: the newest W - 1 inputs, oldest first."""
+        """Return the next conv state: the newest W - 1 inputs, oldest first."""
         return joined[:, joined.shape[1] - (width - 1) :]
 
     def activate(self, facts: Facts, value: Tensor) -> Tensor:
         return F.silu(value) if facts["activation"] == "silu" else value
 
     def mamba1(self, facts: Facts, inputs: Tensors, state: State) -> tuple[Tensor, State]:
-        """Selective scan of x [T, D]; ssm is [D, N]."""
+        """Compute the selective scan of x [T, D]. ssm is [D, N]."""
         d = self.time_step(facts, inputs)  # [T, D]
         decay = self.decay(d[..., None] * inputs["A"])  # [T, D, N]
         increment = (d * inputs["x"])[..., None] * inputs["B"][:, None, :]
@@ -52,7 +52,7 @@ class Recurrences:
         return self.finish(output, inputs, inputs.get("D")), {"ssm": states[-1]}
 
     def mamba2(self, facts: Facts, inputs: Tensors, state: State) -> tuple[Tensor, State]:
-        """Selective scan of x [T, H, P] with one decay per head; ssm is [H, P, N]."""
+        """Compute the selective scan of x [T, H, P] with one decay per head. ssm is [H, P, N]."""
         d = self.time_step(facts, inputs)  # [T, H]
         b, c = (self.per_head(inputs[name], facts["num_heads"]) for name in ("B", "C"))  # [T, H, N]
         decay = self.decay(d * inputs["A"])[..., None, None]
@@ -62,7 +62,7 @@ class Recurrences:
         return self.finish(output, inputs, self.skip_of_heads(inputs)), {"ssm": states[-1]}
 
     def gated_delta(self, facts: Facts, inputs: Tensors, state: State) -> tuple[Tensor, State]:
-        """Gated delta rule of q, k [T, Hk, K] and v [T, Hv, V]; delta is [Hv, K, V]."""
+        """Compute the gated delta rule of q, k [T, Hk, K] and v [T, Hv, V]. delta is [Hv, K, V]."""
         q, k = self.queries_and_keys(facts, inputs)  # [T, Hv, K]
         decay = self.decay(inputs["g"])
         delta, outputs = state["delta"], []
@@ -75,7 +75,7 @@ class Recurrences:
         return torch.stack(outputs), {"delta": delta}
 
     def scan(self, decay: Tensor, increment: Tensor, initial: Tensor) -> Tensor:
-        """States [T, ...] of h[t] = decay[t] * h[t - 1] + increment[t]."""
+        """Return the states [T, ...] of h[t] = decay[t] * h[t - 1] + increment[t]."""
         states = torch.empty_like(increment)
         previous = initial
         for t in range(increment.shape[0]):
@@ -84,7 +84,7 @@ class Recurrences:
         return states
 
     def time_step(self, facts: Facts, inputs: Tensors) -> Tensor:
-        """dt with its bias, made positive, clamped."""
+        """Return dt with its bias, made positive, clamped."""
         d = self.biased(inputs)
         if facts["dt_softplus"]:
             d = F.softplus(d)
@@ -97,11 +97,11 @@ class Recurrences:
         return torch.exp(logarithm)
 
     def per_head(self, grouped: Tensor, num_heads: int) -> Tensor:
-        """[T, groups, N] -> [T, num_heads, N]; neighbouring heads share a group."""
+        """Expand [T, groups, N] to [T, num_heads, N]. Neighbouring heads share a group."""
         return grouped.repeat_interleave(num_heads // grouped.shape[1], dim=1)
 
     def queries_and_keys(self, facts: Facts, inputs: Tensors) -> tuple[Tensor, Tensor]:
-        """q, scaled, and k, both of unit length where the layer says so, for each value head."""
+        """Return scaled q and k for each value head, both normalised if the layer requires it."""
         q, k = inputs["q"], inputs["k"]
         if facts["qk_l2norm"]:
             q, k = self.unit(q), self.unit(k)
@@ -115,7 +115,7 @@ class Recurrences:
         return inputs["D"][:, None] if "D" in inputs else None
 
     def finish(self, output: Tensor, inputs: Tensors, skip: Tensor | None) -> Tensor:
-        """The skip connection, then the gate."""
+        """Apply the skip connection, then the gate."""
         if skip is not None:
             output = output + skip * inputs["x"]
         return output * F.silu(inputs["z"]) if "z" in inputs else output
