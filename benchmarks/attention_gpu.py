@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from command_line import require_gpus
 
-from slotline.core.frontend.workloads import workload
+from slotline.cli.workloads import workload
 from slotline.registry.capability import GraphSupport
 from slotline.registry.contracts.attention import (
     AttentionBatch,

@@ -19,8 +19,8 @@ import torch
 from command_line import require_gpus
 from engine_gpu import build, figure
 
-from slotline.core.cli.bench_run import timed_runs
-from slotline.core.frontend.workloads import workload
+from slotline.cli.bench_run import timed_runs
+from slotline.cli.workloads import workload
 from slotline.registry.errors import SlotlineError
 
 SHORT = "benchmarks/models/llama-tiny --scale 0.01"

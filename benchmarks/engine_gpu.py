@@ -27,10 +27,10 @@ from step_gpu import BANDWIDTH, MATRIX_RATE, kind_of, random_llm
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
+from slotline.cli import bench_run
+from slotline.cli.bench_run import Run, timed_runs
+from slotline.cli.workloads import Workload, workload
 from slotline.core import LLM
-from slotline.core.cli import bench_run
-from slotline.core.cli.bench_run import Run, timed_runs
-from slotline.core.frontend.workloads import Workload, workload
 
 SHORT = "benchmarks/models/llama-tiny --workload latency --runs 1"
 

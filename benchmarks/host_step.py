@@ -21,19 +21,19 @@ import torch
 from command_line import positive
 
 from slotline.core import SamplingParams
-from slotline.core.cache.block_pool import BlockPool
-from slotline.core.cache.block_tables import HostTables
-from slotline.core.cache.manager import CacheGroup, CacheManager
-from slotline.core.engine import Engine
-from slotline.core.execution.attention import AttentionGroup, AttentionRouter
-from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.profiling import StepProfiler
-from slotline.core.execution.runner import Runner
-from slotline.core.execution.staging import CpuStaging
-from slotline.core.sampling.processors import ProcessorPipeline
-from slotline.core.scheduling.admission import EngineLimits
-from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.scheduler import Scheduler
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
+from slotline.core.engine.engine import Engine
+from slotline.core.kv_cache.block_pool import BlockPool
+from slotline.core.kv_cache.block_table import HostTables
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.scheduler.admission import EngineLimits
+from slotline.core.scheduler.scheduler import Scheduler
 
 SHORT = "--requests 2 --steps 5"
 VOCAB_SIZE, HIDDEN_SIZE, BLOCK_SIZE, MAX_MODEL_LEN, LONGEST_PROMPT = 32_000, 8, 16, 4096, 300
@@ -89,22 +89,22 @@ class NoAttention:
 
 def build(num_requests: int, steps: int) -> Engine:
     """A real engine around no arithmetic, with room for requests that `measure` makes for so many steps."""
-    rows = Rows(num_requests, MAX_MODEL_LEN)
+    rows = RequestTable(num_requests, MAX_MODEL_LEN)
     group = CacheGroup(0, Blocks(), BLOCK_SIZE, BLOCK_SIZE, num_requests, MAX_MODEL_LEN)  # type: ignore[arg-type]
     each = group.spec.blocks_needed(LONGEST_PROMPT + tokens_given(steps)) + 1
-    cache = CacheManager(BlockPool(1 + num_requests * each), [group], prefix_caching=True)
-    staging, profiler = CpuStaging(), StepProfiler(enabled=False)
+    cache = KVCacheManager(BlockPool(1 + num_requests * each), [group], prefix_caching=True)
+    staging, profiler = CpuTransferBuffer(), StepProfiler(enabled=False)
     pipeline = ProcessorPipeline([], rows, frozenset())
-    router = AttentionRouter(
+    router = AttentionDispatcher(
         [AttentionGroup(name="full", backend=NoAttention(), writes_cache=True, batch=0, layers=())], {}
     )
-    gatherer = InputGatherer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192)
+    gatherer = InputPreparer(rows, [group], [BLOCK_SIZE], staging, HostTables([group], [BLOCK_SIZE]), 8192)
     return Engine(
         plan=None,  # type: ignore[arg-type]
         rows=rows,
         scheduler=Scheduler(rows, cache, max_batched_tokens=8192),
         gatherer=gatherer,
-        runner=Runner(NoModel(), router, rows, pipeline, staging, profiler, mark=gatherer.assembler.mark),  # type: ignore[arg-type]
+        runner=ModelRunner(NoModel(), router, rows, pipeline, staging, profiler, mark=gatherer.assembler.mark),  # type: ignore[arg-type]
         pipeline=pipeline,
         profiler=profiler,
         limits=EngineLimits(
@@ -122,7 +122,7 @@ def build(num_requests: int, steps: int) -> Engine:
 
 def _tokenizer() -> Any:
     """The shipped model's tokenizer, for `--detokenize`."""
-    from slotline.core.frontend.tokenizer import Tokenizer
+    from slotline.core.api.tokenizer import Tokenizer
 
     return Tokenizer(Path(__file__).parent.parent / "core" / "slotline" / "core" / "small_model")
 

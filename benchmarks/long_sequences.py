@@ -23,7 +23,7 @@ import transformers
 from command_line import positive
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.block_pool import NULL_BLOCK
+from slotline.core.kv_cache.block_pool import NULL_BLOCK
 
 SHORT = "--tokens 1000"
 WINDOW = 64

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from command_line import positive, require_gpus
 
-from slotline.core.cuda_kernels import has_cuda_sources
+from slotline.kernels.nvrtc import has_cuda_sources
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels, triton_kernels_for
 from slotline.plugins.model_families.passes.kernels import NormWeight
 

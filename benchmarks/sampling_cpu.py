@@ -27,10 +27,11 @@ from command_line import positive
 from transformers.generation import logits_process as hf
 
 from slotline.core import SamplingParams
-from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.sampling.sampler import SamplingBatch, sample
-from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.sampler import sample
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.registry.loading import resolve_factory
 
@@ -64,7 +65,7 @@ class Ours:
     def __init__(self, history: torch.Tensor, vocab_size: int, params: SamplingParams, clock: Clock) -> None:
         self.clock = clock
         num_rows, length = history.shape
-        self.rows = Rows(num_rows, length + 8)
+        self.rows = RequestTable(num_rows, length + 8)
         slots = []
         for point in entry_points(group="slotline.logits_processor"):
             descriptor = point.load()
@@ -98,7 +99,7 @@ class Ours:
     def step(self, logits: torch.Tensor) -> torch.Tensor:
         """Tokens [num_rows] of logits [num_rows, vocab_size]."""
         start = self.clock()
-        batch = SamplingBatch.gather(self.rows, self.which)
+        batch = SamplingMetadata.gather(self.rows, self.which)
         params = torch.from_numpy(batch.packed())
         start = self._lap("parameters", start)
         processed = self.pipeline.apply(logits, self.which, all_greedy=batch.all_greedy)

@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from command_line import positive, require_gpus
 
-from slotline.core.sampling.processors import ProcessorPipeline, ProcessorSlot
-from slotline.core.sampling.sampler import SamplingBatch, sample
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.sampler import sample
 from slotline.core.sampling.torch_sampling import sample_torch
-from slotline.core.scheduling.rows import Rows
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.testing.subject import subject_of
 
@@ -50,7 +51,7 @@ ROUNDS = 30
 
 
 def batch(n: int, *, temperature: float = 0.8, top_k: float = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
-    return SamplingBatch(
+    return SamplingMetadata(
         rows=np.arange(n),
         positions=np.arange(n),
         temperature=np.full(n, temperature, np.float32),
@@ -72,7 +73,7 @@ class Penalised:
     """The part of a step behind the logits, for requests with all three penalties."""
 
     def __init__(self, n: int, vocab_size: int, rows: Any, params: torch.Tensor | None) -> None:
-        self._rows, self._batch, self._params = Rows(n, PROMPT + OUTPUT + 1024), rows, params
+        self._rows, self._batch, self._params = RequestTable(n, PROMPT + OUTPUT + 1024), rows, params
         self._rows.token_ids[:] = np.random.default_rng(0).zipf(1.2, self._rows.token_ids.shape) % vocab_size
         self._rows.num_prompt_tokens[:], self._rows.num_tokens[:] = PROMPT, PROMPT + OUTPUT
         subject = subject_of("logits_processor:penalties")

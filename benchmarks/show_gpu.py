@@ -123,7 +123,7 @@ def _wait(process: subprocess.Popen[bytes], seconds: float) -> str:
 
 
 def slotline(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from slotline.core.cli import main; raise SystemExit(main())", *arguments]
+    return [sys.executable, "-c", "from slotline.cli import main; raise SystemExit(main())", *arguments]
 
 
 def script(name: str, *arguments: str) -> list[str]:

@@ -24,7 +24,7 @@ import torch
 from command_line import positive, require_gpus
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.scheduling.request import Request
+from slotline.core.batch.request import Request
 
 SHORT = "--minutes 0.005 --compare 4"
 MAX_MODEL_LEN = 192

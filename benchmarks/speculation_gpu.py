@@ -35,7 +35,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.drafting.adaptive import DraftControl
+from slotline.core.speculation.draft_length_controller import DraftLengthController
 from slotline.plugins.model_families import loading
 from slotline.proposers.eagle import drafter as eagle
 from slotline.proposers.eagle import heads
@@ -263,7 +263,7 @@ def show(llm: LLM, prompts: dict[int, list[list[int]]], results: dict[int, Run],
             if number in arguments.profile and right:
                 show_profile(llm, own, tokens)
             if arguments.adaptive:  # nothing is known at the beginning, so the run pays for finding out
-                drafting.control = DraftControl(llm.engine.rows.max_requests, drafts, uniform=drafting.uniform)
+                drafting.control = DraftLengthController(llm.engine.rows.max_requests, drafts, uniform=drafting.uniform)
                 print(f"   adaptive: {compare(llm, own, results[number], tokens)}", flush=True)
                 drafting.control = None
 

@@ -82,7 +82,7 @@ def main() -> None:
         root = Path(folder)
         model, caches = Path(options.model), root / "caches"
         caches.mkdir()
-        from slotline.core.building.random_weights import random_checkpoint  # here: children time their own imports
+        from slotline.cli.random_weights import random_checkpoint  # here: children time their own imports
 
         before = time.time()
         model = model if options.keep else random_checkpoint(model, root)

@@ -26,9 +26,9 @@ import torch
 from command_line import at_least, positive
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.frontend.tokenizer import Tokenizer
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import Constraint, StructuredOutputContext
 from slotline.testing.subject import subject_of
 

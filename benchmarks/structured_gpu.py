@@ -27,7 +27,7 @@ from step_gpu import random_llm
 from structured_cpu import ORDER, PLUGINS, compiling, masks, step_seconds
 
 from slotline.core import SamplingParams, StructuredOutputsParams
-from slotline.core.frontend.tokenizer import Tokenizer
+from slotline.core.api.tokenizer import Tokenizer
 from slotline.registry.contracts import StructuredOutputContext
 from slotline.testing.subject import subject_of
 

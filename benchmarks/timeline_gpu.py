@@ -27,8 +27,8 @@ from step_gpu import kind_of, random_llm
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
+from slotline.cli.workloads import workload
 from slotline.core import LLM, SamplingParams
-from slotline.core.frontend.workloads import workload
 
 SHORT = "benchmarks/models/llama-tiny --first 2 --steps 1"
 PREFIX = "slotline."

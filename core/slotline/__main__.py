@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from slotline.core.cli import main
+from slotline.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

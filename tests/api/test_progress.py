@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from slotline.core.frontend import progress
-from slotline.core.frontend.progress import counted, progress_bar
+from slotline.core.api import progress
+from slotline.core.api.progress import counted, progress_bar
 
 
 class Terminal(io.StringIO):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tiny_engines import DEFAULTS
 
+from slotline.cli import main
 from slotline.core import LLM, BeamSearchParams, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
-from slotline.core.cli import main
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.architectures import of_same_family
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError, ModelError, RequestError, SlotlineError

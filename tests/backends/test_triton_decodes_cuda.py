@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from slotline.backends.triton import TritonOptions, decode_hopper
 from slotline.backends.triton.backend import TritonBackend
-from slotline.core.hopper import has_hopper_kernels
+from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.testing.environments.attention import Case, World
 from slotline.testing.environments.attention_graphs import CapturedStep, GraphPool, cuda_graph
 

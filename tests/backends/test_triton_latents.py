@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from slotline.backends import triton as triton_backend
 from slotline.backends.triton.build import build
 from slotline.backends.triton.latents import MANY, TritonLatents
-from slotline.core import hopper
+from slotline.kernels import gluon_support as hopper
 from slotline.registry.capability import Set
 from slotline.registry.errors import PluginError
 from slotline.registry.negotiation import Candidate, negotiate

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 
 from slotline.backends.torch_sdpa.backend import TorchBackend
 from slotline.backends.triton.latents import TritonLatents
-from slotline.core.hopper import has_hopper_kernels
+from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.testing.environments.attention import Case, World
 from slotline.testing.environments.attention_graphs import CapturedStep, GraphPool, cuda_graph
 from slotline.testing.environments.attention_variants import redrawn

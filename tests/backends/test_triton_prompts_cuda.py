@@ -14,7 +14,7 @@ from slotline.backends.triton import backend as triton_backend
 from slotline.backends.triton import prompts
 from slotline.backends.triton.backend import TritonBackend
 from slotline.backends.triton.prompts import PromptAttention
-from slotline.core.hopper import has_hopper_kernels
+from slotline.kernels.gluon_support import has_hopper_kernels
 from slotline.testing.environments.attention import Case, World
 
 pytestmark = pytest.mark.skipif(

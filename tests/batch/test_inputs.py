@@ -16,37 +16,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.execution.host_inputs import PAD_SLOT
-from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.padding import padded_size
-from slotline.core.execution.staging import CpuStaging
-from slotline.core.execution.step_inputs import StepInputs, even_split
-from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.batch.input_batch_cpu import PAD_SLOT
+from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.batch.padding import padded_size
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
+from slotline.core.kv_cache.block_table import DeviceTables, HostTables
+from slotline.core.model_runner.input_preparer import InputPreparer
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.negotiation import capture_sizes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def gatherer_of(bench: Bench, max_tokens: int = 64) -> InputGatherer:
+def gatherer_of(bench: Bench, max_tokens: int = 64) -> InputPreparer:
     sizes = [group.block_size // group.ratio for group in bench.cache.groups]
     tables = HostTables(bench.cache.groups, sizes)
-    return InputGatherer(bench.rows, bench.cache.groups, sizes, CpuStaging(), tables, max_tokens)
+    return InputPreparer(bench.rows, bench.cache.groups, sizes, CpuTransferBuffer(), tables, max_tokens)
 
 
-def batch_of(inputs: StepInputs) -> AttentionBatch:
+def batch_of(inputs: ModelInputs) -> AttentionBatch:
     (batch,) = inputs.batches
     return batch
 
 
-def schedule_of(rows: Rows, entries: list[tuple[int, int]]) -> Schedule:
+def schedule_of(rows: RequestTable, entries: list[tuple[int, int]]) -> SchedulerOutput:
     """A step of (row, scheduled tokens)."""
     which = np.array([row for row, _ in entries], np.int64)
     counts = np.array([count for _, count in entries], np.int64)
-    return Schedule(
+    return SchedulerOutput(
         rows=which,
         num_scheduled=counts,
         num_computed=rows.num_computed_tokens[which],
@@ -141,17 +141,17 @@ PHASES = {"decode": "full", "verify": "full", "mixed": "piecewise"}
 def test_a_step_is_padded_to_whole_requests_where_all_queries_are_equally_long(
     query_lens: list[int], shape: tuple[int, int] | None
 ) -> None:
-    shapes = GraphShapes(PHASES, (1, 4, 6, 8, 12), query_len=3, max_requests=4, max_tokens=8)
-    found = shapes.shape_for(schedule_of(Rows(4, 16), list(enumerate(query_lens))))
+    shapes = GraphDispatcher(PHASES, (1, 4, 6, 8, 12), query_len=3, max_requests=4, max_tokens=8)
+    found = shapes.shape_for(schedule_of(RequestTable(4, 16), list(enumerate(query_lens))))
     assert found == (None if shape is None else GraphShape(*shape))
-    eager = GraphShapes({**PHASES, "mixed": "none"}, (1, 4, 8), query_len=3, max_requests=4, max_tokens=8)
-    assert eager.shape_for(schedule_of(Rows(4, 16), [(0, 2), (1, 1)])) is None
+    eager = GraphDispatcher({**PHASES, "mixed": "none"}, (1, 4, 8), query_len=3, max_requests=4, max_tokens=8)
+    assert eager.shape_for(schedule_of(RequestTable(4, 16), [(0, 2), (1, 1)])) is None
 
 
 @pytest.mark.behaviour(21)
 def test_sizes_that_nobody_names_are_fine_enough_that_padding_costs_little() -> None:
     phases = {"decode": "full", "mixed": "piecewise"}
-    shapes = GraphShapes(phases, "auto", query_len=1, max_requests=256, max_tokens=8192).largest_first
+    shapes = GraphDispatcher(phases, "auto", query_len=1, max_requests=256, max_tokens=8192).largest_first
     decode, mixed = (sorted(s.num_tokens for s in shapes if s.query_len == length) for length in (1, 0))
     assert (decode[:4], decode[-1]) == ([1, 2, 4, 8], 256)
     assert all(after - before <= max(8, 0.125 * before) for before, after in pairwise(decode))
@@ -161,7 +161,7 @@ def test_sizes_that_nobody_names_are_fine_enough_that_padding_costs_little() -> 
 
 @pytest.mark.behaviour(21)
 def test_shapes_are_captured_from_the_largest_down() -> None:
-    shapes = GraphShapes(PHASES, (1, 8, 4), query_len=3, max_requests=4, max_tokens=8).largest_first
+    shapes = GraphDispatcher(PHASES, (1, 8, 4), query_len=3, max_requests=4, max_tokens=8).largest_first
     assert [shape.num_tokens for shape in shapes] == sorted((shape.num_tokens for shape in shapes), reverse=True)
     assert {shape.num_tokens for shape in shapes if shape.query_len == 3} == {3, 6, 9}
     assert {shape.num_tokens for shape in shapes if shape.query_len == 1} == {1, 4}
@@ -192,7 +192,7 @@ def test_a_mixed_batch_with_captured_attention_is_padded_with_requests_without_q
     bench.step()
     bench.add("b", 4, max_tokens=9)
     gatherer, schedule = gatherer_of(bench), bench.scheduler.schedule()
-    shapes = GraphShapes(
+    shapes = GraphDispatcher(
         {"decode": "full", "mixed": "full"}, (1, 8), query_len=1, max_requests=4, max_tokens=8, mixed_attention=True
     )
     shape = shapes.shape_for(schedule)
@@ -232,7 +232,7 @@ def test_the_number_of_single_token_requests_at_the_front_is_told() -> None:
 
 @pytest.mark.behaviour(63)
 def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None:
-    rows, counts, drafts = Rows(5, 128), [4, 100, 3, 100, 2], [3, 0, 2, 0, 1]
+    rows, counts, drafts = RequestTable(5, 128), [4, 100, 3, 100, 2], [3, 0, 2, 0, 1]
     cache = cache_of(64, block_size=16, max_requests=5, max_model_len=128)
     rows.token_ids[:] = np.arange(5 * 128).reshape(5, 128)
     for row, (count, guessed) in enumerate(zip(counts, drafts, strict=True)):
@@ -240,8 +240,8 @@ def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None
         rows.num_computed_tokens[row] = rows.num_tokens[row] + guessed - count
         rows.num_drafts[row] = guessed
         assert cache.try_grow(row, int(rows.num_computed_tokens[row]) + count)
-    gatherer = InputGatherer(
-        rows, cache.groups, [16], CpuStaging(), HostTables(cache.groups, [16]), max_tokens=256, max_drafts=3
+    gatherer = InputPreparer(
+        rows, cache.groups, [16], CpuTransferBuffer(), HostTables(cache.groups, [16]), max_tokens=256, max_drafts=3
     )
     inputs = gatherer.gather(schedule_of(rows, list(enumerate(counts))))
     assert inputs.logits_indices.tolist() == [0, 1, 2, 3, 103, 104, 105, 106, 206, 207, 208]
@@ -261,7 +261,7 @@ def test_drafts_of_three_none_two_none_and_one_give_the_worked_example() -> None
 def test_everything_equals_a_plain_loop_over_requests_and_tokens(
     data: st.DataObject, block_size: int, ratio: int
 ) -> None:
-    rows = Rows(5, 24)
+    rows = RequestTable(5, 24)
     cache = cache_of(64, block_size=block_size * ratio, kernel_block_size=block_size, max_requests=5, max_model_len=24)
     rows.token_ids[:] = np.arange(5 * 24).reshape(5, 24)
     entries = []
@@ -273,7 +273,7 @@ def test_everything_equals_a_plain_loop_over_requests_and_tokens(
         assert cache.try_grow(row, computed + count)
         entries.append((row, count))
     tables = HostTables(cache.groups, [block_size])
-    gatherer = InputGatherer(rows, cache.groups, [block_size], CpuStaging(), tables, 120)
+    gatherer = InputPreparer(rows, cache.groups, [block_size], CpuTransferBuffer(), tables, 120)
     inputs = gatherer.gather(schedule_of(rows, entries))
     batch, table = batch_of(inputs), cache.groups[0].table
     ids, positions, slots, starts, scored = [], [], [], [0], []
@@ -360,8 +360,12 @@ def test_captured_sizes_rise_and_are_multiples_of_the_query_length() -> None:
 
 @pytest.mark.behaviour(24)
 def test_offsets_cover_the_longest_of_tokens_requests_and_model() -> None:
-    for rows, tokens, length in ((Rows(3, 9), 2, 9), (Rows(3, 2), 50, 50), (Rows(90, 2), 5, 91)):
-        arange = InputGatherer(rows, [], [], CpuStaging(), HostTables([], []), tokens)._arange
+    for rows, tokens, length in (
+        (RequestTable(3, 9), 2, 9),
+        (RequestTable(3, 2), 50, 50),
+        (RequestTable(90, 2), 5, 91),
+    ):
+        arange = InputPreparer(rows, [], [], CpuTransferBuffer(), HostTables([], []), tokens)._arange
         assert (arange.dtype, len(arange)) == (np.dtype(np.int64), length)
 
 
@@ -370,7 +374,7 @@ def test_one_order_of_requests_serves_every_backend(tiny: Callable[..., Path], e
     """Single tokens first, whatever backend a group has: none can ask for another order, so none can disagree."""
     llm = engines(tiny("gemma3"), backend={"full": "torch", "sliding": "cpu"}, max_num_batched_tokens=16)
     assert {group.backend for group in llm.plan.groups} == {"torch", "cpu"}
-    seen: list[StepInputs] = []
+    seen: list[ModelInputs] = []
     original = llm.engine.runner.launch
     llm.engine.runner.launch = lambda inputs: (seen.append(inputs), original(inputs))[1]  # type: ignore[method-assign]
     try:
@@ -420,7 +424,7 @@ def test_what_graphs_read_has_one_address_in_all_steps_of_a_shape() -> None:
         Arena(),
     )
     tables = DeviceTables(groups, sizes, staging, "cpu")
-    gatherer = InputGatherer(bench.rows, groups, sizes, staging, tables, 64, has_states=True)
+    gatherer = InputPreparer(bench.rows, groups, sizes, staging, tables, 64, has_states=True)
     rows = [request.row for request in requests]
 
     def addresses(entries: list[tuple[int, int]], shape: GraphShape) -> list[int]:

@@ -15,13 +15,13 @@ from engine_driver import add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.building import build
-from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.execution.inputs import InputGatherer
-from slotline.core.execution.staging import CpuStaging
-from slotline.core.execution.step_inputs import StepInputs
-from slotline.core.sampling.batch import PackedParameters
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.sampling_metadata import PackedParameters
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.builder import engine_builder as build
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
+from slotline.core.kv_cache.block_table import DeviceTables, HostTables
+from slotline.core.model_runner.input_preparer import InputPreparer
 from tests.engine.test_engine_equality import pool_of
 
 pytest.importorskip("triton", reason="the device goes on by a kernel of Triton's")
@@ -47,13 +47,13 @@ class Watched:
         plain = engine.gatherer
         sizes, last_tokens = plain.kernel_block_sizes, engine.runner.last_tokens
         host = HostTables(plain.groups, sizes)
-        other = InputGatherer(
-            plain.rows, plain.groups, sizes, CpuStaging(), host, 64, 0, last_tokens,
+        other = InputPreparer(
+            plain.rows, plain.groups, sizes, CpuTransferBuffer(), host, 64, 0, last_tokens,
             has_states=plain.assembler._has_states,
         )  # fmt: skip
         original = repeated.next
 
-        def watched(schedule: Schedule, *rest: Any) -> StepInputs | None:
+        def watched(schedule: SchedulerOutput, *rest: Any) -> ModelInputs | None:
             inputs = original(schedule, *rest)
             self.gathered += inputs is None
             if inputs is not None:
@@ -64,7 +64,7 @@ class Watched:
         repeated.next = watched  # type: ignore[method-assign]
 
 
-def assert_equal(found: StepInputs, expected: StepInputs) -> None:
+def assert_equal(found: ModelInputs, expected: ModelInputs) -> None:
     """All that a forward pass and the draws behind it read of a step of single tokens."""
     for name in ("rows", "num_scheduled", "logits_indices_cpu", "logits_rows", "query_start_loc_cpu", "seq_lens_cpu"):
         assert np.array_equal(getattr(found, name), getattr(expected, name)), name
@@ -166,7 +166,7 @@ def test_only_a_device_of_its_own_memory_goes_on_by_itself(tiny: Tiny, engines: 
 
 
 def test_tables_wider_than_a_program_copies_at_a_time_arrive_whole() -> None:
-    from slotline.core.execution.triton_repeats import BLOCK, go_on
+    from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
 
     width, block_size, device = 2 * BLOCK + 7, 4, "cuda" if torch.cuda.is_available() else "cpu"
     rng = torch.Generator().manual_seed(0)
@@ -183,7 +183,7 @@ def test_tables_wider_than_a_program_copies_at_a_time_arrive_whole() -> None:
     expected, others = table.clone(), taken[2].clone()
     expected[3, : width - 2] = values
     tensors = (positions, seq_lens, counters, sent, rows, table, taken, slots)
-    go_on((2,), *tensors, 7, width - 2, width, block_size, True, False, BLOCK, num_warps=1)
+    advance_decode_batch((2,), *tensors, 7, width - 2, width, block_size, True, False, BLOCK, num_warps=1)
     assert table.equal(expected)
     assert taken[:2].equal(expected[rows])
     assert taken[2].equal(others)

@@ -14,10 +14,10 @@ from attrs import evolve
 from repository import ROOT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.building.build import EngineBuilder
-from slotline.core.execution.staging import CpuStaging, CudaStaging, staging_for
-from slotline.core.planning.plan import make_plan
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.engine_builder import EngineBuilder
+from slotline.core.device.transfer_buffer import CpuTransferBuffer, CudaTransferBuffer, transfer_buffer_for
+from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.errors import CapacityError
 
@@ -54,9 +54,9 @@ def test_one_configuration_reaches_every_part(tiny: Callable[..., Path], engines
 
 @pytest.mark.behaviour(22)
 def test_a_device_brings_its_own_staging() -> None:
-    assert isinstance(staging_for("cpu"), CpuStaging)
+    assert isinstance(transfer_buffer_for("cpu"), CpuTransferBuffer)
     if torch.cuda.is_available():
-        assert isinstance(staging_for("cuda:0"), CudaStaging)
+        assert isinstance(transfer_buffer_for("cuda:0"), CudaTransferBuffer)
 
 
 @pytest.mark.behaviour(51)
@@ -66,7 +66,7 @@ def test_a_step_starts_its_copies_at_once_and_before_attention_is_planned(
     engine = engines(tiny("llama")).engine
     events: list[str] = []
 
-    class Recording(CpuStaging):
+    class Recording(CpuTransferBuffer):
         def flush(self) -> None:
             events.append("copy")
 
@@ -203,7 +203,7 @@ def test_the_layout_decides_strides_and_never_the_shape(layout: str, tiny: Calla
     token, head = cache.key.stride(1), cache.key.stride(2)
     assert (token > head) == (layout == "NHD")
     assert cache.key.stride(3) == 1
-    tables = [group.table.shape[1] for group in groups.cache_groups(groups.specs(), Rows(4, 64))]
+    tables = [group.table.shape[1] for group in groups.cache_groups(groups.specs(), RequestTable(4, 64))]
     assert tables == [64 // 8]  # rows are made once, for the block size that was negotiated
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from repository import ROOT
 
+from slotline.cli import main
 from slotline.core import LLM
-from slotline.core.cli import main
-from slotline.core.planning.auto_config import auto_config
+from slotline.planner.auto_config import auto_config
 from slotline.registry.errors import ModelError, SlotlineError
 from slotline.registry.remote_code import remote_code
 

@@ -15,14 +15,14 @@ from engine_driver import random_prompts, tokens_of
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.building import build
-from slotline.core.building.build import EngineBuilder
-from slotline.core.building.first_steps import FirstSteps
-from slotline.core.drafting.drafting import Drafting
-from slotline.core.execution import staging
-from slotline.core.execution.encoding import Encoding
-from slotline.core.execution.runner import Runner
-from slotline.core.planning.plan import make_plan
+from slotline.core.builder import engine_builder as build
+from slotline.core.builder.engine_builder import EngineBuilder
+from slotline.core.builder.warmup import Warmup
+from slotline.core.device import transfer_buffer as staging
+from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.contracts import Draft
 from slotline.registry.errors import PluginError
@@ -45,11 +45,13 @@ def start(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
         monkeypatch.setattr(owner, name, recorded)
 
-    record(Runner, "run", lambda _, inputs: (len(inputs.rows), inputs.num_tokens, inputs.input_ids.unique().numel()))
+    record(
+        ModelRunner, "run", lambda _, inputs: (len(inputs.rows), inputs.num_tokens, inputs.input_ids.unique().numel())
+    )
     record(build, "warm_up", lambda *args: args)
-    record(Drafting, "rehearse", lambda _, states: states is not None)
-    record(Encoding, "profile", lambda _: None)
-    record(FirstSteps, "warm_up", lambda _: None)
+    record(DraftRunner, "rehearse", lambda _, states: states is not None)
+    record(EncoderRunner, "profile", lambda _: None)
+    record(Warmup, "warm_up", lambda _: None)
     return seen
 
 
@@ -99,7 +101,7 @@ def test_the_profile_of_a_gpu_encodes_as_much_as_a_step_may_beside_a_full_cache_
     builder = EngineBuilder(make_plan(load_config(values={**settings, **sizes})))
     engine = builder.build()
     assert [name for name, _ in start[:2]] == ["run", "warm_up"], "on a CPU memory is not measured so"
-    first, encoding = FirstSteps(builder.planned, engine.gatherer, engine.runner), engine.encoding
+    first, encoding = Warmup(builder.planned, engine.gatherer, engine.runner), engine.encoding
     assert encoding is not None
     encoded: list[int] = []
     original = encoding.model.encode
@@ -148,7 +150,7 @@ class LateEvent:
 
 
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> staging.CudaStaging:
+def late(monkeypatch: pytest.MonkeyPatch) -> staging.CudaTransferBuffer:
     """The staging of a GPU in host memory: its copies read what is copied when they land, as a GPU's do."""
 
     def empty(*size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> torch.Tensor:
@@ -164,13 +166,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> staging.CudaStaging:
 
     Late.stream.clear()
     monkeypatch.setattr(staging, "torch", Torch())
-    made = staging.CudaStaging("cuda:0")
+    made = staging.CudaTransferBuffer("cuda:0")
     made.reserve(1 << 16)
     return made
 
 
 @pytest.mark.behaviour(30, 88)
-def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: staging.CudaStaging) -> None:
+def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: staging.CudaTransferBuffer) -> None:
     for step in range(5):
         late.begin()
         if step:  # what the step before sent is there by now, whatever comes into the buffer next
@@ -184,7 +186,9 @@ def test_a_pinned_buffer_is_written_again_only_when_its_copy_has_landed(late: st
 
 
 @pytest.mark.behaviour(88)
-def test_a_result_is_read_only_when_its_copy_has_landed_and_is_the_callers_own(late: staging.CudaStaging) -> None:
+def test_a_result_is_read_only_when_its_copy_has_landed_and_is_the_callers_own(
+    late: staging.CudaTransferBuffer,
+) -> None:
     results = [late.download(torch.full((3, 2), value)) for value in range(4)]
     for value, result in enumerate(results):
         assert result.wait().tolist() == [[value, value]] * 3

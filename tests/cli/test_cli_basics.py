@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slotline.core.cli import build_parser, main
+from slotline.cli import build_parser, main
 
 COMMANDS = ("generate", "explain", "plugins", "doctor", "schema", "config", "bench", "new-plugin")
 
@@ -62,7 +62,7 @@ def test_traceback_shows_where_an_error_comes_from(capsys: pytest.CaptureFixture
 def test_the_light_commands_import_no_torch(tmp_path: Path) -> None:
     lines = [
         "import sys, contextlib, io",
-        "from slotline.core.cli import main",
+        "from slotline.cli import main",
         "codes = []",
         "with contextlib.redirect_stdout(io.StringIO()):",
         "    for line in (['plugins'], ['plugins', '--load'], ['schema'], ['explain', 'N191'], ['config', 'show'],",

@@ -10,10 +10,10 @@ import pytest
 import transformers
 from cli_cases import tiny_checkpoint
 
-from slotline.core.cli import main
-from slotline.core.cli.bench_limits import Machine, ModelCost
-from slotline.core.cli.bench_run import Served, Wave
-from slotline.core.frontend.workloads import WORKLOADS, workload
+from slotline.cli import main
+from slotline.cli.bench_limits import Machine, ModelCost
+from slotline.cli.bench_run import Served, Wave
+from slotline.cli.workloads import WORKLOADS, workload
 from slotline.registry.contracts import AttentionLayer
 from slotline.registry.errors import ConfigError
 
@@ -135,7 +135,7 @@ def test_the_bench_of_a_drafter_shows_how_its_drafts_fared(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = Machine(read_bytes_per_s=1e10, copy_bytes_per_s=1e10, flops_per_s=1e11, dtype="bfloat16")
-    monkeypatch.setattr("slotline.core.cli.bench_limits.measure_machine", lambda *_: rates)  # seconds, four times
+    monkeypatch.setattr("slotline.cli.bench_limits.measure_machine", lambda *_: rates)  # seconds, four times
     command = ["bench", "decode1", "--scale", "0.5", "--runs", "1", "--set", "drafter.name=ngram"]
     assert main([*command, "--json"]) == 0
     drafts = json.loads(capsys.readouterr().out)["drafts"]

@@ -19,8 +19,8 @@ import pytest
 from cli_cases import pretend_installed
 from conformance_cases import author_folder, fake_check, slotline_run
 
-from slotline.core.cli import conform_run, main
-from slotline.core.cli.conform_run import run_suite
+from slotline.cli import conform_run, main
+from slotline.cli.conform_run import run_suite
 from slotline.registry.descriptor import HOST_CONTRACTS, ContractRange, DeviceInfo, Kind
 from slotline.registry.errors import (
     ConfigError,

@@ -12,11 +12,11 @@ import torch
 from cli_cases import pretend_installed
 from packaging.requirements import Requirement
 
-from slotline.core.cli import doctor, main
-from slotline.core.cli.doctor_install import differences, namespace_finding, version_finding
-from slotline.core.cli.doctor_machine import nvidia_driver, threads_finding
-from slotline.core.cli.doctor_plugins import check_configuration, check_duplicates, import_findings
-from slotline.core.cli.finding import Status
+from slotline.cli import doctor, main
+from slotline.cli.doctor_install import differences, namespace_finding, version_finding
+from slotline.cli.doctor_machine import nvidia_driver, threads_finding
+from slotline.cli.doctor_plugins import check_configuration, check_duplicates, import_findings
+from slotline.cli.finding import Status
 from slotline.registry.records import PluginRecord, installed_records
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from cli_cases import tiny_checkpoint
 
-from slotline.core.cli import main
+from slotline.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from cli_cases import tiny_checkpoint
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 from cli_cases import pretend_project_installed, tiny_checkpoint
 from repository import ROOT
 
+from slotline.cli import main
+from slotline.cli.new_plugin import KINDS
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
-from slotline.core.cli.new_plugin import KINDS
 from slotline.registry.loading import import_dotted
 from slotline.testing.check import Level
 from slotline.testing.runner import check_plugin

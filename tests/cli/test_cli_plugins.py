@@ -10,8 +10,8 @@ import pytest
 import torch
 from cli_cases import pretend_installed
 
-from slotline.core.cli import main
-from slotline.core.cli.table import plain_table, print_table
+from slotline.cli import main
+from slotline.cli.table import plain_table, print_table
 from slotline.registry.config import load_config
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from slotline.core.cli import main
-from slotline.core.frontend.progress import counted, progress_bar
+from slotline.cli import main
+from slotline.core.api.progress import counted, progress_bar
 from slotline.registry.errors import ConfigError
 
 LIGHT = ("config show", "plugins", "explain N191", "--help")
@@ -102,7 +102,7 @@ def interrupted(arguments: Sequence[str], wait: str, delay: float = 0.0) -> tupl
         "        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT)).start()\n"
         "    return real(name, *a, **k)\n"
         "builtins.__import__ = watching\n"
-        "from slotline.core.cli import main\n"
+        "from slotline.cli import main\n"
         "sys.exit(main())\n"
     )
     done = subprocess.run(
@@ -131,7 +131,7 @@ def test_an_interrupt_while_modules_are_imported_is_exit_code_130(module: str, d
 def test_a_process_that_ignores_interrupts_goes_on_ignoring_them() -> None:
     program = (
         "import os, signal, sys, threading\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from slotline.core.cli import main\n"
+        "from slotline.cli import main\n"
         "threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT)).start()\nsys.exit(main())"
     )
     done = subprocess.run([sys.executable, "-c", program, "config", "show"], env=environment(), capture_output=True)
@@ -148,13 +148,13 @@ def test_main_called_from_python_leaves_signals_and_streams_alone(
     def stop(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("slotline.core.cli.command.load_config", stop)
+    monkeypatch.setattr("slotline.cli.command.load_config", stop)
     assert main(["plugins"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_standard_input_that_is_closed_is_refused_in_python_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    from slotline.core.cli.generate import _prompt_text
+    from slotline.cli.generate import _prompt_text
 
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(ConfigError, match="standard input is closed"):

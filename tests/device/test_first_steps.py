@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slotline.core.building import first_steps
-from slotline.core.building.first_steps import FirstSteps
+from slotline.core.builder import warmup as first_steps
+from slotline.core.builder.warmup import Warmup
 from slotline.registry.negotiation.groups import GraphPlan
 
 
@@ -16,7 +16,7 @@ def graphs_of(**phases: str) -> GraphPlan:
     return GraphPlan(asked="auto", resolved="full_decode_only", phases=tuple(phases.items()))
 
 
-def made(**changes: Any) -> FirstSteps:
+def made(**changes: Any) -> Warmup:
     """Of a plain decoder in graphs, changed at the paths."""
     groups = (SimpleNamespace(name="full", any_captured=True), SimpleNamespace(name="other", any_captured=False))
     runner = SimpleNamespace(adapters=None, router=SimpleNamespace(groups=groups))
@@ -35,7 +35,7 @@ def made(**changes: Any) -> FirstSteps:
             part = getattr(part, name)
         assert hasattr(part, last)
         setattr(part, last, value)
-    return FirstSteps(planned, gatherer=None, runner=runner)  # type: ignore[arg-type]
+    return Warmup(planned, gatherer=None, runner=runner)  # type: ignore[arg-type]
 
 
 @pytest.fixture

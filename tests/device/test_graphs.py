@@ -16,19 +16,21 @@ import torch
 from attrs import evolve
 
 from slotline.core import LLM
-from slotline.core.execution import capturing, graphs, rehearsal
-from slotline.core.execution.attention import unowned
-from slotline.core.execution.capturing import WARM_UPS, CaptureReport, Capturing
-from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.execution.graphs import GraphRunner
-from slotline.core.execution.staging import CpuStaging
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
+from slotline.core.model_runner import graph_capture as capturing
+from slotline.core.model_runner import graph_runner as graphs
+from slotline.core.model_runner import kernel_precompile_plan as rehearsal
+from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
+from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture
+from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.registry.errors import CapacityError, IntegrityError, ModelError
 
 
 def test_an_unowned_tensor_is_the_same_memory_and_does_not_hold_it() -> None:
     whole = torch.randn(6, 8, 10, dtype=torch.bfloat16)
     part = whole[1:4, 2:5]
-    same = unowned(part)
+    same = alias_without_ownership(part)
     assert (same.data_ptr(), same.shape, same.stride(), same.dtype) == (
         part.data_ptr(),
         part.shape,
@@ -133,7 +135,7 @@ def capture(
             return forward(token_ids, positions, attention, *rest, **more)
 
         monkeypatch.setattr(runner.model, "forward", noted)
-        shapes = GraphShapes({"decode": "full"}, [1, 2], query_len=1, max_requests=2, max_tokens=8)
+        shapes = GraphDispatcher({"decode": "full"}, [1, 2], query_len=1, max_requests=2, max_tokens=8)
         made = GraphRunner(runner.model, runner.router, engine.gatherer, plan, shapes, engine.cascade, runner.token_ids)
         made.capture()
         monkeypatch.setattr(made, "addresses", lambda inputs: made._captured[inputs.shape].addresses)
@@ -184,7 +186,7 @@ def test_what_goes_wrong_in_a_capture_is_a_typed_error_with_its_remedy(
         monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**31))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(graphs, "Capturing", Capturing)
+    monkeypatch.setattr(graphs, "Capturing", GraphCapture)
 
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -263,7 +265,7 @@ def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_o
     """Captures and rehearsals prepare one step behind the other and run none: each says what the next waits for."""
     engine, calls = engines(tiny("llama")).engine, list[str]()
     for name in ("begin", "mark"):
-        monkeypatch.setattr(CpuStaging, name, lambda self, name=name: calls.append(name))
+        monkeypatch.setattr(CpuTransferBuffer, name, lambda self, name=name: calls.append(name))
     made, _ = capture("captured")
     made.made_up(GraphShape(2, 1))
     assert calls == ["begin", "mark", "mark"] * 2 + ["begin", "mark"]
@@ -273,7 +275,7 @@ def test_buffers_of_made_up_steps_are_written_again_only_when_their_copies_are_o
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     router = engine.runner.router
     monkeypatch.setattr(router, "groups", tuple(evolve(group, any_captured=True) for group in router.groups))
-    rehearsal.rehearse(router, engine.gatherer, torch.float32, 16, {})
+    rehearsal.record_launches(router, engine.gatherer, torch.float32, 16, {})
     count = len(list(rehearsal.steps(16, engine.rows.max_requests, engine.rows.max_model_len)))
     assert calls == ["begin", "mark"] * count
 

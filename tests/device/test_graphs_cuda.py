@@ -152,7 +152,7 @@ COLD = """
 import logging, sys
 import torch
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution import compiling
+from slotline.kernels import triton_precompile as compiling
 
 torch.set_float32_matmul_precision("highest")
 found, compiled_in_turn = [], []

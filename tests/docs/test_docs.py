@@ -16,7 +16,8 @@ import pytest
 import tiny_models
 from repository import ROOT, TESTS
 
-from slotline.core import LLM, SamplingParams, cli
+from slotline import cli
+from slotline.core import LLM, SamplingParams
 
 DOCS = ROOT / "docs"
 
@@ -259,7 +260,7 @@ def transcripts() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("command", "shown"), transcripts(), ids=lambda value: value[:40])
 def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
-    from slotline.core.cli import main
+    from slotline.cli import main
 
     monkeypatch.chdir(ROOT)
     main(shlex.split(command)[1:])
@@ -286,7 +287,7 @@ NAMES = [name.replace("_", "-") for name in cli._COMMANDS]
 
 @pytest.mark.parametrize("command", commands())
 def test_every_command_on_a_page_can_be_parsed(command: str) -> None:
-    from slotline.core.cli import build_parser
+    from slotline.cli import build_parser
 
     arguments = shlex.split(command.split(" > ")[0], comments=True)[1:]
     if arguments[0] in ("bench", "generate") and all(part.startswith("--") for part in arguments[1:]):
@@ -337,7 +338,7 @@ def test_outputs_on_the_page_of_the_command_line_are_real(  # type: ignore[no-un
     command: str, shown: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     """Every line is in the output, in that order; "..." stands for the rest."""
-    from slotline.core.cli import main
+    from slotline.cli import main
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.toml").write_text('[attention]\nbackend = "torch"\n')

@@ -14,7 +14,7 @@ import torch
 from engine_driver import GREEDY, add, random_prompts, recorded, run_all, tokens_of
 
 from slotline.core import LLM, RequestOutput, SamplingParams
-from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.registry.errors import NegotiationError
 from tests.engine.test_engine_equality import pool_of
 
@@ -186,7 +186,7 @@ def test_auto_is_off_on_a_cpu_and_says_why_and_a_drafter_that_reads_the_host_for
 
 
 def test_the_table_turns_stand_ins_into_the_tokens_sampled_last() -> None:
-    table = LastTokens(10, 3, "cpu")
+    table = PlaceholderTokens(10, 3, "cpu")
     assert table.resolve(torch.tensor([0, 9, 10, 12])).tolist() == [0, 9, 0, 0]
     table.record(torch.from_numpy(table.stand_ins(np.array([2, 0]))), torch.tensor([7, 4]))
     assert table.resolve(torch.tensor([12, 3, 11, 10])).tolist() == [7, 3, 0, 4]

@@ -13,7 +13,7 @@ from lora_cases import PeftOracle
 from torch import nn
 
 from slotline.core import LLM, RequestOutput, SamplingParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.plugins.model_families.passes import invariant_linear
 from slotline.plugins.model_families.passes.target import Target, target_of
 from slotline.registry.errors import ModelError, NegotiationError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slotline.core import LLM, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(19, 75, 102)]
 

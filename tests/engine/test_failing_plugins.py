@@ -13,9 +13,9 @@ from attrs import evolve
 from repository import SUPPORT
 from tiny_engines import DEFAULTS
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
-from slotline.core.planning.plan import make_plan
+from slotline.planner.plan import make_plan
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import BUILT, methods_of, misfits
 from slotline.registry.config import load_config

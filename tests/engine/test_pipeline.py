@@ -15,13 +15,13 @@ from attrs import evolve
 from engine_driver import GREEDY, mixes_decode_and_prefill, random_prompts, recorded, tokens_of
 from tiny_engines import DEFAULTS
 
+from slotline.cli.tuning.cases import cases_for
+from slotline.cli.tuning.tuner import Tuner
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.block_tables import DeviceTables
-from slotline.core.execution.step_inputs import StepInputs
-from slotline.core.planning.plan import make_plan
-from slotline.core.planning.stages import balanced
-from slotline.core.tuning.cases import cases_for
-from slotline.core.tuning.tuner import Tuner
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.kv_cache.block_table import DeviceTables
+from slotline.planner.pipeline_parallel import balanced
+from slotline.planner.plan import make_plan
 from slotline.plugins.model_families import logits, stages
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
@@ -115,11 +115,11 @@ def test_sampled_tokens_reach_every_stage_at_the_positions_that_follow(
 ) -> None:
     """The rows are the only copy: what the last stage sampled is the first one's input, and all count alike."""
     engine = engines(tiny("llama"), **over(3), **{"scheduler.async": asynchronous}).engine
-    launch, seen = engine.runner.launch, list[tuple[StepInputs, list[int]]]()
+    launch, seen = engine.runner.launch, list[tuple[ModelInputs, list[int]]]()
     requests = [engine.add(str(i), prompt, GREEDY) for i, prompt in enumerate(PROMPTS[:3])]
     rows: dict[int, int] = {}
 
-    def launched(inputs: StepInputs) -> Any:
+    def launched(inputs: ModelInputs) -> Any:
         seen.append((inputs, engine.runner.token_ids(inputs).tolist()))  # what the first stage computes
         _check_stages(inputs)
         rows.update({request.row: i for i, request in enumerate(requests) if request.row >= 0})
@@ -145,7 +145,7 @@ def test_sampled_tokens_reach_every_stage_at_the_positions_that_follow(
     assert given == 3 * 19  # each sampled token but the last was computed once, where it stands
 
 
-def _check_stages(inputs: StepInputs) -> None:
+def _check_stages(inputs: ModelInputs) -> None:
     """Every stage's batch has the same counters, positions, tables and slots."""
     first, *later = inputs.batches
     assert len(later) == 2
@@ -187,8 +187,10 @@ def test_buffers_and_tables_of_each_stages_own_hold_what_its_device_needs(
 ) -> None:
     """The ways to a GPU, in host memory: a buffer and block tables for each stage, which hear of every change."""
     made: list[FixedBuffers] = []
-    monkeypatch.setattr("slotline.core.building.build.staging_for", lambda _: made.append(FixedBuffers()) or made[-1])
-    for module in ("building.build", "building.placement"):
+    monkeypatch.setattr(
+        "slotline.core.builder.engine_builder.staging_for", lambda _: made.append(FixedBuffers()) or made[-1]
+    )
+    for module in ("builder.engine_builder", "builder.placement"):
         monkeypatch.setattr(f"slotline.core.{module}.tables_for", DeviceTables)
     path, settings = tiny(family), over(3, memory=f"{20 * 4}KiB", **{"scheduler.async": asynchronous})
     llm = LLM(path, **{**DEFAULTS, **settings})
@@ -330,7 +332,7 @@ def test_devices_of_different_types_are_refused(tiny: Tiny, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="devices of different types, cpu and cuda"):
         planned(tiny("llama"), **{"parallel.pipeline": ("cpu", "cuda:1")})
     infos = {f"cuda:{i}": DeviceInfo(type="cuda", name=f"card {i}", compute_capability=(8 + i, 0)) for i in range(2)}
-    monkeypatch.setattr("slotline.core.planning.stages.describe_device", infos.__getitem__)
+    monkeypatch.setattr("slotline.planner.pipeline_parallel.describe_device", infos.__getitem__)
     with pytest.raises(ConfigError, match=r"devices of different types \(cuda:0: card 0, cuda:1: card 1\)"):
         planned(tiny("llama"), device="cuda", **{"parallel.pipeline": ("cuda:0", "cuda:1")})
     with pytest.raises(ConfigError, match="which names one device"):

@@ -18,9 +18,9 @@ from repository import SUPPORT
 from tiny_engines import everything_returned
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution import runner as runner_module
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.request import Request
+from slotline.core.batch.request import Request
+from slotline.core.model_runner import model_runner as runner_module
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry.contracts import StructuredOutputsParams
 from slotline.registry.errors import CapacityError, IntegrityError
 

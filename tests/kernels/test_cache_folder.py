@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from slotline.core.cache_folder import keep, remove_stale
+from slotline.registry.cache_folder import remove_stale, write_atomic
 
 WRITER = """
 import os, sys, time
 from pathlib import Path
-from slotline.core.cache_folder import keep
+from slotline.registry.cache_folder import keep
 def stop(self, target):
     print("writing", flush=True)
     time.sleep(60)
@@ -44,7 +44,7 @@ def test_what_a_killed_process_left_is_removed_and_what_a_running_one_writes_is_
         assert len(list(tmp_path.iterdir())) == 2
         for scratch in tmp_path.iterdir():
             os.utime(scratch, (0, 0))
-        keep(tmp_path / "c.json", b"whole")
+        write_atomic(tmp_path / "c.json", b"whole")
         left = sorted(path.name for path in tmp_path.iterdir())
         assert len(left) == 2
         assert left[0].startswith("b.json.scratch-")
@@ -79,20 +79,20 @@ def test_only_scratch_files_go_and_those_of_elsewhere_after_a_day(
     file.write_bytes(b"x")
     when = time.time() - 3600 * hours
     os.utime(file, (when, when))
-    keep(tmp_path / "new.json", b"y")
+    write_atomic(tmp_path / "new.json", b"y")
     assert file.exists() == stays
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "f.json").mkdir()
     with pytest.raises(OSError, match="directory"):
-        keep(tmp_path / "f.json", b"x")
+        write_atomic(tmp_path / "f.json", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["f.json"]
 
 
 def test_writers_of_one_file_at_a_time_leave_one_whole_file(tmp_path: Path) -> None:
     contents = [bytes([number]) * 100_000 for number in range(8)]
-    threads = [threading.Thread(target=keep, args=(tmp_path / "f.json", content)) for content in contents]
+    threads = [threading.Thread(target=write_atomic, args=(tmp_path / "f.json", content)) for content in contents]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -17,8 +17,8 @@ import pytest
 from engine_driver import GREEDY
 
 from slotline.core import LLM
-from slotline.core.execution import compiling
-from slotline.core.execution.compiling import Kernel
+from slotline.kernels import triton_precompile as compiling
+from slotline.kernels.triton_precompile import Kernel
 
 pytest.importorskip("triton")
 
@@ -27,7 +27,7 @@ from contextlib import nullcontext
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from slotline.core.execution import compiling
+from slotline.kernels import triton_precompile as compiling
 
 class Card:
     def get_current_device(self): return 0
@@ -183,7 +183,7 @@ def test_launches_that_lack_a_kernel_are_left_out_for_the_thread_that_asks_alone
 def test_without_triton_nothing_is_noted() -> None:
     script = """
 import sys
-from slotline.core.execution import compiling
+from slotline.kernels import triton_precompile as compiling
 assert "triton" not in sys.modules
 compiled, missing = compiling.listen(), {}
 with compiling.leaving_out(missing):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slotline.core import cuda_kernels
+from slotline.kernels import nvrtc as cuda_kernels
 from slotline.registry.errors import PluginLoadError
 
 KERNEL = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2.0f; }'

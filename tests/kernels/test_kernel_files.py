@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from slotline.core import LLM, SamplingParams, kernel_files
-from slotline.core.cache_folder import cache_folder
-from slotline.core.kernel_files import read_kernel, write_kernel
-from slotline.core.numba_cache import cached_njit
-from slotline.core.planning.measurements import save_measurements
-from slotline.core.planning.plan import make_plan
+from slotline.core import LLM, SamplingParams
+from slotline.kernels import kernel_files
+from slotline.kernels.kernel_files import read_kernel, write_kernel
+from slotline.kernels.numba_cache import cached_njit
+from slotline.planner.measurements import save_measurements
+from slotline.planner.plan import make_plan
+from slotline.registry.cache_folder import cache_folder
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
 from slotline.registry.negotiation import Measured
@@ -77,7 +78,7 @@ def in_the_way(tmp_path: Path) -> Path:
 
 def test_the_default_backend_runs_where_nothing_can_be_written_and_says_so_once(in_the_way: Path) -> None:
     script = f"""
-from slotline.core.cli import main
+from slotline.cli import main
 raise SystemExit(main(["generate", "--temperature", "0", "--max-tokens", "8", {PROMPT!r}]))
 """
     out, err = ended(start(script, cache=in_the_way / "cache", home=in_the_way / "home"))
@@ -239,7 +240,7 @@ from contextlib import nullcontext
 import torch, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.triton_support import why_no_triton
 
 class Card:
     def get_current_device(self): return 0

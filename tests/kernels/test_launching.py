@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slotline.core.launching import MOST, Boxes, Launcher, cdiv, next_power_of_2
+from slotline.kernels.triton_launcher import MOST, Boxes, Launcher, cdiv, next_power_of_2
 
 
 @triton.jit

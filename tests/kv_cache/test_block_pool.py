@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
 from slotline.registry.errors import CapacityError, IntegrityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

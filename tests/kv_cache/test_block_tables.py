@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from slotline.core.cache.block_pool import BlockPool
-from slotline.core.cache.block_tables import DeviceTables, HostTables
-from slotline.core.cache.manager import CacheGroup, CacheManager
-from slotline.core.execution.staging import staging_for
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.device.transfer_buffer import transfer_buffer_for
+from slotline.core.kv_cache.block_pool import BlockPool
+from slotline.core.kv_cache.block_table import DeviceTables, HostTables
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Holding(Rows):
+class Holding(RequestTable):
     """Rows that are all held by something."""
 
     def __init__(self, max_requests: int, max_model_len: int) -> None:
@@ -45,7 +45,7 @@ def group(index: int, max_model_len: int) -> CacheGroup:
 @pytest.mark.behaviour(22)
 def test_a_device_has_the_tables_of_the_host_after_each_change() -> None:
     groups, sizes = [group(0, 40), group(1, 4_400)], [4, 4]
-    staging = staging_for(DEVICE)
+    staging = transfer_buffer_for(DEVICE)
     device, host = DeviceTables(groups, sizes, staging, DEVICE), HostTables(groups, sizes)
     staging.reserve(device.num_bytes)
     rng = np.random.default_rng(0)
@@ -68,7 +68,7 @@ def test_a_device_has_the_tables_of_the_host_after_each_change() -> None:
 
 def test_the_kernels_move_whole_rows() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from slotline.core.cache.triton_tables import BLOCK, put_rows, take_rows
+    from slotline.core.kv_cache.triton_tables import BLOCK, put_rows, take_rows
 
     table = torch.arange(7 * (BLOCK + 5), dtype=torch.int32, device=DEVICE).view(7, -1)
     rows = torch.tensor([6, 0, 3], device=DEVICE)
@@ -86,10 +86,10 @@ def test_the_kernels_move_whole_rows() -> None:
 
 @pytest.mark.parametrize("kernel_block_size", [4, 2])
 def test_rows_that_grow_together_get_the_blocks_that_each_would_get(kernel_block_size: int) -> None:
-    def manager() -> CacheManager:
+    def manager() -> KVCacheManager:
         spec: Any = Blocks()
         groups = [CacheGroup(i, spec, 4, kernel_block_size, 6, length) for i, length in ((0, 64), (1, 40))]
-        return CacheManager(BlockPool(60), groups, prefix_caching=False)
+        return KVCacheManager(BlockPool(60), groups, prefix_caching=False)
 
     together, alone = manager(), manager()
     rng, lengths, refused = np.random.default_rng(1), np.zeros(6, np.int64), 0

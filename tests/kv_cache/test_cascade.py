@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slotline.core import LLM
-from slotline.core.cache.cascade import Cascade, CascadeGroup, common_prefix_len
-from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup, common_prefix_len
 from slotline.registry.errors import NegotiationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -148,8 +148,8 @@ def test_all_backends_of_a_cache_must_agree() -> None:
 def test_a_step_with_a_common_prefix_takes_no_graph_but_one_with_it() -> None:
     phases = {"decode": "full", "mixed": "piecewise"}
     limits: dict[str, int] = {"query_len": 1, "max_requests": 16, "max_tokens": 64}
-    plain = GraphShapes(phases, (1, 2, 4, 8, 16), **limits)
-    both = GraphShapes(phases, (1, 2, 4, 8, 16), **limits, cascade=lambda requests, _: requests >= 4)
+    plain = GraphDispatcher(phases, (1, 2, 4, 8, 16), **limits)
+    both = GraphDispatcher(phases, (1, 2, 4, 8, 16), **limits, cascade=lambda requests, _: requests >= 4)
     three, nine, mixed = steps([1] * 3), steps([1] * 9), steps([1, 1, 5])
     assert plain.shape_for(three) == both.shape_for(three) == GraphShape(4, 1)
     assert plain.shape_for(three, cascade=True) is None
@@ -161,9 +161,9 @@ def test_a_step_with_a_common_prefix_takes_no_graph_but_one_with_it() -> None:
     assert captured == [16, 8, 4]
 
 
-def steps(counts: list[int]) -> Schedule:
+def steps(counts: list[int]) -> SchedulerOutput:
     lens = np.array(counts, np.int64)
-    return Schedule(
+    return SchedulerOutput(
         rows=np.arange(len(lens)), num_scheduled=lens, num_computed=0 * lens + 40, num_tokens=int(lens.sum()),
         num_decodes=int((lens == 1).sum()),
     )  # fmt: skip

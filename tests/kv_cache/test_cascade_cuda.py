@@ -11,7 +11,7 @@ import torch
 from engine_driver import random_prompts, tokens_of
 
 from slotline.core import LLM
-from slotline.core.execution.graph_shapes import GraphShape
+from slotline.core.batch.graph_dispatcher import GraphShape
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -15,7 +15,7 @@ from repository import SUPPORT
 from tiny_engines import everything_returned
 
 from slotline.core import LLM
-from slotline.core.execution.context_shards import local_lens
+from slotline.core.model_runner.context_shards import local_lens
 from slotline.registry.errors import ConfigError, NegotiationError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(8, 162)]

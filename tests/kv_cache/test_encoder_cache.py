@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from core_cases import Bench, request
 
-from slotline.core.cache.encoder_cache import EncoderCache
-from slotline.core.execution.graph_shapes import GraphShapes
-from slotline.core.frontend.multimodal import Feature, hash_extra
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.request import Status
+from slotline.core.api.multimodal_inputs import Feature, hash_extra
+from slotline.core.batch.graph_dispatcher import GraphDispatcher
+from slotline.core.batch.request import Status
+from slotline.core.kv_cache.encoder_cache import EncoderCache
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry.errors import IntegrityError
 
 
@@ -154,7 +154,9 @@ def test_without_chunked_prefill_a_prompt_waits_until_all_its_items_fit() -> Non
 
 def test_a_step_with_items_runs_eagerly() -> None:
     made = bench()
-    shapes = GraphShapes({"mixed": "full", "decode": "full"}, [1, 2, 16], query_len=1, max_requests=4, max_tokens=16)
+    shapes = GraphDispatcher(
+        {"mixed": "full", "decode": "full"}, [1, 2, 16], query_len=1, max_requests=4, max_tokens=16
+    )
     made.add("a", 6, features=(feature(1, 2),))
     assert shapes.shape_for(made.step()) is None
     assert shapes.shape_for(made.step()) is not None

@@ -15,7 +15,7 @@ from engine_driver import GREEDY, random_prompts, tokens_of
 from safetensors.torch import load_file, save_file
 
 from slotline.core import LLM
-from slotline.core.cache.kv_scales import HEADROOM, KVScaleTable
+from slotline.core.kv_cache.kv_scales import HEADROOM, KVScaleTable
 from slotline.registry.contracts import AttentionLayer, KVScales, PoolingParams
 from slotline.registry.errors import ModelError, NegotiationError
 

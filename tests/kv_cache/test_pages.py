@@ -11,10 +11,10 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slotline.core.building.build import EngineBuilder
-from slotline.core.cache.memory import allocate_pages, bind_caches, block_bytes
-from slotline.core.planning.cache_specs import SpecBuilder, checked_page_bytes, plan_pool
-from slotline.core.planning.plan import Planned, make_plan
+from slotline.core.builder.engine_builder import EngineBuilder
+from slotline.core.kv_cache.allocation import allocate_pages, bind_caches, block_bytes
+from slotline.planner.cache_specs import SpecBuilder, checked_page_bytes, plan_pool
+from slotline.planner.plan import Planned, make_plan
 from slotline.registry.capability import Align, Flag
 from slotline.registry.config import load_config
 from slotline.registry.descriptor import Kind

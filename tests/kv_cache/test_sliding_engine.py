@@ -11,7 +11,7 @@ import pytest
 from engine_driver import GREEDY, add, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.block_pool import NULL_BLOCK
+from slotline.core.kv_cache.block_pool import NULL_BLOCK
 from slotline.plugins.model_families.transformers_model import TransformersDecoder
 from slotline.registry.errors import ModelError, NegotiationError
 

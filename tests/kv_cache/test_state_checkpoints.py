@@ -13,10 +13,10 @@ from engine_driver import GREEDY, add, mixes_decode_and_prefill, random_prompts,
 from tiny_models import STATE_FAMILIES, family
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.checkpoints import Checkpoints
-from slotline.core.execution.states import StateRouter
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.kv_cache.state_checkpoints import Checkpoints
+from slotline.core.model_runner.state_dispatcher import StateDispatcher
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.plugins.kv_specs.state_slots import INTERVAL, StateSlots
 from slotline.registry.contracts import Draft, DraftBatch, StateSpecContext
 from slotline.registry.errors import IntegrityError
@@ -308,8 +308,8 @@ def test_padding_never_reaches_a_slot(tiny: Tiny, engines: Engines) -> None:
 
 
 def test_where_a_step_ends_for_a_checkpoint() -> None:
-    rows = Rows(4, 2048)
-    router = StateRouter([], {}, 6, "cpu")
+    rows = RequestTable(4, 2048)
+    router = StateDispatcher([], {}, 6, "cpu")
     rules = StateSlots(StateSpecContext(contract=1, layers=(), prefix_unit=16, max_model_len=2048))
     found = Checkpoints(rows, router, 16, rules)
     hashes = [bytes([number]) for number in range(40)]

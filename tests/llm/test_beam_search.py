@@ -14,7 +14,7 @@ from tiny_engines import DEFAULTS, everything_returned
 from transformers import AutoModelForCausalLM
 
 from slotline.core import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

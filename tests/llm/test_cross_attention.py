@@ -14,7 +14,7 @@ from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution.step_inputs import StepInputs
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.registry.errors import ModelError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,12 +48,12 @@ def generate(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
 
 
 @contextmanager
-def launched(llm: LLM) -> Iterator[list[StepInputs]]:
+def launched(llm: LLM) -> Iterator[list[ModelInputs]]:
     """The inputs of every step that runs inside."""
-    runner, seen = llm.engine.runner, list[StepInputs]()
+    runner, seen = llm.engine.runner, list[ModelInputs]()
     original = runner.launch
 
-    def launch(inputs: StepInputs) -> Any:
+    def launch(inputs: ModelInputs) -> Any:
         seen.append(inputs)
         return original(inputs)
 

@@ -17,11 +17,11 @@ from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS, everything_returned
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.cache.sizing import DeviceMemory, size_pool
-from slotline.core.engine import Engine
-from slotline.core.execution.staging import CpuStaging, reserved_bytes
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.request import Status
+from slotline.core.batch.request import Status
+from slotline.core.device.transfer_buffer import CpuTransferBuffer, reserved_bytes
+from slotline.core.engine.engine import Engine
+from slotline.core.kv_cache.sizing import DeviceMemory, size_pool
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry import hookimpl
 from slotline.registry.errors import (
     CapacityError,
@@ -547,7 +547,7 @@ def test_the_pool_holds_what_was_asked_and_no_more_than_can_be_used() -> None:
         pool("1KB")
 
 
-class FixedBuffers(CpuStaging):
+class FixedBuffers(CpuTransferBuffer):
     """Staging as on a GPU, in host memory: one buffer of the reserved size, which `flush` fills."""
 
     def reserve(self, num_bytes: int) -> None:
@@ -589,7 +589,7 @@ def test_buffers_of_fixed_size_hold_every_step_the_profiling_one_included(
 ) -> None:
     prompts = random_prompts([28, 3, 17, 9])
     expected = tokens_of(engines(tiny("llama")), prompts, SHORT)
-    monkeypatch.setattr("slotline.core.building.build.staging_for", lambda _: FixedBuffers())
+    monkeypatch.setattr("slotline.core.builder.engine_builder.staging_for", lambda _: FixedBuffers())
     assert tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), prompts, SHORT) == expected
 
 

@@ -14,7 +14,7 @@ from head_folders import build as build_head
 from tiny_vision import TOKENS_PER_IMAGE, VARIANTS, greedy_reference, image
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution.encoding import Encoding
+from slotline.core.model_runner.encoder_runner import EncoderRunner
 
 pytest.importorskip("PIL", reason="image processors need Pillow")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -347,9 +347,9 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
     assert drafting is not None
     drafter: Any = drafting.drafter
     seen, ahead = dict[tuple[int, int], Any](), dict[tuple[int, int], Any]()  # by (row, position) of the image's token
-    observe, embeds = drafter.observe, Encoding.embeds
+    observe, embeds = drafter.observe, EncoderRunner.embeds
 
-    def watched(self: Encoding, schedule: Any) -> Any:
+    def watched(self: EncoderRunner, schedule: Any) -> Any:
         found = embeds(self, schedule)
         if found is not None:
             spans = zip(schedule.rows.tolist(), schedule.num_computed.tolist(), schedule.num_scheduled, strict=True)
@@ -368,7 +368,7 @@ def test_a_drafter_sees_images_where_it_looks_one_token_ahead(
                     ahead[row, int(computed.positions[i]) + 1] = shown[i].clone()
         return observe(computed)
 
-    monkeypatch.setattr(Encoding, "embeds", watched)
+    monkeypatch.setattr(EncoderRunner, "embeds", watched)
     monkeypatch.setattr(drafter, "observe", observed)
     assert tokens(generate(llm, PROMPTS)) == expected(path, PROMPTS)
     assert drafting.counts.failures == 0

@@ -12,7 +12,7 @@ from engine_driver import GREEDY, run_all
 from tiny_vision import greedy_reference, image
 
 from slotline.core import LLM, BeamSearchParams
-from slotline.core.frontend.multimodal import Feature
+from slotline.core.api.multimodal_inputs import Feature
 from slotline.registry.errors import IntegrityError, ModelError, RequestError
 
 pytest.importorskip("PIL", reason="image processors need Pillow")

@@ -15,7 +15,7 @@ from sound_family import EDGE, SOUND, SoundFamily, SoundModel
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM
-from slotline.core.frontend.multimodal import PromptReader
+from slotline.core.api.multimodal_inputs import PromptReader
 from slotline.registry.contracts import ModelContext, ProcessedItem
 from slotline.registry.errors import ModelError, RequestError
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, family
 
 from slotline.core import LLM, PoolingParams, SamplingParams
-from slotline.core.scheduling.request import Request
+from slotline.core.batch.request import Request
 from slotline.plugins.model_families.decoder import ARCHITECTURES, CLASSIFIERS, EMBEDDERS
 from slotline.plugins.model_families.logits import NoHead
 from slotline.plugins.model_families.pooling import make_pooler

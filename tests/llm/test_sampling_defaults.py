@@ -12,9 +12,9 @@ import pytest
 from attrs import evolve
 from tiny_engines import DEFAULTS
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
-from slotline.core.frontend.beam_search import BeamSearchParams
+from slotline.core.llm.beam_search import BeamSearchParams
 from slotline.registry.errors import ConfigError, ModelError
 
 Tiny = Callable[..., Path]

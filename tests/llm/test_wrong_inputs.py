@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from slotline.cli import main
 from slotline.core import LLM
-from slotline.core.cli import main
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import ConfigError, ModelError, RequestError
 
 Tiny = Callable[..., Path]

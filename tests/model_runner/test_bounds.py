@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from slotline.core.execution import bounds
-from slotline.core.execution.bounds import Bounds, take_off
-from slotline.core.execution.feeds import Sent
+from slotline.core.model_runner import rejected_token_correction as bounds
+from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
+from slotline.core.model_runner.rejected_token_correction import Bounds, subtract_rejected
 
-kernels = pytest.importorskip("slotline.core.execution.triton_bounds", reason="the kernel is Triton's")
+kernels = pytest.importorskip("slotline.core.model_runner.triton_bounds", reason="the kernel is Triton's")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MAX_REQUESTS, SIZES, COLUMNS = 9, (16, 32), 8
 
@@ -54,10 +54,10 @@ def test_what_fell_is_taken_off_lengths_positions_and_slots(
             kernels.take_off_triton(by_row, *two, made[0], seq_lens, accepted if states else None, each)
         else:
             encoder = torch.zeros(padded, dtype=torch.int64, device=DEVICE)
-            sent = Sent(made[0], [*made[1:], encoder], two[0], seq_lens, two[0], two[0])
+            sent = UploadedInputs(made[0], [*made[1:], encoder], two[0], seq_lens, two[0], two[0])
             kinds: Any = [SimpleNamespace(encoder_len=None)] * groups + [SimpleNamespace(encoder_len=7)]
             batch: Any = SimpleNamespace(num_accepted=accepted) if states else None
-            take_off(by_row, Bounds(*two), sent, [*on_device, two[0]], batch, kinds, [*SIZES[:groups], 16])
+            subtract_rejected(by_row, Bounds(*two), sent, [*on_device, two[0]], batch, kinds, [*SIZES[:groups], 16])
             assert not encoder.any()
         found.append([t.tolist() for t in (*made, seq_lens, accepted)])
     assert found[0] == found[1]

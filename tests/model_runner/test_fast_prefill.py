@@ -16,8 +16,8 @@ from lora_cases import PeftOracle
 from tiny_models import SHARING_FAMILIES
 
 from slotline.core import LLM
-from slotline.core.execution.wanted_tokens import WantedTokens
-from slotline.core.planning.fast_prefill import trailing_readers
+from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
+from slotline.planner.fast_prefill import trailing_readers
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.errors import NegotiationError
 
@@ -179,7 +179,7 @@ def test_a_batch_is_cut_down_to_each_requests_last_tokens() -> None:
     """One decode, one chunk in mid-prompt, one prompt's end, one with two drafts."""
     starts = np.array([0, 1, 6, 9, 12])
     indices = np.array([0, 8, 9, 10, 11])
-    wanted = WantedTokens.of(starts, indices, torch.from_numpy(indices), torch.from_numpy)
+    wanted = FastPrefillBatch.of(starts, indices, torch.from_numpy(indices), torch.from_numpy)
     batch = AttentionBatch(
         num_requests=4,
         num_tokens=12,
@@ -201,7 +201,7 @@ def test_a_batch_is_cut_down_to_each_requests_last_tokens() -> None:
     assert cut.positions.tolist() == [6, 29, 6, 7, 8]
     assert cut.slot_mapping.tolist() == [100, 108, 109, 110, 111]
     assert cut.seq_lens is batch.seq_lens
-    everyone = WantedTokens.of(np.array([0, 1, 2]), np.array([0, 1]), torch.tensor([0, 1]), torch.from_numpy)
+    everyone = FastPrefillBatch.of(np.array([0, 1, 2]), np.array([0, 1]), torch.tensor([0, 1]), torch.from_numpy)
     assert everyone.num_decodes == 2
 
 

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from repository import ROOT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution.graph_shapes import GraphShape
-from slotline.core.execution.microbatches import Microbatches, cut, places_in
-from slotline.core.planning.plan import make_plan
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.model_runner.microbatches import Microbatches, cut, places_in
+from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 from slotline.registry.contracts import AttentionBatch
 from slotline.registry.errors import NegotiationError

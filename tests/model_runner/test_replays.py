@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slotline.core.replays import as_if_run, is_replayed
+from slotline.kernels.graph_capture_state import as_if_run, is_replayed
 
 
 def test_nothing_is_replayed_where_nothing_is_captured() -> None:

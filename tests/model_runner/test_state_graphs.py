@@ -13,8 +13,8 @@ import torch
 from negotiation_cases import GPU, explicit
 
 from slotline.core import LLM
-from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.execution.graphs import GraphRunner
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.registry.capability import Flag, GraphSupport, Level, Limit, Max, Set
 from slotline.registry.negotiation import Asked, Candidate, Plan, PlanRequest, group_states, negotiate
@@ -130,7 +130,7 @@ def test_padded_requests_have_no_slot(tiny: Tiny, engines: Engines, query_len: i
 
 def test_a_runner_of_graphs_breaks_them_at_the_groups_that_the_plan_says(tiny: Tiny, engines: Engines) -> None:
     engine = engines(tiny("bamba")).engine
-    shapes = GraphShapes({"decode": "full"}, (1,), query_len=1, max_requests=4, max_tokens=8)
+    shapes = GraphDispatcher({"decode": "full"}, (1,), query_len=1, max_requests=4, max_tokens=8)
     runner = GraphRunner(
         engine.runner.model,
         engine.runner.router,

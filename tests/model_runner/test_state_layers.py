@@ -140,8 +140,8 @@ def _close(one: Any, other: Any) -> bool:
 
 @pytest.mark.behaviour(155)
 def test_the_tensors_of_a_slot_lie_in_one_padded_page() -> None:
-    from slotline.core.execution.states import allocate
-    from slotline.core.planning.state_specs import HeldStates
+    from slotline.core.model_runner.state_dispatcher import allocate
+    from slotline.planner.state_specs import HeldStates
     from slotline.plugins.kv_specs.state_slots import ALIGNMENT, StateSlots
     from slotline.registry.contracts import StateLayer, StateSpecContext, StateTensorSpec
 

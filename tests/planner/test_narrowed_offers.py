@@ -11,7 +11,7 @@ from repository import SUPPORT
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM
-from slotline.core.planning.plan import SMALL_MODEL, Planned
+from slotline.planner.plan import SMALL_MODEL, Planned
 from slotline.registry.errors import NegotiationError
 from tests.kv_cache.test_pages import HYBRID, planned
 

@@ -13,14 +13,14 @@ from attrs import evolve
 from cli_cases import tiny_checkpoint
 from negotiation_cases import FULL, backend, layer, request, sliding
 
+from slotline.cli import main
+from slotline.cli.tuning.cases import Cases, cases_for
+from slotline.cli.tuning.timing import _Bench, time_cases
+from slotline.cli.tuning.trials import backend_trials, feasible_backends, refused_backends
 from slotline.core import LLM
-from slotline.core.cache_folder import cache_folder
-from slotline.core.cli import main
-from slotline.core.planning.measurements import load_measurements, measurement_key, save_measurements
-from slotline.core.planning.plan import make_plan
-from slotline.core.tuning.cases import Cases, cases_for
-from slotline.core.tuning.timing import _Bench, time_cases
-from slotline.core.tuning.trials import backend_trials, feasible_backends, refused_backends
+from slotline.planner.measurements import load_measurements, measurement_key, save_measurements
+from slotline.planner.plan import make_plan
+from slotline.registry.cache_folder import cache_folder
 from slotline.registry.capability import Flag
 from slotline.registry.config import load_config
 from slotline.registry.errors import ConfigError
@@ -68,7 +68,7 @@ def tuned(folder: Path) -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLOTLINE_CACHE", str(folder / "cache"))
         output = folder / "report.json"
-        patch.setattr("slotline.core.cli.tune.print_json", lambda value: output.write_text(json.dumps(value)))
+        patch.setattr("slotline.cli.tune.print_json", lambda value: output.write_text(json.dumps(value)))
         assert main(["tune", str(folder / "run.toml"), *QUICK, "--output", str(folder / "tuned.toml"), "--json"]) == 0
     report: dict[str, object] = json.loads(output.read_text())
     return report
@@ -248,7 +248,7 @@ def test_a_short_prompt_is_timed_beside_long_requests_too_where_there_is_room(
             return super()._first_token(length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("slotline.core.tuning.timing._Bench", Watched)
+        patch.setattr("slotline.cli.tuning.timing._Bench", Watched)
         engine = engines(tiny("llama"), max_num_seqs=4, max_model_len=160).engine
         timings, _ = time_cases(engine, cases)
         without, _ = time_cases(engine, evolve(cases, long=10**6))  # more than the cache holds

@@ -9,8 +9,8 @@ import pytest
 import torch
 from cli_cases import tiny_checkpoint
 
-from slotline.core.cli import main
-from slotline.core.planning.plan import make_plan
+from slotline.cli import main
+from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -13,9 +13,9 @@ import pytest
 from engine_driver import GREEDY, random_prompts, tokens_of
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.drafting.adaptive import LEARNING, PERIOD, PLAIN, DraftControl
-from slotline.core.drafting.timing import StepTimes
-from slotline.core.planning.plan import Planned
+from slotline.core.speculation.draft_length_controller import LEARNING, PERIOD, PLAIN, DraftLengthController
+from slotline.core.speculation.draft_timing import StepTimes
+from slotline.planner.plan import Planned
 from slotline.registry.errors import NegotiationError
 from slotline.testing.reference import drafter as reference
 from tests.kv_cache.test_pages import planned
@@ -42,14 +42,14 @@ def simulated(
     seed: int = 1,
     first: float = 1.0,
     behind: int = 0,
-) -> tuple[np.ndarray, DraftControl]:
+) -> tuple[np.ndarray, DraftLengthController]:
     """Drafts [steps, n] of each request in a run whose costs and acceptance are given.
 
     Args:
         first: how many times as long the first step of each kind takes.
         behind: steps that are under way when the next one is decided.
     """
-    rng, control = Random(seed), DraftControl(len(acceptance), K, uniform=uniform)
+    rng, control = Random(seed), DraftLengthController(len(acceptance), K, uniform=uniform)
     rows = np.arange(len(acceptance))
     for row in rows:
         control.admit(int(row))
@@ -76,7 +76,7 @@ def simulated(
     return np.array(history), control
 
 
-def settled(acceptance: list[float], **more: Any) -> tuple[np.ndarray, DraftControl]:
+def settled(acceptance: list[float], **more: Any) -> tuple[np.ndarray, DraftLengthController]:
     """Mean drafts of each request over the second half of a simulated run."""
     history, control = simulated(acceptance, **more)
     return history[len(history) // 2 :].mean(0), control
@@ -162,7 +162,7 @@ def test_drafts_that_failed_by_chance_are_not_left_out_for_long(p: float, draft:
 
 def test_steps_that_cannot_be_measured_keep_their_drafts() -> None:
     """While prompts stand beside all decoding requests nothing is learned, and a good drafter must not lose by it."""
-    control, rows = DraftControl(2, K), np.arange(2)
+    control, rows = DraftLengthController(2, K), np.arange(2)
     asked = [control.asks(rows) for _ in range(10 * PERIOD)]
     assert 1 <= asked[: PERIOD // 2].count(False) <= 8
     assert asked.count(False) < 0.08 * len(asked)
@@ -170,7 +170,7 @@ def test_steps_that_cannot_be_measured_keep_their_drafts() -> None:
 
 def test_acceptance_that_changes_is_noticed() -> None:
     """A request that starts to repeat itself after 400 steps gets drafts again."""
-    rng, control, rows = Random(2), DraftControl(1, K), np.array([0])
+    rng, control, rows = Random(2), DraftLengthController(1, K), np.array([0])
     taken = []
     for step in range(1400):
         drafts = np.zeros(1, np.int64)
@@ -250,7 +250,7 @@ def test_what_a_grammar_forces_says_nothing_of_the_drafter(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = engines(tiny("llama"), **{**NGRAM, "drafter.adaptive": True})
-    drafting, control = llm.engine.drafting, DraftControl(8, K)
+    drafting, control = llm.engine.drafting, DraftLengthController(8, K)
     assert drafting is not None
     monkeypatch.setattr(drafting, "control", control)
     before = control.to_json()["acceptance"]

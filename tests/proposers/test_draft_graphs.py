@@ -17,11 +17,11 @@ from engine_driver import random_prompts, tokens_of
 from repository import SUPPORT
 
 from slotline.core import LLM
-from slotline.core.drafting import graphs
-from slotline.core.drafting.attention import Places, StagedAttention
-from slotline.core.drafting.drafting import Drafting
-from slotline.core.drafting.graphs import DraftGraphs
-from slotline.core.execution.graph_shapes import GraphShape
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.speculation import draft_graphs as graphs
+from slotline.core.speculation.draft_attention import Places, StagedAttention
+from slotline.core.speculation.draft_graphs import DraftGraphs
+from slotline.core.speculation.draft_runner import DraftRunner
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import NegotiationError
 
@@ -113,7 +113,7 @@ def test_a_padded_request_has_no_keys_and_stores_none(tiny: Tiny, engines: Engin
 def test_the_kernel_finds_the_places_that_torch_finds(
     tiny: Tiny, engines: Engines, monkeypatch: pytest.MonkeyPatch, leads: bool
 ) -> None:
-    kernel = pytest.importorskip("slotline.core.drafting.triton_places", reason="the kernel is Triton's")
+    kernel = pytest.importorskip("slotline.core.speculation.triton_places", reason="the kernel is Triton's")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     llm = engines(tiny("llama"), **settings_of(tiny("llama", **SMALLER)))
     drafting, longest = llm.engine.drafting, llm.engine.limits.max_model_len
@@ -151,15 +151,15 @@ class Again:
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Callable[[LLM], list[Any]]:
     """What each engine's drafter is asked, and what it answers."""
-    ask, asked = Drafting.ask, dict[int, list[Any]]()
+    ask, asked = DraftRunner.ask, dict[int, list[Any]]()
 
-    def recorded(self: Drafting, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
+    def recorded(self: DraftRunner, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
         draft = ask(self, batch, attend)
         tensors = (batch.rows, batch.positions, batch.last_token_ids, draft.token_ids)
         asked.setdefault(id(self), []).append([tensor.tolist() for tensor in tensors])
         return draft
 
-    monkeypatch.setattr(Drafting, "ask", recorded)
+    monkeypatch.setattr(DraftRunner, "ask", recorded)
     return lambda llm: asked[id(llm.engine.drafting)]
 
 

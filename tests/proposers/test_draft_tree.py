@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.drafting.tree import DraftTree
+from slotline.core.batch.draft_tree import DraftTree
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.testing.oracles.drafter import verify_by_match
 from tests.proposers.test_drafting import drafted_by, pool_of

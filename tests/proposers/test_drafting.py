@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.drafting.verification import Rejections, reject, standing
-from slotline.core.sampling.sampler import SamplingBatch
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.rejections import Rejections
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.speculation.verification import reject, standing
 from slotline.registry.contracts import Draft, DraftBatch
 from slotline.registry.errors import ConfigError, NegotiationError, PluginNotFoundError
 
@@ -403,10 +404,10 @@ def test_rejection_sampling_keeps_the_targets_distribution() -> None:
     target = torch.tensor([0.35, 0.05, 0.2, 0.0, 0.3, 0.1])
     drafter = torch.tensor([0.1, 0.3, 0.25, 0.2, 0.1, 0.05])
     drafts = torch.multinomial(drafter, n, replacement=True, generator=generator).numpy()
-    rows = Rows(1, 8)
+    rows = RequestTable(1, 8)
     rows.draft_entry[:] = 0
     rows.num_guesses[:] = 1
-    batch = SamplingBatch(
+    batch = SamplingMetadata(
         rows=np.zeros(n, np.int64),
         positions=np.arange(n),
         temperature=np.ones(n, np.float32),

@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slotline.core.drafting import on_device
-from slotline.core.drafting.on_device import Stood, find_stood, keep_drafts
-from slotline.core.drafting.verification import standing
-from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.speculation import device_verification as on_device
+from slotline.core.speculation.device_verification import AcceptedDrafts, find_accepted, keep_drafts
+from slotline.core.speculation.verification import standing
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.drafting.triton_drafts import find_stood_triton, keep_drafts_triton
+from slotline.core.speculation.triton_drafts import find_stood_triton, keep_drafts_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB, MAX_REQUESTS, MAX_DRAFTS = 7, 9, 5
 
 
-def table() -> LastTokens:
-    return LastTokens(VOCAB, MAX_REQUESTS, DEVICE, MAX_DRAFTS)
+def table() -> PlaceholderTokens:
+    return PlaceholderTokens(VOCAB, MAX_REQUESTS, DEVICE, MAX_DRAFTS)
 
 
 def on_the_device(numbers: np.ndarray) -> torch.Tensor:
@@ -74,12 +74,12 @@ def test_the_drafts_that_stand_are_those_that_the_host_will_find(
         before = own.resolve(on_the_device(ids)).cpu().numpy()
         given_drafts = on_the_device(drafts) if drafted else None
         if triton:
-            result = Stood(
+            result = AcceptedDrafts(
                 *find_stood_triton(on_the_device(sampled), given_drafts, packed, on_the_device(rows), *went_in, own)
             )
         else:
             places = on_the_device(np.repeat(np.arange(len(rows)), verified + 1))
-            result = find_stood(
+            result = find_accepted(
                 on_the_device(sampled), given_drafts, packed, on_the_device(rows), places, *went_in, own
             )
         found.append([t.cpu().tolist() for t in (*result, own.tokens, own.fallen)])

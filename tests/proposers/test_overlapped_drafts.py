@@ -16,8 +16,8 @@ from head_folders import Expected
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.drafting.hidden_states import HiddenStates
-from slotline.core.drafting.overlap import Proposal
+from slotline.core.batch.hidden_states import HiddenStates
+from slotline.core.speculation.async_spec_decode import Proposal
 from slotline.registry.errors import NegotiationError
 from tests.engine.test_asynchronous import PARAMS, seen
 from tests.engine.test_engine_equality import pool_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from slotline.cli import main
 from slotline.core import LLM
-from slotline.core.cli import main
 from slotline.registry import ConfigError, LoadedConfig, load_config
 from slotline.registry.config import Fault
 from slotline.registry.config.file_text import MAX_BYTES

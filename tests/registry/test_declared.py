@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 
-from slotline.core.cli import main
+from slotline.cli import main
 from slotline.registry import contracts
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Max, Range, Set
 from slotline.registry.contracts import KVConnectorCapabilities, LogitsProcessorCapabilities

@@ -13,9 +13,9 @@ import pytest
 from cli_cases import pretend_installed
 from engine_driver import random_prompts
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
-from slotline.core.engine import Engine
+from slotline.core.engine.engine import Engine
 from slotline.registry import Kind, PluginError, PluginLoadError, PluginRegistry, PluginsConfig, PluginState, hookspecs
 from slotline.registry.descriptor import HOST_CONTRACTS
 from slotline.registry.loading import capabilities_class

@@ -17,7 +17,7 @@ from lora_cases import PeftOracle
 from transformers import AutoModelForCausalLM
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 from tests.engine.test_engine_equality import pool_of
 

@@ -73,10 +73,10 @@ def test_rows_without_nan_are_not_taken_for_such_whatever_infinities_they_hold(l
 @pytest.mark.parametrize("vocab_size", [50, 5000])
 def test_the_kernels_notice_the_same_rows_and_tell_the_host(limits: dict[str, Any], vocab_size: int) -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from slotline.core.execution.staging import staging_for
+    from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+    from slotline.core.device.transfer_buffer import transfer_buffer_for
     from slotline.core.sampling import triton_sampling
-    from slotline.core.sampling.last_tokens import LastTokens
-    from slotline.core.sampling.triton_draws import PlainDraws
+    from slotline.core.sampling.triton_fast_sampler import FastSampler
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits, wanted = nan_rows(vocab_size)
@@ -84,9 +84,9 @@ def test_the_kernels_notice_the_same_rows_and_tell_the_host(limits: dict[str, An
     packed = None if rows.all_greedy else params(rows, device)
     if packed is not None:
         assert triton_sampling.sample_into(logits, packed).holds_nan.tolist() == wanted
-    table = LastTokens(vocab_size, 6, device)
+    table = PlaceholderTokens(vocab_size, 6, device)
     stand_ins = torch.from_numpy(table.stand_ins(np.arange(6))).to(device)
-    draws = PlainDraws(table, staging_for(device), 6, vocab_size, device)
+    draws = FastSampler(table, transfer_buffer_for(device), 6, vocab_size, device)
     tokens, arriving = draws(logits, packed, stand_ins, captured=False)
     want = [NAN_LOGITS if nan else token for nan, token in zip(wanted, tokens.tolist(), strict=True)]
     assert arriving.wait().tolist() == want

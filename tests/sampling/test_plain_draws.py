@@ -14,12 +14,12 @@ from sampling_cases import batch, params
 from tiny_engines import DEFAULTS
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.execution.staging import staging_for
-from slotline.core.sampling.last_tokens import LastTokens
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.device.transfer_buffer import transfer_buffer_for
 from slotline.registry.errors import IntegrityError
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling.triton_draws import PlainDraws
+from slotline.core.sampling.triton_fast_sampler import FastSampler
 from slotline.core.sampling.triton_sampling import sample_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,14 +30,14 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="an engine on
 Tiny = Callable[..., Path]
 
 
-def draws_of(table: LastTokens, vocab_size: int = VOCAB_SIZE, most: int = MOST) -> PlainDraws:
-    return PlainDraws(table, staging_for(DEVICE), most, vocab_size, DEVICE)
+def draws_of(table: PlaceholderTokens, vocab_size: int = VOCAB_SIZE, most: int = MOST) -> FastSampler:
+    return FastSampler(table, transfer_buffer_for(DEVICE), most, vocab_size, DEVICE)
 
 
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_the_tokens_are_the_samplers_and_lie_in_the_table_and_on_the_host(*, greedy: bool, captured: bool) -> None:
-    table = LastTokens(VOCAB_SIZE, MOST, DEVICE)
+    table = PlaceholderTokens(VOCAB_SIZE, MOST, DEVICE)
     draws, n = draws_of(table), 4
     rows = np.array([5, 0, 3, 2])
     stand_ins = torch.from_numpy(table.stand_ins(rows)).to(DEVICE)
@@ -60,7 +60,7 @@ def test_the_tokens_are_the_samplers_and_lie_in_the_table_and_on_the_host(*, gre
 
 
 def test_steps_of_other_sizes_take_the_same_memory_and_what_arrived_stays() -> None:
-    table = LastTokens(VOCAB_SIZE, MOST, DEVICE)
+    table = PlaceholderTokens(VOCAB_SIZE, MOST, DEVICE)
     draws = draws_of(table)
     logits = torch.randn(MOST, VOCAB_SIZE, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     places = torch.from_numpy(table.stand_ins(np.arange(MOST))).to(DEVICE)
@@ -75,7 +75,7 @@ def test_steps_of_other_sizes_take_the_same_memory_and_what_arrived_stays() -> N
 
 def test_graphs_share_memory_and_rows_of_logits_in_it_may_be_of_another_length() -> None:
     """As a head with adapters leaves them: its product has columns behind the vocabulary's."""
-    table, n = LastTokens(VOCAB_SIZE, MOST, DEVICE), 3
+    table, n = PlaceholderTokens(VOCAB_SIZE, MOST, DEVICE), 3
     draws = draws_of(table)
     places = torch.from_numpy(table.stand_ins(np.arange(n))).to(DEVICE)
     memory = torch.randn(n * (VOCAB_SIZE + 16), generator=torch.Generator().manual_seed(0)).to(DEVICE)
@@ -88,7 +88,7 @@ def test_graphs_share_memory_and_rows_of_logits_in_it_may_be_of_another_length()
 
 
 def test_logits_that_there_is_no_room_for_are_refused() -> None:
-    table = LastTokens(VOCAB_SIZE, MOST, DEVICE)
+    table = PlaceholderTokens(VOCAB_SIZE, MOST, DEVICE)
     draws = draws_of(table)
     for shape in ((MOST + 1, VOCAB_SIZE), (1, VOCAB_SIZE + 1)):
         places = torch.zeros(shape[0], dtype=torch.int64, device=DEVICE)

@@ -14,7 +14,7 @@ from repository import SUPPORT
 from tiny_engines import everything_returned
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.sampling.processors import ProcessorPipeline
+from slotline.core.sampling.logits_processors import ProcessorPipeline
 from slotline.registry.errors import PluginError, RequestError
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.behaviour(19, 108)]

@@ -16,8 +16,8 @@ from engine_driver import GREEDY, add, random_prompts, run_all
 from sampling_cases import allowed, batch, columns, drawn, masked
 
 from slotline.core import LLM, Logprob, SamplingParams
+from slotline.core.batch.logprobs import LogprobTable, pack_logprobs
 from slotline.core.sampling import sampler as sampler_module
-from slotline.core.sampling.logprobs import LogprobTable, pack_logprobs
 from slotline.core.sampling.sampler import uniforms, warm_up
 from slotline.core.sampling.torch_sampling import draw, scale
 from slotline.registry.errors import CapacityError
@@ -249,11 +249,18 @@ def test_a_step_runs_no_more_python_for_more_requests(settings: dict[str, Any], 
 
 
 BATCHED = (
-    "core/engine.py",
-    "core/execution/",
+    "core/engine/engine.py",
+    "core/model_runner/",
+    "core/batch/step_output.py",
+    "core/batch/model_inputs.py",
+    "core/batch/input_batch_cpu.py",
+    "core/batch/placeholder_tokens.py",
+    "core/batch/sampling_metadata.py",
+    "core/batch/logprobs.py",
+    "core/device/transfer_buffer.py",
     "core/sampling/",
-    "core/scheduling/rows.py",
-    "core/requests/stops.py",
+    "core/batch/request_table.py",
+    "core/engine/stop_checker.py",
     "plugins/logits_processors/",
 )
 
@@ -541,7 +548,7 @@ def test_a_row_that_is_used_again_keeps_nothing_of_the_request_before(tiny: Tiny
 
 @pytest.mark.behaviour(19)
 def test_processors_run_in_their_order_whatever_order_they_were_found_in(tiny: Tiny, engines: Engines) -> None:
-    from slotline.core.sampling.processors import ProcessorPipeline
+    from slotline.core.sampling.logits_processors import ProcessorPipeline
 
     pipeline = engines(tiny("llama")).engine.pipeline
     assert [slot.name for slot in pipeline.slots] == [

@@ -12,16 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sampling_cases import allowed, batch, params
 
-from slotline.core.execution.staging import reserved_bytes, staging_for
-from slotline.core.sampling.batch import PACKED_WIDTH, PackedParameters
-from slotline.core.sampling.logprobs import pack_logprobs
-from slotline.core.sampling.processors import NONE_LEFT, NOT_FINITE, Processed
-from slotline.core.sampling.sampler import SamplingBatch, sample, uniforms
+from slotline.core.batch.logprobs import pack_logprobs
+from slotline.core.batch.sampling_metadata import PACKED_WIDTH, PackedParameters, SamplingMetadata
+from slotline.core.device.transfer_buffer import reserved_bytes, transfer_buffer_for
+from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE, Processed
+from slotline.core.sampling.sampler import sample, uniforms
 from slotline.core.sampling.torch_sampling import sample_torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling import triton_likeliest, triton_sampling
-from slotline.core.sampling.triton_rows import mark_unusable
+from slotline.core.sampling import triton_argmax as triton_likeliest
+from slotline.core.sampling import triton_sampling
+from slotline.core.sampling.triton_logits_ops import mark_unusable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +30,7 @@ on_the_card = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 MIXES = [(1.0, 0, 1.0, 0.0), (0.5, 0, 1.0, 0.0), (2.0, 6, 1.0, 0.0), (1.0, 0, 0.8, 0.0), (1.3, 8, 0.9, 0.1)]
 
 
-def run(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def run(logits: torch.Tensor, rows: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernels' tokens and least logits, on the host."""
     tokens, least = triton_sampling.sample_triton(logits.to(DEVICE), params(rows, DEVICE))
     return tokens.cpu(), least.cpu()
@@ -50,7 +51,7 @@ def nucleus(scaled: np.ndarray, top_k: int, top_p: float, floor: float) -> float
     return float(ordered[kept][-1])
 
 
-def right(logits: np.ndarray, rows: SamplingBatch, i: int, token: int, least: float) -> None:
+def right(logits: np.ndarray, rows: SamplingMetadata, i: int, token: int, least: float) -> None:
     """A row's token and least logit are the definitions', with room for the rounding of float32 sums."""
     assert 0 <= token < logits.shape[-1]
     row = np.where(np.isnan(logits[i]), -np.inf, logits[i])
@@ -73,7 +74,7 @@ def right(logits: np.ndarray, rows: SamplingBatch, i: int, token: int, least: fl
 
 
 @st.composite
-def cases(draw: Any) -> tuple[torch.Tensor, SamplingBatch]:
+def cases(draw: Any) -> tuple[torch.Tensor, SamplingMetadata]:
     """Logits with ties, masked tokens and flat or peaked rows, and a mix of parameters."""
     n, seed = draw(st.integers(1, 4)), draw(st.integers(0, 2**31))
     vocab_size = draw(st.sampled_from([1, 2, 31, 32, 33, 500, 4097, 9000]))
@@ -101,7 +102,7 @@ def cases(draw: Any) -> tuple[torch.Tensor, SamplingBatch]:
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_tokens_and_thresholds_are_those_of_the_definitions(case: tuple[torch.Tensor, SamplingBatch]) -> None:
+def test_tokens_and_thresholds_are_those_of_the_definitions(case: tuple[torch.Tensor, SamplingMetadata]) -> None:
     logits, rows = case
     tokens, least = run(logits, rows)
     for i in range(len(tokens)):
@@ -110,7 +111,7 @@ def test_tokens_and_thresholds_are_those_of_the_definitions(case: tuple[torch.Te
 
 @settings(max_examples=40, deadline=None)
 @given(cases())
-def test_tokens_and_masked_logits_are_those_of_torch(case: tuple[torch.Tensor, SamplingBatch]) -> None:
+def test_tokens_and_masked_logits_are_those_of_torch(case: tuple[torch.Tensor, SamplingMetadata]) -> None:
     """Random numbers and sums that lie so close together that rounding decides are rarer than these examples."""
     logits, rows = case
     if (rows.top_p < 1e-3).any() or (rows.temperature < 1e-3).any():
@@ -235,13 +236,13 @@ def test_logits_that_are_not_contiguous_and_no_rows_at_all() -> None:
 @on_the_card
 @pytest.mark.behaviour(30, 88)
 def test_a_sampling_step_never_waits_for_the_device() -> None:
-    n, staging = 16, staging_for("cuda")
+    n, staging = 16, transfer_buffer_for("cuda")
     staging.reserve(reserved_bytes((n, PACKED_WIDTH), np.int32))
     logits = random_logits(n, 5000, 11).cuda()
     mixed = batch(n, temperature=[0.0, 0.7] * 8, top_k=[0, 40, 3, 0] * 4, top_p=[1, 0.9] * 8, min_p=[0.0, 0.1] * 8)
     greedy = batch(n, temperature=0.0)
 
-    def step(rows: SamplingBatch) -> torch.Tensor:
+    def step(rows: SamplingMetadata) -> torch.Tensor:
         staging.begin()
         sent = None if rows.all_greedy else staging.upload(rows.packed())
         staging.flush()

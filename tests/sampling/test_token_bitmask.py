@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slotline.core.sampling.bitmask import TokenBitmask, unpacked
 
 pytest.importorskip("triton", reason="the kernel is Triton's")
-from slotline.core.sampling.triton_rows import ban_by_bitmask
+from slotline.core.sampling.triton_logits_ops import ban_by_bitmask
 
 pytestmark = [pytest.mark.behaviour(102)]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

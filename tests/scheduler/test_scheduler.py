@@ -9,14 +9,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.request import Request, Status
-from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.request import Request, Status
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.scheduler.integrity import check_integrity
 from slotline.registry.errors import CapacityError, IntegrityError
 
 
-def counts(bench: Bench, schedule: Schedule) -> dict[str, int]:
+def counts(bench: Bench, schedule: SchedulerOutput) -> dict[str, int]:
     """Scheduled tokens by request, of a step after which none has left."""
     return dict(zip(bench.names(schedule), schedule.num_scheduled.tolist(), strict=True))
 
@@ -260,7 +260,7 @@ def test_a_request_that_does_not_fit_yet_takes_nothing_while_it_waits() -> None:
 
 @pytest.mark.behaviour(31)
 def test_a_row_that_is_not_held_cannot_be_released() -> None:
-    rows = Rows(2, 8)
+    rows = RequestTable(2, 8)
     first, second = request("a", [1]), request("b", [2])
     row = rows.admit(first, 0)
     with pytest.raises(IntegrityError, match="'b'"):
@@ -275,7 +275,7 @@ def test_a_row_that_is_not_held_cannot_be_released() -> None:
 
 @pytest.mark.behaviour(18, 39)
 def test_a_row_forgets_the_request_before_it() -> None:
-    rows = Rows(1, 16)
+    rows = RequestTable(1, 16)
     first = request(
         "a",
         [1, 2, 3],
@@ -294,7 +294,7 @@ def test_a_row_forgets_the_request_before_it() -> None:
     rows.log_floor[0] = -1
     rows.release(first)
     rows.admit(request("b", [9]), 77)
-    fresh = Rows(1, 16)
+    fresh = RequestTable(1, 16)
     fresh.admit(request("b", [9]), 77)
     for name, value in vars(rows).items():
         if isinstance(value, np.ndarray) and name not in (

@@ -12,7 +12,7 @@ from engine_driver import GREEDY, add, random_prompts, run_all, tokens_of
 from tiny_engines import everything_returned
 
 from slotline.core import LLM, BeamSearchParams
-from slotline.core.scheduling.admission import MAX_SALT_BYTES
+from slotline.core.scheduler.admission import MAX_SALT_BYTES
 from slotline.registry.errors import ModelError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

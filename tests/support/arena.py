@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.execution.staging import CpuStaging
+from slotline.core.device.transfer_buffer import CpuTransferBuffer
 
 
-class Arena(CpuStaging):
+class Arena(CpuTransferBuffer):
     """Staging whose arrays lie one behind the other in one buffer."""
 
     def __init__(self, device: str = "cpu") -> None:

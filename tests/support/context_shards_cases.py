@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from slotline.core.execution.context_shards import ContextShards, Shard
+from slotline.core.model_runner.context_shards import ContextShards, Shard
 from slotline.registry.contracts import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.descriptor import Kind
 from slotline.registry.discovery import PluginRegistry

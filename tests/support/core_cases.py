@@ -7,18 +7,18 @@ from collections.abc import Callable
 import numpy as np
 from attrs import define, field
 
-from slotline.core.cache.block_pool import BlockPool
-from slotline.core.cache.encoder_cache import EncoderCache
-from slotline.core.cache.manager import CacheGroup, CacheManager
-from slotline.core.frontend.multimodal import Feature
-from slotline.core.frontend.sampling_params import SamplingParams
-from slotline.core.scheduling.integrity import check_integrity
-from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.rows import Rows
-from slotline.core.scheduling.schedule import Schedule
-from slotline.core.scheduling.scheduler import Scheduler
+from slotline.core.api.multimodal_inputs import Feature
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.kv_cache.block_pool import BlockPool
+from slotline.core.kv_cache.encoder_cache import EncoderCache
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.scheduler.integrity import check_integrity
+from slotline.core.scheduler.scheduler import Scheduler
 from slotline.plugins.kv_specs.full_cache import FullSpec
 from slotline.registry.contracts import KVSpecContext
+from slotline.registry.contracts.sampling_params import SamplingParams
 
 
 def request(name: str, prompt: list[int], arrival: int = 0, priority: int = 0, **params: object) -> Request:
@@ -40,7 +40,7 @@ def cache_of(
     max_requests: int = 4,
     max_model_len: int = 32,
     prefix_caching: bool = True,
-) -> CacheManager:
+) -> KVCacheManager:
     """A cache with a group of full attention for each block size, and `num_blocks` usable blocks."""
     groups = []
     for index, size in enumerate((block_size,) if isinstance(block_size, int) else block_size):
@@ -55,7 +55,7 @@ def cache_of(
             max_model_len=max_model_len,
         )
         groups.append(CacheGroup(index, FullSpec(context), size, kernel, max_requests, max_model_len))
-    return CacheManager(BlockPool(num_blocks + 1), groups, prefix_caching=prefix_caching)
+    return KVCacheManager(BlockPool(num_blocks + 1), groups, prefix_caching=prefix_caching)
 
 
 @define(eq=False)
@@ -70,13 +70,13 @@ class Bench:
     chunked_prefill: bool = True
     prefix_caching: bool = True
     encoder_cache: EncoderCache | None = None
-    rows: Rows = field(init=False)
-    cache: CacheManager = field(init=False)
+    rows: RequestTable = field(init=False)
+    cache: KVCacheManager = field(init=False)
     scheduler: Scheduler = field(init=False)
     arrivals: int = 0
 
     def __attrs_post_init__(self) -> None:
-        self.rows = Rows(self.max_requests, self.max_model_len)
+        self.rows = RequestTable(self.max_requests, self.max_model_len)
         self.cache = cache_of(
             self.num_blocks,
             block_size=self.block_size,
@@ -109,7 +109,7 @@ class Bench:
         self.scheduler.add(made)
         return made
 
-    def step(self, sample: Callable[[Request], int] = lambda _: 7) -> Schedule:
+    def step(self, sample: Callable[[Request], int] = lambda _: 7) -> SchedulerOutput:
         """Schedule, pretend to compute, append a token to each complete row; what is too long leaves."""
         schedule = self.scheduler.schedule()
         rows = self.rows
@@ -125,7 +125,7 @@ class Bench:
         check_integrity(self.scheduler)
         return schedule
 
-    def names(self, schedule: Schedule) -> list[str]:
+    def names(self, schedule: SchedulerOutput) -> list[str]:
         """The scheduled requests that still hold their row, in batch order."""
         found = (self.rows.requests[row] for row in schedule.rows.tolist())
         return [r.request_id for r in found if r is not None]

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from random import Random
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.request import Request
+from slotline.core.batch.scheduler_output import SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
@@ -20,12 +20,12 @@ def random_prompts(lengths: Sequence[int], seed: int = 0, vocab_size: int = 384)
 
 
 @contextmanager
-def recorded(llm: LLM) -> Iterator[list[Schedule]]:
+def recorded(llm: LLM) -> Iterator[list[SchedulerOutput]]:
     """The schedule of every step that runs inside."""
-    scheduler, seen = llm.engine.scheduler, list[Schedule]()
-    original: Callable[[], Schedule] = scheduler.schedule
+    scheduler, seen = llm.engine.scheduler, list[SchedulerOutput]()
+    original: Callable[[], SchedulerOutput] = scheduler.schedule
 
-    def schedule() -> Schedule:
+    def schedule() -> SchedulerOutput:
         seen.append(original())
         return seen[-1]
 
@@ -55,6 +55,6 @@ def tokens_of(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams = G
     return [output.outputs[0].token_ids for output in llm.generate(list(prompts), params)]
 
 
-def mixes_decode_and_prefill(schedule: Schedule) -> bool:
+def mixes_decode_and_prefill(schedule: SchedulerOutput) -> bool:
     """Whether a step has requests with one token and with many."""
     return 0 < schedule.num_decodes < len(schedule.rows)

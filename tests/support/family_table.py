@@ -21,7 +21,7 @@ from engine_driver import GREEDY, random_prompts
 from repository import ROOT
 
 from slotline.core import LLM
-from slotline.core.scheduling.request import Request
+from slotline.core.batch.request import Request
 
 PAGE = ROOT / "docs" / "model-families.md"
 START, END = "<!-- families -->\n", "<!-- end -->"

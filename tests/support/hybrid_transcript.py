@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 from repository import ROOT
 
-from slotline.core.planning.plan import make_plan
+from slotline.planner.plan import make_plan
 from slotline.registry.config import load_config
 
 PAGE = ROOT / "docs" / "hybrids.md"

@@ -109,7 +109,7 @@ def attended(requests: tuple[tuple[int, int], ...], **more: Any) -> None:
 
 def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) -> Forms:
     """What steps of an engine with such limits launch that the steps of a rehearsal do not."""
-    from slotline.core.execution.rehearsal import steps
+    from slotline.core.model_runner.kernel_precompile_plan import steps
 
     for lens, past in steps(most_tokens, most_requests, longest):
         attended(tuple((n, n if past is None else past) for n in lens), **SMALL)
@@ -129,7 +129,7 @@ def rehearsed(forms: Forms, most_tokens: int, most_requests: int, longest: int) 
 
 def hopper() -> None:
     """The kernels for Hopper, and whether they compile under this Triton."""
-    from slotline.core.execution import compiling
+    from slotline.kernels import triton_precompile as compiling
 
     launches = [*map(hopper_latents, COUNTS), *map(hopper_prompts, COUNTS)]
     launches += map(hopper_decodes, COUNTS)
@@ -224,7 +224,7 @@ def logits() -> None:
     """What grammars, marks and penalties launch for rows and tokens of all numbers, and a rehearsal before."""
     import numpy as np
 
-    from slotline.core.sampling import triton_rows
+    from slotline.core.sampling import triton_logits_ops as triton_rows
     from slotline.plugins.logits_processors.penalties import device_counts
     from slotline.registry.contracts import LogitsBatch
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
 from slotline.core.sampling import torch_sampling
-from slotline.core.sampling.batch import PackedParameters
-from slotline.core.sampling.sampler import SamplingBatch, sample
+from slotline.core.sampling.sampler import sample
 
 
-def batch(n: int, **values: Any) -> SamplingBatch:
+def batch(n: int, **values: Any) -> SamplingMetadata:
     """n rows; each value stands for all rows or is given by row."""
     defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "positions": 0}
     types = {"top_k": np.int64, "positions": np.int64, "seed": np.uint64}
@@ -22,19 +22,19 @@ def batch(n: int, **values: Any) -> SamplingBatch:
     }
     with np.errstate(divide="ignore"):
         arrays["log_floor"] = np.log(arrays.pop("min_p"))
-    return SamplingBatch(rows=np.arange(n), **arrays)
+    return SamplingMetadata(rows=np.arange(n), **arrays)
 
 
-def params(rows: SamplingBatch, device: str = "cpu") -> torch.Tensor:
+def params(rows: SamplingMetadata, device: str = "cpu") -> torch.Tensor:
     """The packed parameters on a device."""
     return torch.from_numpy(rows.packed()).to(device)
 
 
-def columns(rows: SamplingBatch) -> PackedParameters:
+def columns(rows: SamplingMetadata) -> PackedParameters:
     return PackedParameters(params(rows))
 
 
-def drawn(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def drawn(logits: torch.Tensor, rows: SamplingMetadata) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens, and the logits that they were drawn from."""
     sent = None if rows.all_greedy else params(rows, str(logits.device))
     tokens, final = sample(logits, rows, sent, keep_final=True)
@@ -42,7 +42,7 @@ def drawn(logits: torch.Tensor, rows: SamplingBatch) -> tuple[torch.Tensor, torc
     return tokens, final
 
 
-def masked(logits: torch.Tensor, rows: SamplingBatch) -> torch.Tensor:
+def masked(logits: torch.Tensor, rows: SamplingMetadata) -> torch.Tensor:
     """What min-p, top-k and top-p leave of logits, in torch."""
     return torch_sampling.mask_unlikely(logits, rows, columns(rows))
 

@@ -8,8 +8,8 @@ from typing import Any
 from attrs import define, field
 
 from slotline.core import StructuredOutputsParams
-from slotline.core.frontend.tokenizer import Tokenizer
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import StructuredOutput, StructuredOutputContext
 from slotline.testing.oracles.structured_output import token_bytes
 from slotline.testing.subject import subject_of

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from slotline.registry.moved_modules import install as _install_moved_modules
+
+_install_moved_modules()
+
 TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
 if TYPE_CHECKING:
     from typing import Any
 
-    from slotline.core.engine import Engine
-    from slotline.core.frontend.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-    from slotline.core.frontend.llm import LLM
-    from slotline.core.frontend.lora_request import LoRARequest
-    from slotline.core.frontend.outputs import (
+    from slotline.core.api.lora_request import LoRARequest
+    from slotline.core.api.outputs import (
         ClassificationOutput,
         ClassificationRequestOutput,
         CompletionOutput,
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from slotline.core.frontend.sampling_params import SamplingParams
+    from slotline.core.engine.engine import Engine
+    from slotline.core.llm.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
+    from slotline.core.llm.llm import LLM
     from slotline.registry.contracts import PoolingParams, StructuredOutputsParams
+    from slotline.registry.contracts.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -60,16 +64,16 @@ _OUTPUTS = (
     "RequestOutput",
 )
 _LAZY = {
-    **dict.fromkeys(_OUTPUTS, "slotline.core.frontend.outputs"),
-    "LoRARequest": "slotline.core.frontend.lora_request",
-    "SamplingParams": "slotline.core.frontend.sampling_params",
+    **dict.fromkeys(_OUTPUTS, "slotline.core.api.outputs"),
+    "LoRARequest": "slotline.core.api.lora_request",
+    "SamplingParams": "slotline.registry.contracts.sampling_params",
     "PoolingParams": "slotline.registry.contracts",
     "StructuredOutputsParams": "slotline.registry.contracts",
-    "LLM": "slotline.core.frontend.llm",
-    "BeamSearchOutput": "slotline.core.frontend.beam_search",
-    "BeamSearchParams": "slotline.core.frontend.beam_search",
-    "BeamSearchSequence": "slotline.core.frontend.beam_search",
-    "Engine": "slotline.core.engine",
+    "LLM": "slotline.core.llm.llm",
+    "BeamSearchOutput": "slotline.core.llm.beam_search",
+    "BeamSearchParams": "slotline.core.llm.beam_search",
+    "BeamSearchSequence": "slotline.core.llm.beam_search",
+    "Engine": "slotline.core.engine.engine",
 }
 
 

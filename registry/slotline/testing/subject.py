@@ -135,7 +135,7 @@ def subject_of(
 
 def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
     """Return the requested device. A device that the plugin does not declare is refused like by a probe."""
-    from slotline.core.planning.device import describe_device, resolve_device
+    from slotline.planner.device import describe_device, resolve_device
     from slotline.registry.errors import PluginError
 
     if asked is None:
@@ -149,7 +149,7 @@ def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
 
 def default_device(devices: Any = None) -> DeviceInfo:
     """Return the engine's default device: a GPU if there is one and `devices` (a capability) allows it, or the CPU."""
-    from slotline.core.planning.device import describe_device, resolve_device
+    from slotline.planner.device import describe_device, resolve_device
 
     found = resolve_device("auto")
     takes = devices is None or devices.refusal(found.partition(":")[0]) is None

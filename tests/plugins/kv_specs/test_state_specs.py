@@ -13,13 +13,13 @@ from cli_cases import pretend_installed
 from engine_driver import GREEDY, random_prompts, tokens_of
 from negotiation_cases import CPU, FULL_SPEC, explicit, spec
 
+from slotline.cli import main
 from slotline.core import LLM
-from slotline.core.cache.checkpoints import Checkpoints
-from slotline.core.cache.state_rules import JointRules, rules_of
-from slotline.core.cli import main
-from slotline.core.execution.states import StateRouter
-from slotline.core.planning.plan import make_plan
-from slotline.core.scheduling.rows import Rows
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.kv_cache.state_checkpoints import Checkpoints
+from slotline.core.kv_cache.state_rules import JointRules, rules_of
+from slotline.core.model_runner.state_dispatcher import StateDispatcher
+from slotline.planner.plan import make_plan
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.plugins.kv_specs.state_slots import StateSlots
 from slotline.registry.capability import Flag, Set
@@ -357,9 +357,9 @@ def test_rules_are_asked_only_about_requests_that_compute_several_tokens() -> No
             assert (ends > computed).all()
             return computed + 1
 
-    rows = Rows(4, 2048)
+    rows = RequestTable(4, 2048)
     context = StateSpecContext(contract=1, layers=LAYERS, prefix_unit=16, max_model_len=2048)
-    found = Checkpoints(rows, StateRouter([], {}, 6, "cpu"), 16, Eager(context))
+    found = Checkpoints(rows, StateDispatcher([], {}, 6, "cpu"), 16, Eager(context))
     counts = found.cut(np.array([0, 1, 2]), np.array([16, 40, 7]), np.array([0, 9, 1]))
     assert counts.tolist() == [0, 1, 1]
 

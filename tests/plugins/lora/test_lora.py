@@ -18,9 +18,9 @@ from repository import SUPPORT
 from safetensors.torch import load_file, save, save_file
 
 from slotline.core import LLM, BeamSearchParams, LoRARequest, SamplingParams
-from slotline.core.adapters.use import AdapterUse
-from slotline.core.execution.graph_shapes import GraphShape, GraphShapes
-from slotline.core.scheduling.schedule import Schedule
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -456,13 +456,13 @@ NONE, ONE, MANY = AdapterUse
     ids=str,
 )
 def test_a_step_takes_the_graphs_that_its_adapters_allow(captured, taken):
-    shapes = GraphShapes(
+    shapes = GraphDispatcher(
         {"decode": "full"}, (1, 2, 4), query_len=1, max_requests=4, max_tokens=16, adapters=lambda _: captured
     )
     assert {shape.adapters for shape in shapes.largest_first} == set(captured)
     assert len(shapes.largest_first) == 3 * len(captured)
     one = np.ones(3, np.int64)
-    schedule = Schedule(rows=np.arange(3), num_scheduled=one, num_computed=one, num_tokens=3, num_decodes=3)
+    schedule = SchedulerOutput(rows=np.arange(3), num_scheduled=one, num_computed=one, num_tokens=3, num_decodes=3)
     found = [shapes.shape_for(schedule, adapters=use) for use in AdapterUse]
     assert found == [None if use is None else GraphShape(4, 1, adapters=use) for use in taken]
 
@@ -542,7 +542,7 @@ def test_an_adapter_that_is_loaded_again_from_files_of_equal_size_and_time_has_t
 ):
     if blind:  # as on a file system that keeps no times of inodes
         monkeypatch.setattr("slotline.plugins.lora.slots.signature", lambda path: ())
-        monkeypatch.setattr("slotline.core.adapters.slots.files_of", lambda request: "")
+        monkeypatch.setattr("slotline.core.lora.slot_manager.files_of", lambda request: "")
     shutil.copytree(oracle.folder / "plain", tmp_path / "mine")
     mine = LoRARequest("mine", 9, str(tmp_path / "mine"))
     settings = {"merged": {"lora.merge": True}, "over stages": {"parallel.pipeline": 2}}.get(way, {})

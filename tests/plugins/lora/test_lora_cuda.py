@@ -12,7 +12,7 @@ from engine_driver import random_prompts
 from lora_cases import PeftOracle, expansions
 
 from slotline.core import LLM, SamplingParams
-from slotline.core.adapters.use import AdapterUse
+from slotline.core.batch.adapter_usage import AdapterUse
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from repository import ROOT
 
+from slotline.cli import main
 from slotline.core import LLM, LoRARequest, SamplingParams
-from slotline.core.cli import main
 
 MODEL = ROOT / "core" / "slotline" / "core" / "small_model"
 PROMPT = "def read_file(path"

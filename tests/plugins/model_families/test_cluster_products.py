@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from slotline.core import cuda_kernels
+from slotline.kernels import nvrtc as cuda_kernels
 from slotline.plugins.model_families.passes import cluster_products
 from slotline.plugins.model_families.passes.cluster_products import ACTIVATIONS, ClusterProducts, Form, Kind, source
 

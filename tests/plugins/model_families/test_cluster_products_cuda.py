@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from slotline.core.cuda_kernels import why_no_cuda_sources
+from slotline.kernels.nvrtc import why_no_cuda_sources
 
 if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9 or why_no_cuda_sources() is not None:
     pytest.skip("made for Hopper, compiled by NVRTC", allow_module_level=True)

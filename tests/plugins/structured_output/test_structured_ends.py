@@ -12,7 +12,7 @@ import pytest
 from structured_texts import PLUGINS, byte_tokens, context, tokenizer, tokens_of
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.errors import RequestError
 from slotline.testing.oracles.structured_output import unpacked
 from slotline.testing.subject import subject_of

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.frontend.tokenizer import Tokenizer
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import Draft, DraftBatch, StructuredOutputContext
 from slotline.testing.subject import subject_of
 from tests.proposers.test_drafting import drafted_by

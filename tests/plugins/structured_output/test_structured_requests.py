@@ -15,7 +15,7 @@ import pytest
 from repository import SUPPORT
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.plugins.structured_output.json_schema import refuse
 from slotline.plugins.structured_output.regex import shortest
 from slotline.registry.errors import NegotiationError, PluginError, PluginNotFoundError, RequestError

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slotline.core import LLM, SamplingParams, StructuredOutputsParams
-from slotline.core.frontend.tokenizer import Tokenizer
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import StructuredOutput, StructuredOutputContext
 from slotline.registry.errors import RequestError
 from slotline.testing.oracles.structured_output import unpacked

@@ -11,8 +11,8 @@ from attrs import evolve
 from negotiation_cases import CPU, explicit
 
 from slotline.core import LLM
-from slotline.core.planning.state_facts import refuse_unfit_states
-from slotline.core.planning.state_specs import HeldStates, with_state_memory
+from slotline.planner.state_facts import refuse_unfit_states
+from slotline.planner.state_specs import HeldStates, with_state_memory
 from slotline.plugins.kv_specs.mamba import descriptor as mamba
 from slotline.plugins.kv_specs.state_slots import StateSlots
 from slotline.registry.capability import Flag, Max, Set

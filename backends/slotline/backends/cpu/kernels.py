@@ -26,7 +26,7 @@ from llvmlite import ir
 from numba import carray, config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
-from slotline.core.numba_cache import cached_cfunc, cached_njit
+from slotline.kernels.numba_cache import cached_cfunc, cached_njit
 
 TILE = 32
 """Keys whose scores are computed before the running maximum is brought up to date once."""

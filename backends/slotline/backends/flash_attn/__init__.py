@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attrs import frozen
 
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Choice, Flag, GraphSupport, Level, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind

@@ -15,7 +15,7 @@ from slotline.backends.flashinfer.plans import Planner
 from slotline.backends.sinks import add_sinks
 from slotline.backends.triton.backend import Plan as StorePlan
 from slotline.backends.triton.backend import TritonBackend
-from slotline.core.launching import next_power_of_2
+from slotline.kernels.triton_launcher import next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import ConfigError
 

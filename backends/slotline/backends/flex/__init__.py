@@ -7,7 +7,7 @@ from typing import Any
 
 from attrs import evolve
 
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Choice, Flag, Range, Set
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind

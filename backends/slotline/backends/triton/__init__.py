@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
-from slotline.core.hopper import has_hopper_kernels
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.gluon_support import has_hopper_kernels
+from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Align, Choice, Flag, GraphSupport, Level, Limit, Range, Set, Support
 from slotline.registry.contracts.attention import AttentionCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind

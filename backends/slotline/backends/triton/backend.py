@@ -13,7 +13,7 @@ from attrs import evolve, frozen
 from slotline.backends.alibi import slopes_of
 from slotline.backends.triton import TritonOptions, kernels
 from slotline.backends.triton.prompts import PromptAttention
-from slotline.core.hopper import device_has_hopper_kernels
+from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 if TYPE_CHECKING:

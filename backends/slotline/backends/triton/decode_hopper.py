@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from slotline.backends.triton.kernels import LOG2E
-from slotline.core.gluon_names import load_rows
-from slotline.core.launching import Launcher
+from slotline.kernels.gluon_compat import load_rows
+from slotline.kernels.triton_launcher import Launcher
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 TILE, STAGES, RESIDENT = 32, 3, 4

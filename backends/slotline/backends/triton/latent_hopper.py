@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.latent_kernels import _find_request
-from slotline.core.gluon_names import load_box, thread_barrier
+from slotline.kernels.gluon_compat import load_box, thread_barrier
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer, KVCache
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import triton
 from attrs import frozen
 
 from slotline.backends.triton import kernels, latent_kernels
-from slotline.core.hopper import device_has_hopper_kernels
+from slotline.kernels.gluon_support import device_has_hopper_kernels
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 from slotline.registry.errors import PluginError
 

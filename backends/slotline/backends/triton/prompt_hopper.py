@@ -27,8 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slotline.backends.triton.kernels import LOG2E, _find_request
-from slotline.core.gluon_names import load_box, thread_barrier
-from slotline.core.launching import Boxes, Launcher
+from slotline.kernels.gluon_compat import load_box, thread_barrier
+from slotline.kernels.triton_launcher import Boxes, Launcher
 from slotline.registry.contracts.attention import AttentionBatch, AttentionLayer
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ import torch
 
 from slotline.backends.triton.kernels import LOG2E
 from slotline.backends.triton.prompt_kernels import attend_prompts
-from slotline.core.hopper import device_has_hopper_kernels
-from slotline.core.launching import Boxes, Launcher, next_power_of_2
-from slotline.core.replays import is_replayed
+from slotline.kernels.gluon_support import device_has_hopper_kernels
+from slotline.kernels.graph_capture_state import is_replayed
+from slotline.kernels.triton_launcher import Boxes, Launcher, next_power_of_2
 from slotline.registry.contracts.attention import AttentionBatch, AttentionContext, AttentionLayer, KVCache
 
 if TYPE_CHECKING:

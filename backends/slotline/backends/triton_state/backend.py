@@ -15,7 +15,7 @@ from slotline.backends.triton_state.mamba2 import Mamba2
 from slotline.backends.triton_state.order import Order
 from slotline.backends.triton_state.rows import Operator, Rows, Tensors, clear_padding
 from slotline.backends.triton_state.trails import Trails
-from slotline.core.replays import is_replayed
+from slotline.kernels.graph_capture_state import is_replayed
 from slotline.registry.contracts.state import StateBatch, StateContext, StateLayer
 
 OPERATORS: Mapping[str, Operator] = MappingProxyType(

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.triton_support import has_triton
+from slotline.kernels.triton_support import has_triton
 
 Int32 = npt.NDArray[np.int32]
 _BITS = 32  # of a word
@@ -51,7 +51,7 @@ class TokenBitmask:
             return self._apply_on_host(logits, in_place=in_place)
         words, places = self._on_device(logits.device)
         if logits.device.type == "cuda" and has_triton():
-            from slotline.core.sampling.triton_rows import ban_by_bitmask
+            from slotline.core.sampling.triton_logits_ops import ban_by_bitmask
 
             result = (
                 logits if in_place and logits.is_contiguous() else logits.clone(memory_format=torch.contiguous_format)

@@ -9,18 +9,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.execution.staging import Staging
-from slotline.core.execution.step import Answers
-from slotline.core.execution.step_inputs import StepInputs
-from slotline.core.frontend.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
-from slotline.core.frontend.sampling_params import SamplingParams
-from slotline.core.scheduling.rows import Rows
-from slotline.core.uploads import sent
+from slotline.core.api.outputs import ClassificationOutput, EmbeddingOutput, PoolingOutput, PoolingRequestOutput
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.step_output import PendingPooling
+from slotline.core.device.async_copy import to_device
+from slotline.core.device.transfer_buffer import TransferBuffer
 from slotline.registry.contracts import Pooler, PoolingParams
+from slotline.registry.contracts.sampling_params import SamplingParams
 from slotline.registry.errors import ContractError, RequestError
 
 if TYPE_CHECKING:
-    from slotline.core.scheduling.request import Request
+    from slotline.core.batch.request import Request
 
 Int = npt.NDArray[np.int64]
 UNSAMPLED = SamplingParams(max_tokens=1, detokenize=False)
@@ -42,7 +42,7 @@ class Pooling:
     """
 
     def __init__(
-        self, task: str, pooler: Pooler, rows: Rows, staging: Staging, *, hidden_size: int, device: str
+        self, task: str, pooler: Pooler, rows: RequestTable, staging: TransferBuffer, *, hidden_size: int, device: str
     ) -> None:
         if pooler.method not in _GATHERERS:
             raise ContractError(
@@ -68,17 +68,17 @@ class Pooling:
         """
         return self._pooler.adjust(params)
 
-    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """[n] int64, the tokens whose hidden states `run` needs; None for all."""
         return self._gatherer.wanted(inputs)
 
-    def run(self, inputs: StepInputs, hidden: torch.Tensor) -> Answers:
+    def run(self, inputs: ModelInputs, hidden: torch.Tensor) -> PendingPooling:
         """Take in a step's hidden states of the `wanted` tokens, and start the answers of prompts it completes."""
         states = self._gatherer.gather(inputs, hidden)  # [n, hidden_size] float32
         if len(inputs.logits_rows) == 0:
-            return Answers(rows=inputs.logits_rows, vectors=None)
+            return PendingPooling(rows=inputs.logits_rows, vectors=None)
         vectors = self._pooler.pool(states, [self._params(row) for row in inputs.logits_rows.tolist()])
-        return Answers(rows=inputs.logits_rows, vectors=self._staging.download(vectors))
+        return PendingPooling(rows=inputs.logits_rows, vectors=self._staging.download(vectors))
 
     def _params(self, row: int) -> PoolingParams:
         request = self._rows.requests[row]  # None in profiling and warm-up
@@ -90,13 +90,13 @@ class Gatherer(Protocol):
 
     whole_prompt: bool
 
-    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None: ...
+    def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None: ...
 
-    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """See `Pooling.wanted`."""
         ...
 
-    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+    def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden_size] float32, the pooled states of the requests in `inputs.logits_rows`."""
         ...
 
@@ -106,14 +106,14 @@ class LastToken:
 
     whole_prompt = False
 
-    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+    def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
         """Nothing to prepare."""
 
-    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """The last token of each completed prompt."""
         return inputs.logits_indices
 
-    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+    def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
         """The states as they come."""
         return hidden.float()
 
@@ -121,20 +121,20 @@ class LastToken:
 class _Kept:
     """What a request's earlier chunks gave, by permanent row: [max_requests, hidden_size] float32 on the device."""
 
-    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+    def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
         self._states = torch.zeros((rows.max_requests, hidden_size), device=device)
 
-    def update(self, inputs: StepInputs, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    def update(self, inputs: ModelInputs, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Keep what `merge` makes of the step's requests; returns that of the completed ones [n, hidden_size].
 
         `merge` gets what was kept [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
         that starts over after preemption has not: what its first attempt left, or another's, does not count.
         """
         states = self._states
-        begun = sent(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
-        rows = sent(inputs.rows, states.device)
+        begun = to_device(inputs.seq_lens_cpu[: len(inputs.rows)] > inputs.num_scheduled, states.device)
+        rows = to_device(inputs.rows, states.device)
         states[rows] = merge(states[rows], begun[:, None])
-        return states[sent(inputs.logits_rows, states.device)]
+        return states[to_device(inputs.logits_rows, states.device)]
 
 
 class FirstToken:
@@ -142,14 +142,14 @@ class FirstToken:
 
     whole_prompt = True
 
-    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+    def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
         self._kept = _Kept(rows, hidden_size, device)
 
-    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """The first token of each chunk."""
         return inputs.query_start_loc[: len(inputs.rows)].long()
 
-    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+    def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
         """A prompt's first chunk decides."""
         states = hidden.float()  # [num_requests, hidden_size]
         return self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, states))
@@ -160,22 +160,22 @@ class Mean:
 
     whole_prompt = True
 
-    def __init__(self, rows: Rows, hidden_size: int, device: str) -> None:
+    def __init__(self, rows: RequestTable, hidden_size: int, device: str) -> None:
         self._kept = _Kept(rows, hidden_size, device)
         self._rows = rows
 
-    def wanted(self, inputs: StepInputs) -> torch.Tensor | None:
+    def wanted(self, inputs: ModelInputs) -> torch.Tensor | None:
         """All tokens."""
         return None
 
-    def gather(self, inputs: StepInputs, hidden: torch.Tensor) -> torch.Tensor:
+    def gather(self, inputs: ModelInputs, hidden: torch.Tensor) -> torch.Tensor:
         """The step's sums by request, added to those of its earlier chunks, all in float32."""
-        counts = sent(inputs.num_scheduled, hidden.device)
+        counts = to_device(inputs.num_scheduled, hidden.device)
         # `unsafe` leaves out a check of the counts that would wait for the device.
         sums = torch.segment_reduce(hidden[: inputs.num_tokens].float(), "sum", lengths=counts, axis=0, unsafe=True)
         done = self._kept.update(inputs, lambda kept, begun: torch.where(begun, kept, 0.0) + sums)
         lengths = np.maximum(self._rows.num_tokens[inputs.logits_rows], 1)  # dummy rows have no tokens
-        return done / sent(lengths, hidden.device)[:, None]
+        return done / to_device(lengths, hidden.device)[:, None]
 
 
 _GATHERERS: Mapping[str, type[Gatherer]] = {"last": LastToken, "cls": FirstToken, "mean": Mean}

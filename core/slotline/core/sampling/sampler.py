@@ -7,7 +7,7 @@ it, with chunked prefill or with preemption; a sample that is thrown away needs 
 
 On a CUDA device with Triton two kernels do all of it, elsewhere torch; they keep the same tokens and draw from the same
 distribution with the same number, and differ only where the rounding of a sum moves a boundary past that number.
-Nothing here waits for the device: a step's parameters go there in one array, see `SamplingBatch.packed`.
+Nothing here waits for the device: a step's parameters go there in one array, see `SamplingMetadata.packed`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from slotline.core.out_of_memory import is_out_of_memory
-from slotline.core.sampling.batch import PackedParameters, SamplingBatch, uniforms
-from slotline.core.sampling.nan_logits import likeliest_checked
+from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata, uniforms
+from slotline.core.device.out_of_memory import is_out_of_memory
+from slotline.core.sampling.nan_logits import argmax_checked
 from slotline.core.sampling.torch_sampling import Drawn, draw_torch, invert
-from slotline.core.triton_support import has_triton
+from slotline.kernels.triton_support import has_triton
 from slotline.registry.errors import CapacityError
 
-__all__ = ["Drawn", "SamplingBatch", "invert", "sample", "sample_checked", "uniforms", "warm_up"]
+__all__ = ["Drawn", "SamplingMetadata", "invert", "sample", "sample_checked", "uniforms", "warm_up"]
 
 
 def sample(
-    logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor | None, *, keep_final: bool = False
+    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor | None, *, keep_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample every row, without waiting for the device.
 
@@ -44,11 +44,11 @@ def sample(
 
 
 def sample_checked(
-    logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor | None, *, keep_final: bool = False
+    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor | None, *, keep_final: bool = False
 ) -> Drawn:
     """Sample as `sample` does, and notice the rows that hold NaN."""
     if params is None:
-        tokens, holds_nan = likeliest_checked(logits)
+        tokens, holds_nan = argmax_checked(logits)
         return Drawn(tokens, logits if keep_final else None, holds_nan)
     if logits.device.type == "cuda" and has_triton():
         from slotline.core.sampling.triton_sampling import sample_into
@@ -78,9 +78,9 @@ def warm_up(num_rows: int, vocab_size: int, device: str) -> None:
         ) from error
 
 
-def made_up_batch(num_rows: int, vocab_size: int) -> SamplingBatch:
+def made_up_batch(num_rows: int, vocab_size: int) -> SamplingMetadata:
     """Parameters of rows that ask for all that a draw can do."""
-    return SamplingBatch(
+    return SamplingMetadata(
         rows=np.arange(num_rows),
         positions=np.zeros(num_rows, np.int64),
         temperature=np.full(num_rows, 0.5, np.float32),

@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from slotline.core.execution.step_inputs import StepInputs
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
 from slotline.core.sampling.bitmask import TokenBitmask
-from slotline.core.sampling.grammars import GrammarCompiler
-from slotline.core.sampling.masks import StepMasks
-from slotline.core.sampling.processors import Processed
-from slotline.core.scheduling.request import Request
-from slotline.core.scheduling.rows import Rows
+from slotline.core.sampling.grammar_bitmask import GrammarBitmasks
+from slotline.core.sampling.grammar_compiler import GrammarCompiler
+from slotline.core.sampling.logits_processors import Processed
 from slotline.registry.attribution import BuiltPlugins
 from slotline.registry.built import GRAMMAR_STATE, misfits_of
 from slotline.registry.config import StructuredOutputConfig
@@ -58,7 +58,7 @@ class StructuredOutputs:
         name: str,
         capabilities: StructuredOutputCapabilities,
         compiler: GrammarCompiler,
-        rows: Rows,
+        rows: RequestTable,
         *,
         vocab_size: int,
         eos_token_ids: tuple[int, ...],
@@ -146,7 +146,7 @@ class StructuredOutputs:
         if request.params.structured_outputs is not None and request.row >= 0:
             self.clear(request.row)
 
-    def begin(self, inputs: StepInputs, *, beside: bool = False) -> StepMasks | None:
+    def begin(self, inputs: ModelInputs, *, beside: bool = False) -> GrammarBitmasks | None:
         """Ask for the masks of a step's logits; None where none of its rows has a grammar.
 
         All tokens before must be known. `beside` has a thread make the masks while the caller does other things, if
@@ -168,7 +168,7 @@ class StructuredOutputs:
         drafts: list[list[int]] = [[]] * len(own)
         if counts.any():
             drafts = [self._drafts(row)[:n] if n else [] for row, n in zip(own.tolist(), counts.tolist(), strict=True)]
-        masks = StepMasks(
+        masks = GrammarBitmasks(
             bitmask=bitmask,
             masked=masked,
             logits_rows=rows,
@@ -182,7 +182,7 @@ class StructuredOutputs:
             self._filling = masks.filling = self._thread.submit(masks.fill, self.compiler.backend)
         return masks
 
-    def apply(self, processed: Processed, masks: StepMasks | None, *, keep_raw: bool) -> Processed:
+    def apply(self, processed: Processed, masks: GrammarBitmasks | None, *, keep_raw: bool) -> Processed:
         """The logits with every token banned that a grammar does not let come next.
 
         `keep_raw` says that the model's own logits are read afterwards, banned tokens' too.
@@ -271,7 +271,7 @@ def build_structured_output(
     registry: PluginRegistry,
     descriptor: Descriptor[StructuredOutputCapabilities],
     context: StructuredOutputContext,
-    rows: Rows,
+    rows: RequestTable,
     config: StructuredOutputConfig,
 ) -> StructuredOutputs:
     """Structured output with a plugin, which is built now if the configuration names it, else when it is needed.

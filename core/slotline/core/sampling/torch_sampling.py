@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from slotline.core.sampling.batch import PackedParameters, SamplingBatch
-from slotline.core.sampling.host_draw import draw_among
+from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
+from slotline.core.sampling.cpu_sampling import draw_among
 
 
 class Drawn(NamedTuple):
@@ -26,14 +26,16 @@ class Drawn(NamedTuple):
 
 
 def sample_torch(
-    logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor, *, keep_final: bool = False
+    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor, *, keep_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample rows of which at least one is not greedy; see `sampler.sample`."""
     drawn = draw_torch(logits, batch, params, keep_final=keep_final)
     return drawn.tokens, drawn.final
 
 
-def draw_torch(logits: torch.Tensor, batch: SamplingBatch, params: torch.Tensor, *, keep_final: bool = False) -> Drawn:
+def draw_torch(
+    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor, *, keep_final: bool = False
+) -> Drawn:
     """Sample the same, and notice the rows that hold NaN."""
     columns = PackedParameters(params)
     scaled = scale(logits, columns)
@@ -83,13 +85,13 @@ def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
     return logits / columns.temperature[:, None]
 
 
-def mask_unlikely(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor:
+def mask_unlikely(logits: torch.Tensor, batch: SamplingMetadata, columns: PackedParameters) -> torch.Tensor:
     """Set what the floor, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
     least = least_kept(logits, batch, columns)
     return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
-def least_kept(logits: torch.Tensor, batch: SamplingBatch, columns: PackedParameters) -> torch.Tensor | None:
+def least_kept(logits: torch.Tensor, batch: SamplingMetadata, columns: PackedParameters) -> torch.Tensor | None:
     """The lowest logit [n, 1] that the floor, top-k and top-p leave in; None if no row asks for any of them.
 
     By value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows with top-k are

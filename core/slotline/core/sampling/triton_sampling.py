@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 import torch
 
-from slotline.core.launching import Launch, Launcher, cdiv, next_power_of_2
 from slotline.core.sampling import triton_kernels
-from slotline.core.sampling.triton_rows import Kept, keeping
+from slotline.core.sampling.triton_logits_ops import Kept, keeping
+from slotline.kernels.triton_launcher import Launch, Launcher, cdiv, next_power_of_2
 
 GROUP = 32
 MOST_GROUPS = 8192
@@ -72,7 +72,7 @@ class Scratch(NamedTuple):
 def sample_triton(logits: torch.Tensor, params: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens [n] int64 drawn from logits [n, vocab_size] float32, and the smallest scaled logits [n] that might be.
 
-    `params` [n, 8] int32 is `SamplingBatch.packed` on the same device.
+    `params` [n, 8] int32 is `SamplingMetadata.packed` on the same device.
     """
     scratch = sample_into(logits, params)
     return scratch.tokens, scratch.least

@@ -7,7 +7,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 
 
 def ban(logits: torch.Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> None:
@@ -20,5 +20,5 @@ def ban(logits: torch.Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any]) 
         rows: [m] rows of `logits`; tokens: [m] the token banned in each.
     """
     if len(rows):
-        places = sent(rows, logits.device), sent(tokens, logits.device)
+        places = to_device(rows, logits.device), to_device(tokens, logits.device)
         logits.index_put_(places, logits.new_full((), -torch.inf))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from attrs import evolve, field, frozen
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.plugins.model_families import sentence_transformers
 from slotline.plugins.model_families.decoder import DecoderOptions
 from slotline.plugins.model_families.sentence_transformers import Recipe
@@ -50,7 +50,7 @@ class EmbeddingPooler:
         """Embeddings [n, hidden_size] float32; numbers past a request's dimensions are 0."""
         sizes = [one.dimensions or self.hidden_size for one in params]
         if min(sizes, default=self.hidden_size) < self.hidden_size:
-            ends = sent(np.array(sizes), states.device)  # [n] int64
+            ends = to_device(np.array(sizes), states.device)  # [n] int64
             kept = torch.arange(self.hidden_size, device=states.device) < ends[:, None]  # [n, hidden_size] bool
             states = states * kept
         flags = [bool(one.normalize) for one in params]
@@ -58,7 +58,7 @@ class EmbeddingPooler:
             return states
         lengths = states.norm(dim=-1, keepdim=True).clamp_min(1e-12)  # [n, 1]
         if not all(flags):
-            chosen = sent(np.array(flags), states.device)  # [n] bool
+            chosen = to_device(np.array(flags), states.device)  # [n] bool
             lengths = torch.where(chosen[:, None], lengths, 1.0)
         normalized: torch.Tensor = states / lengths
         return normalized
@@ -100,7 +100,7 @@ class ClassPooler:
             return logits
         if all(flags):
             return self.activation(logits)
-        chosen = sent(np.array(flags), logits.device)  # [n] bool
+        chosen = to_device(np.array(flags), logits.device)  # [n] bool
         return torch.where(chosen[:, None], self.activation(logits), logits)
 
     def _logits(self, states: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from slotline.core.sampling.likeliest import likeliest
+from slotline.core.sampling.argmax import argmax
 from slotline.registry.contracts import (
     AttentionLayer,
     ComputedTokens,
@@ -80,10 +80,10 @@ class ModelDrafter:
         pairs = torch.stack([batch.previous_token_ids, batch.last_token_ids], 1).flatten()
         places = torch.stack([batch.positions - 1, batch.positions], 1).flatten()
         hidden = self._model.forward(pairs, places, batch.attend(0))[1::2]
-        found = [likeliest(self._model.compute_logits(hidden))]
+        found = [argmax(self._model.compute_logits(hidden))]
         for offset in range(1, self._num_tokens):
             hidden = self._model.forward(found[-1], batch.positions + offset, batch.attend(offset))
-            found.append(likeliest(self._model.compute_logits(hidden)))
+            found.append(argmax(self._model.compute_logits(hidden)))
         return Draft(token_ids=torch.stack(found, 1))
 
 

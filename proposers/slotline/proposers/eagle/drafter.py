@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.sampling.likeliest import likeliest
+from slotline.core.sampling.argmax import argmax
 from slotline.proposers.eagle.heads import (
     Eagle3Head,
     EagleHead,
@@ -131,7 +131,7 @@ class EagleDrafter:
         return computed.hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return likeliest(self._logits(out))
+        return argmax(self._logits(out))
 
 
 class Eagle3Drafter(EagleDrafter):
@@ -162,7 +162,7 @@ class Eagle3Drafter(EagleDrafter):
         return computed.layer_hidden_states
 
     def _tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return self._kept[likeliest(self._head.lm_head(out))]
+        return self._kept[argmax(self._head.lm_head(out))]
 
 
 def _folder(path: str | None) -> Path:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numba import prange
 
-from slotline.core.numba_cache import cached_njit
+from slotline.kernels.numba_cache import cached_njit
 from slotline.proposers.ngram import NgramOptions
 from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 

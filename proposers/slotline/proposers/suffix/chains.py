@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slotline.core.numba_cache import cached_njit
+from slotline.kernels.numba_cache import cached_njit
 
 
 @cached_njit(nogil=True)

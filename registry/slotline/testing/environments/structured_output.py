@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from slotline.core.planning.plan import SMALL_MODEL
+from slotline.planner.plan import SMALL_MODEL
 from slotline.registry.contracts import Constraint, GrammarState, StructuredOutputContext
 from slotline.testing.check import Case, Failed
 from slotline.testing.oracles.structured_output import Language, matches, token_bytes, unpacked

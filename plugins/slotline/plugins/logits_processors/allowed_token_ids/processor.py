@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
@@ -37,7 +37,7 @@ class AllowedTokenIds:
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Copy the allowed logits into rows of minus infinity."""
-        entries, tokens = (sent(array, logits.device) for array in self._allowed.take(batch.rows))
+        entries, tokens = (to_device(array, logits.device) for array in self._allowed.take(batch.rows))
         result = torch.full_like(logits, -torch.inf)
         result[entries, tokens] = logits[entries, tokens]
         return result

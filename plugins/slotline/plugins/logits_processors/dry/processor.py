@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
@@ -65,9 +65,10 @@ class Dry:
         """Lower the logits of what would go on repeating."""
         lengths, tokens = self._repeats(batch)  # [n, places]
         longest = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
-        longest.scatter_reduce_(1, sent(tokens, logits.device), sent(lengths, logits.device), "amax")
+        longest.scatter_reduce_(1, to_device(tokens, logits.device), to_device(lengths, logits.device), "amax")
         multiplier, base, allowed = (
-            sent(values[batch.rows], logits.device)[:, None] for values in (self._multiplier, self._base, self._allowed)
+            to_device(values[batch.rows], logits.device)[:, None]
+            for values in (self._multiplier, self._base, self._allowed)
         )
         penalty = multiplier * base ** (longest - allowed)
         return torch.where(longest >= allowed, logits - penalty, logits)

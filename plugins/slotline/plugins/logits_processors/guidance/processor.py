@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.registry.contracts import Companion, LogitsBatch, LogitsProcessorContext
 
 
@@ -39,7 +39,7 @@ class Guidance:
         """``other + scale * (own - other)`` of log-probabilities, but where one of them is minus infinity."""
         assert batch.companion_logits is not None  # as the descriptor asks
         own, other = logits.log_softmax(dim=-1), batch.companion_logits.log_softmax(dim=-1)
-        scale = sent(self._scale[batch.rows], logits.device)[:, None]
+        scale = to_device(self._scale[batch.rows], logits.device)[:, None]
         possible = own.isfinite() & other.isfinite()  # no scale makes a number of two infinities
         return torch.where(possible, other + scale * (own - other), own)
 

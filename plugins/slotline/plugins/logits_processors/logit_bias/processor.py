@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.plugins.logits_processors.row_values import RowValues
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
@@ -46,7 +46,7 @@ class LogitBias:
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Add each row's biases in place."""
         arrays = (*self._tokens.take(batch.rows), self._biases.take(batch.rows)[1])
-        entries, tokens, biases = (sent(array, logits.device) for array in arrays)
+        entries, tokens, biases = (to_device(array, logits.device) for array in arrays)
         logits[entries, tokens] += biases  # no token twice in a row: they are keys of a mapping
         return logits
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 
@@ -36,7 +36,7 @@ class MinP:
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
         """Ban what lies further below."""
-        below = sent(self._below[batch.rows], logits.device)
+        below = to_device(self._below[batch.rows], logits.device)
         return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + below[:, None], -torch.inf)
 
     def release(self, row: int) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import ContractError, RequestError
 from slotline.registry.safe_repr import safe_repr
@@ -89,15 +89,15 @@ class Mirostat:
                 f"mirostat saw row {rows[place]} after {before[place]} tokens and then after {lengths[place]}",
                 fix="show a row at each place where it samples, one after another",
             )
-        slots = sent(self._slot[rows], logits.device)
+        slots = to_device(self._slot[rows], logits.device)
         tau, eta, temperature = (
-            sent(values[rows], logits.device) for values in (self._tau, self._eta, self._temperature)
+            to_device(values[rows], logits.device) for values in (self._tau, self._eta, self._temperature)
         )
-        newest = sent(np.where(follows, batch.tail(1)[:, 0], 0), logits.device)
+        newest = to_device(np.where(follows, batch.tail(1)[:, 0], 0), logits.device)
         off = -self._log2[slots, newest] - tau
         # a token that was banned here, which only NaN among the model's logits can bring about, says nothing
-        off = torch.where(sent(follows, logits.device) & off.isfinite(), off, 0)
-        is_new = sent(before == _NEW, logits.device)
+        off = torch.where(to_device(follows, logits.device) & off.isfinite(), off, 0)
+        is_new = to_device(before == _NEW, logits.device)
         bound = torch.where(is_new, 2 * tau, self._bound[slots] - eta * off)
         scaled = logits / temperature[:, None]
         likely = _log2_softmax(scaled) >= -bound[:, None]

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.triton_support import has_triton
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
+from slotline.kernels.triton_support import has_triton
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class Penalties:
             inside, ids = np.zeros((len(ids), 1), bool), np.zeros((len(ids), 1), np.int64)
         some = np.take_along_axis(ids, inside.argmax(1)[:, None], 1)  # what lies outside is not ours to read
         ids = np.where(inside, ids, np.where(inside.any(1, keepdims=True), some, 0))
-        return sent(ids, device), sent(inside, device)
+        return to_device(ids, device), to_device(inside, device)
 
 
 def _column(values: npt.NDArray[np.float32], batch: LogitsBatch, like: torch.Tensor) -> torch.Tensor:
     """The batch's rows of a per-row array as [n, 1] on the logits' device."""
-    return sent(values[batch.rows], like.device)[:, None]
+    return to_device(values[batch.rows], like.device)[:, None]

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.uploads import sent
+from slotline.core.device.async_copy import to_device
 from slotline.plugins.logits_processors.thinking_budget.options import ThinkingBudgetOptions
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
@@ -74,7 +74,7 @@ class ThinkingBudget:
             spent = thinking & (since >= self._budget[batch.rows[entries]])
             entries, tokens = entries[spent], _next_of_mark(history[entries[spent]], since[spent], end)
             if len(entries):
-                index, forced = (sent(array, logits.device) for array in (entries, tokens))
+                index, forced = (to_device(array, logits.device) for array in (entries, tokens))
                 kept = logits[index, forced]
                 logits[index] = -torch.inf
                 logits[index, forced] = kept

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from slotline.core.device.async_copy import to_device
 from slotline.core.sampling.sampler import uniforms
-from slotline.core.uploads import sent
 from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
@@ -47,7 +47,7 @@ class Xtc:
         excludes = uniforms(self._seed[batch.rows] ^ _CHANCE, batch.lengths) < self._probability[batch.rows]
         if not excludes.any():
             return logits
-        threshold = sent(np.where(excludes, self._threshold[batch.rows], np.float32(2)), logits.device)
+        threshold = to_device(np.where(excludes, self._threshold[batch.rows], np.float32(2)), logits.device)
         likely = logits.softmax(dim=-1) >= threshold[:, None]
         least = logits.masked_fill(~likely, torch.inf).amin(dim=-1, keepdim=True)
         return logits.masked_fill(likely & (logits > least), -torch.inf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slotline.core.triton_support import why_no_triton
+from slotline.kernels.triton_support import why_no_triton
 from slotline.registry.capability import Flag, GraphSupport, Level, Max, Set
 from slotline.registry.contracts.lora import LoraCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind

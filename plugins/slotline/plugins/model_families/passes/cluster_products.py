@@ -16,8 +16,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from slotline.core.cuda_kernels import CudaBoxes, CudaKernel, compiled, has_cuda_sources
-from slotline.core.launching import cdiv
+from slotline.kernels.nvrtc import CudaBoxes, CudaKernel, compiled, has_cuda_sources
+from slotline.kernels.triton_launcher import cdiv
 
 FEWEST_ROWS, MOST_ROWS = 33, 256
 """Rows that it has been measured to be faster for, with a weight of at least `LARGE_WEIGHT` elements."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from slotline.core.hopper import HOPPER
-from slotline.core.launching import Launcher, cdiv, next_power_of_2
+from slotline.kernels.gluon_support import HOPPER
+from slotline.kernels.triton_launcher import Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import triton_kernels
 from slotline.plugins.model_families.passes.cluster_products import ClusterProducts
 from slotline.plugins.model_families.passes.kernels import GatedNorm, NormWeight

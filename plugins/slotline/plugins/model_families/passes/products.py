@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from slotline.core.launching import Boxes, Launcher, cdiv, next_power_of_2
+from slotline.kernels.triton_launcher import Boxes, Launcher, cdiv, next_power_of_2
 from slotline.plugins.model_families.passes import gated_kernels, product_kernels
 from slotline.plugins.model_families.passes.kernels import NormWeight
 

@@ -19,7 +19,7 @@ import torch
 from attrs import frozen
 from numba import carray, njit, types
 
-from slotline.core.numba_cache import cached_cfunc
+from slotline.kernels.numba_cache import cached_cfunc
 
 # Sums may be reordered and contracted; infinities and NaNs keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import nn
 
-from slotline.core.triton_support import has_triton
+from slotline.kernels.triton_support import has_triton
 from slotline.plugins.model_families.passes.kernels import FusedKernels, RowKernels
 from slotline.registry.errors import ModelError
 

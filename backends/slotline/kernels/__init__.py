@@ -1,0 +1,1 @@
+"""Toolkit of kernel authors: launchers, compilation ahead of time and on-disk caches."""

@@ -1,0 +1,57 @@
+"""Files of compiled kernels in the cache folder: read at a start, written once, and never needed.
+
+Machine code that was damaged on disk would crash the process or give wrong numbers, so each file begins with a checksum
+of the rest. Where nothing can be written, kernels are compiled in each start, and one warning says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import cache
+from pathlib import Path
+
+from slotline.registry.cache_folder import cache_folder, write_atomic
+
+logger = logging.getLogger("slotline")
+
+_CHECKSUM = hashlib.sha256
+_CHECKSUM_SIZE = _CHECKSUM().digest_size
+
+
+def kernel_folder() -> Path:
+    """Return the folder for kernels below the cache folder.
+
+    Raises:
+        OSError: if there is no cache folder, see `cache_folder`.
+    """
+    return cache_folder() / "kernels"
+
+
+def read_kernel(name: str, folder: Path | None = None) -> bytes | None:
+    """Return what `write_kernel` kept under a name; None if there is no such file, or it is damaged."""
+    try:
+        content = ((folder or kernel_folder()) / name).read_bytes()
+    except OSError:
+        return None
+    checksum, kernel = content[:_CHECKSUM_SIZE], content[_CHECKSUM_SIZE:]
+    return kernel if _CHECKSUM(kernel).digest() == checksum else None
+
+
+def write_kernel(name: str, kernel: bytes, folder: Path | None = None) -> None:
+    """Keep a compiled kernel for the next start, or warn once that nothing can be kept."""
+    try:
+        folder = folder or kernel_folder()
+        write_atomic(folder / name, _CHECKSUM(kernel).digest() + kernel)
+    except OSError as error:
+        _warn_not_kept(folder, error.strerror or str(error))
+
+
+@cache
+def _warn_not_kept(folder: Path | None, reason: str) -> None:
+    where = "" if folder is None else f" in {folder}"
+    logger.warning(
+        "compiled kernels are not kept for the next start%s: %s; set SLOTLINE_CACHE to a folder that can be written",
+        where,
+        reason,
+    )

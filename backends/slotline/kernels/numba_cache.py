@@ -1,0 +1,117 @@
+"""Functions compiled by numba whose machine code is kept in the cache folder.
+
+numba's own cache lies beside the source file, which an installation may forbid, and two processes that compile at once
+may mix up the files that its index names. Here each compiled form has a file of its own, named after everything that it
+depends on: the source file, numba, the processor, the options and the types.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import pickle
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+from numba.core.caching import NullCache
+from numba.core.ccallback import CFunc
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+from numba.core.sigutils import normalize_signature
+
+from slotline.kernels.kernel_files import read_kernel, write_kernel
+
+logger = logging.getLogger("slotline")
+
+
+def cached_njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator like `numba.njit` with these options, whose compiled forms are kept for the next start."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        compiled = numba.njit(**options)(function)
+        if hasattr(compiled, "_cache"):  # NUMBA_DISABLE_JIT gives the function back
+            compiled._cache = KernelCache(function, options)
+        return compiled
+
+    return decorate
+
+
+def cached_cfunc(signature: Any, function: Callable[..., Any], **options: Any) -> Any:
+    """Compile a function as `numba.cfunc` does, or take it from the cache folder.
+
+    Returns:
+        The C callback, whose `address` native code calls.
+    """
+    compiled: Any = CFunc(function, normalize_signature(signature), locals={}, options=options)
+    compiled._cache = KernelCache(function, options)
+    compiled.compile()
+    return compiled
+
+
+class KernelCache(NullCache):  # type: ignore[misc]
+    """numba's cache of one function and its options, in the cache folder, or in `NUMBA_CACHE_DIR` where that is set."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function = function
+        self._options = repr(sorted((key, _plain(value)) for key, value in options.items()))
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder that numba's statistics show; None for the cache folder's own."""
+        return numba.config.CACHE_DIR or None
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the kept machine code for a signature; None if there is none that can be loaded."""
+        target_context.refresh()
+        name = self._name(sig, target_context.codegen())
+        kernel = None if name is None else read_kernel(name, _folder())
+        if kernel is None:
+            return None
+        try:
+            return CompileResult._rebuild(target_context, *pickle.loads(kernel))
+        except Exception as error:  # whatever unpickling and linking may raise
+            logger.warning("the kept kernel %s cannot be loaded and is compiled again: %s", name, error)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep the machine code that was compiled for a signature."""
+        name = self._name(sig, data.codegen)
+        if name is None or data.lifted or data.library.has_dynamic_globals:
+            return
+        write_kernel(name, dumps(data._reduce()), _folder())
+
+    def _name(self, sig: Any, codegen: Any) -> str | None:
+        """Return the file's name; None for a function whose source cannot be read."""
+        function = self._function
+        source = _digest_of(inspect.getfile(function))
+        if source is None:
+            return None
+        closure = tuple(cell.cell_contents for cell in function.__closure__ or ())
+        versions = numba.__version__, llvmlite.__version__, sys.version, codegen.magic_tuple()
+        code = function.__module__, function.__qualname__, function.__code__.co_firstlineno, source
+        key = repr((versions, code, self._options, repr(sig)))
+        digest = hashlib.sha256(key.encode() + (dumps(closure) if closure else b"")).hexdigest()
+        return f"{function.__name__}-{digest[:32]}.nbc"
+
+
+def _folder() -> Path | None:
+    return Path(numba.config.CACHE_DIR) if numba.config.CACHE_DIR else None
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else value
+
+
+@cache
+def _digest_of(file: str) -> str | None:
+    """Return the digest of a source file: of all of it, since a function is compiled together with those it calls."""
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None

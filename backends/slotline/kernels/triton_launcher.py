@@ -1,0 +1,153 @@
+"""Launches of Triton kernels with little work on the host, for kernels of ours and of plugins.
+
+Triton looks at each argument of each launch to find the compiled kernel, 30 to 100 us for kernels of many arguments; a
+layer of a prompt has five such launches. Here the compiled kernel is remembered by what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from attrs import define
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+MOST = 512
+"""Launches, or shapes, that are remembered; then all are forgotten, as under shapes that never come again."""
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is not below n; `triton.next_power_of_2` takes 10 us on the host."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def cdiv(n: int, size: int) -> int:
+    """n / size, rounded up; see `next_power_of_2`."""
+    return -(-n // size)
+
+
+class Launcher:
+    """Launches one kernel.
+
+    The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
+    dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal and not alike), all of which a
+    later launch must share to take the same one. Of descriptors (`Boxes`) it looks at device and dtype: boxes do not
+    change, and addresses are multiples of 16 bytes.
+
+    Args:
+        kernel: a function under `triton.jit` or `gluon.jit`.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._launches: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._tensors: tuple[int, ...] | None = None  # places of tensors among the arguments
+        self._boxes: tuple[int, ...] = ()  # and of descriptors
+        self._numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
+
+    def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Launch it over a grid.
+
+        Args:
+            arguments: of every parameter of the kernel, in order, compile-time constants included; tensors, or
+                descriptors of tensors, always at the same places.
+            options: Triton's, such as `num_warps`.
+        """
+        key = self._key(grid, arguments, options)
+        launch = self._launches.get(key)
+        if launch is not None:
+            launch(*arguments)
+            return
+        if len(self._launches) >= MOST:
+            self._launches.clear()
+        compiled = self._kernel[grid](*arguments, **options)
+        if compiled is not None:  # as it is under Triton's interpreter
+            self._launches[key] = compiled[(*grid, 1, 1)]
+
+    def remembered(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Callable[..., None] | None:
+        """What launches it with these arguments, for a caller whose next ones differ in unspecialised numbers alone.
+
+        None where nothing is remembered of a launch with such arguments, as under Triton's interpreter.
+        """
+        return self._launches.get(self._key(grid, arguments, options))
+
+    def _key(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
+        """What a launch must share with another one to take the same kernel."""
+        if self._tensors is None:
+            self._look(arguments)
+        found = [grid, *options.values()]
+        for place in self._tensors or ():
+            tensor = arguments[place]
+            found += (tensor.device, tensor.dtype, tensor.data_ptr() & 15)
+        for place in self._boxes:
+            tensor = arguments[place].base
+            found += (tensor.device, tensor.dtype)
+        numbers = self._numbers(arguments)
+        return (*found, *map(type, numbers), numbers)
+
+    def _look(self, arguments: tuple[Any, ...]) -> None:
+        """Learn which of the arguments are tensors."""
+        places = range(len(arguments))
+        self._tensors = tuple(i for i in places if isinstance(arguments[i], torch.Tensor))
+        self._boxes = tuple(i for i in places if hasattr(arguments[i], "block_shape"))
+        rest = [i for i in places if i not in self._tensors and i not in self._boxes]
+        self._numbers = itemgetter(*rest) if len(rest) > 1 else lambda given: tuple(given[i] for i in rest)
+
+
+@define(eq=False)
+class Launch:
+    """One launch of a kernel, as `Launcher.__call__` takes it."""
+
+    launcher: Launcher
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+    def __call__(self) -> None:
+        """Launch it."""
+        self.launcher(self.grid, *self.arguments, **self.options)
+
+    def prepared(self) -> Callable[[], None]:
+        """Launch it, and what launches the same again with no look at the arguments, which must be kept."""
+        self()
+        found = self.launcher.remembered(self.grid, *self.arguments, **self.options)
+        return self if found is None else partial(found, *map(as_pointer, self.arguments))
+
+
+def as_pointer(argument: Any) -> Any:
+    """An address in place of a tensor, which Triton's launches take as well, and ask nothing of: 1 us each."""
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
+
+
+class Boxes:
+    """Descriptors of tensors for the copy engine. What Triton checks of a shape it checks once: it takes 10 us.
+
+    Args:
+        box: the shape of a box.
+        make: a descriptor of a tensor, its shape, its strides and a box: Triton's class, or Gluon's with a layout.
+    """
+
+    def __init__(self, box: Sequence[int], make: Callable[..., Any] = TensorDescriptor) -> None:
+        self._box, self._make = list(box), make
+        self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
+
+    def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+        """The tensor's memory seen under a shape and strides; its address must be a multiple of 16 bytes."""
+        like = self._checked.get((shape, strides))
+        if like is None:
+            if len(self._checked) >= MOST:
+                self._checked.clear()
+            made = self._make(base, list(shape), list(strides), self._box)
+            self._checked[shape, strides] = _with_base(made, None)
+            return made
+        return _with_base(like, base)
+
+
+def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
+    """The same descriptor of other memory."""
+    made = object.__new__(type(descriptor))
+    vars(made).update(vars(descriptor), base=base)
+    return made

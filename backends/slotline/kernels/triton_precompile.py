@@ -1,0 +1,233 @@
+"""Triton's kernels compiled side by side instead of one after the other, each when its first launch waits for it.
+
+Triton says through hooks of its own which kernel a launch would compile, and takes the description back later. So a
+forward pass is gone through once with such launches left out, and what they lacked is compiled by several threads: the
+compiler releases Python's lock for most of its work. Nothing depends on it: what could not be compiled ahead is
+compiled by its launch, which also says what is wrong with it. And a step that has to wait for the compiler says so.
+
+Triton's hooks belong to the whole process. Ours act for the thread that asks, and only there: what other threads launch
+is neither left out nor counted. Hooks that were there before are called too.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from time import perf_counter
+from typing import Any, NamedTuple, Self
+
+import torch
+from attrs import define, field
+
+logger = logging.getLogger("slotline")
+MOST_THREADS = 16
+
+
+class MissingKernel(NamedTuple):
+    """A kernel that a launch lacked.
+
+    Attributes:
+        kernel: Triton's function.
+        specialization: what it is to be compiled for, in Triton's own words.
+    """
+
+    kernel: Any
+    specialization: str
+
+
+MissingKernels = dict[tuple[int, str], MissingKernel]
+"""By the kernel's `id` and its specialization."""
+
+
+class Kernel(NamedTuple):
+    """A kernel that Triton was asked for and this process had not loaded.
+
+    Attributes:
+        name: of Triton's function.
+        seconds: what compiling it took; of a kernel in Triton's cache on disk, what finding it did.
+        on_disk: whether it was there.
+    """
+
+    name: str
+    seconds: float
+    on_disk: bool
+
+
+_logs: dict[int, list[Kernel]] = {}
+"""What Triton was asked for, by the thread that asked."""
+
+
+def log_to(log: list[Kernel] | None) -> list[Kernel] | None:
+    """Have this thread's kernels logged in a list from now on, or nowhere; returns where they were before."""
+    me = get_ident()
+    before = _logs.get(me)
+    if log is not None:
+        _logs[me] = log
+    elif before is not None:
+        del _logs[me]
+    return before
+
+
+class KernelLog:
+    """Log of the kernels that this thread asks Triton for inside a `with` statement; logs around it get none of them.
+
+    Attributes:
+        kernels: in order.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+
+    def __enter__(self) -> Self:
+        self._outer = log_to(self.kernels)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        log_to(self._outer)
+
+
+@define
+class Compiled:
+    """What this thread's log got since this was made."""
+
+    _log: list[Kernel] = field(factory=lambda: _logs.setdefault(get_ident(), []), init=False)
+    _first: int = field(init=False)
+
+    @_first.default
+    def _so_far(self) -> int:
+        return len(self._log)
+
+    @property
+    def kernels(self) -> list[Kernel]:
+        """In order."""
+        return self._log[self._first :]
+
+    @property
+    def count(self) -> int:
+        """How many were compiled anew: not found in this process or in Triton's cache on disk."""
+        return sum(not kernel.on_disk for kernel in self.kernels)
+
+
+def _knobs() -> Any:
+    """Triton's switches; None where nobody has imported Triton, so that nothing can lack a kernel."""
+    return getattr(sys.modules.get("triton"), "knobs", None)
+
+
+class _Listener:
+    """Writer of the logs; the listener that was there before is told too."""
+
+    def __init__(self, before: Callable[..., None] | None) -> None:
+        self._before = before
+
+    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **rest: Any) -> None:
+        log = _logs.pop(get_ident(), None)  # a second listener of ours, below one of the host's, finds none
+        try:
+            if log is not None:
+                log.append(Kernel(getattr(src, "name", "a kernel"), times.total / 1e6, cache_hit))  # microseconds
+            if self._before is not None:
+                self._before(src=src, times=times, cache_hit=cache_hit, **rest)
+        finally:
+            if log is not None:
+                _logs[get_ident()] = log
+
+
+def listen() -> Compiled:
+    """Listen to Triton's compiler from now on, if Triton is loaded; returns what this thread asks it for from here."""
+    knobs = _knobs()
+    if knobs is not None and not isinstance(knobs.compilation.listener, _Listener):
+        knobs.compilation.listener = _Listener(knobs.compilation.listener)
+    return Compiled()
+
+
+def waited_for(kernels: Sequence[Kernel]) -> None:
+    """Say that a step waited for kernels."""
+    anew = [kernel for kernel in kernels if not kernel.on_disk]
+    logger.log(
+        logging.WARNING if anew else logging.INFO,
+        "a step waited %.2f s for Triton, which %s %s",
+        sum(kernel.seconds for kernel in kernels),
+        f"compiled {len(anew)}:" if anew else "loaded",
+        ", ".join(kernel.name for kernel in anew or kernels),
+    )
+
+
+class _Notes:
+    """Hook for launches that lack a kernel: it leaves out those of the threads that have a place to note them.
+
+    Attributes:
+        before: the hook that was there before. It is asked too, and may leave out launches of any thread.
+        missing: where kernels are noted, by thread.
+    """
+
+    current: _Notes | None = None
+    changing = Lock()
+
+    def __init__(self, before: Callable[..., bool | None] | None) -> None:
+        self.before = before
+        self.missing: dict[int, MissingKernels] = {}
+
+    def __call__(self, *, fn: Any, compile: Any, **rest: Any) -> bool | None:
+        left_out = None if self.before is None else self.before(fn=fn, compile=compile, **rest)
+        missing = self.missing.get(get_ident())
+        if missing is None:
+            return left_out
+        lacked = MissingKernel(fn.jit_function, compile["specialization_data"])
+        missing[id(lacked.kernel), lacked.specialization] = lacked
+        return True
+
+
+@contextmanager
+def leaving_out(missing: MissingKernels) -> Iterator[None]:
+    """Leave out this thread's launches whose kernel this process has not loaded, and note them in `missing`."""
+    knobs, me = _knobs(), get_ident()
+    if knobs is None:
+        yield
+        return
+    with _Notes.changing:
+        if (notes := _Notes.current) is None:
+            notes = _Notes.current = knobs.runtime.jit_cache_hook = _Notes(knobs.runtime.jit_cache_hook)
+        outer = notes.missing.get(me)
+        notes.missing[me] = missing
+    try:
+        yield
+    finally:
+        with _Notes.changing:
+            if outer is not None:
+                notes.missing[me] = outer
+            else:
+                del notes.missing[me]
+            if not notes.missing:
+                _Notes.current = None
+                if knobs.runtime.jit_cache_hook is notes:  # else another one stands above it, and it lets all pass
+                    knobs.runtime.jit_cache_hook = notes.before
+
+
+def compile_all(missing: MissingKernels, device: torch.device | None = None) -> None:
+    """Compile kernels for a device, several at a time. What fails is left to its launch."""
+    if not missing:
+        return
+    start, threads = perf_counter(), min(len(missing), MOST_THREADS, len(os.sched_getaffinity(0)))
+    log = _logs.get(get_ident(), [])
+
+    def compile_one(lacked: MissingKernel) -> bool:
+        _logs[get_ident()] = log
+        try:
+            with torch.cuda.device(device):  # a thread's current device is its own
+                lacked.kernel.preload(lacked.specialization)
+        except Exception as error:  # whatever a compiler raises
+            logger.debug("%s was not compiled ahead: %s", lacked.kernel, error)
+            return False
+        finally:
+            _logs.pop(get_ident(), None)
+        return True
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="slotline-compile") as pool:
+        done = sum(pool.map(compile_one, missing.values()))
+    logger.info(
+        "compiled %d of %d kernels ahead, %d at a time: %.1f s", done, len(missing), threads, perf_counter() - start
+    )

@@ -1,0 +1,113 @@
+"""The command line. One file per command; a command imports what it needs when it runs, so light ones stay light.
+
+Exit codes: 0 all right, 1 the command's own "no" (no plan, warnings), 2 an error, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from slotline.cli.process import INTERRUPTED, closed_by_reader, run_process
+
+TYPE_CHECKING = False  # an interrupt while `typing` is imported would be a traceback
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+    from slotline.cli.process import Interrupts
+
+__all__ = ["build_parser", "main"]
+
+_COMMANDS = (
+    "generate",
+    "explain",
+    "plugins",
+    "doctor",
+    "schema",
+    "config",
+    "bench",
+    "tune",
+    "new_plugin",
+    "conform",
+    "matrix",
+)
+_EXAMPLES = """examples:
+  slotline generate "def main("
+  slotline explain run.toml
+  slotline plugins
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name. None takes those of the process, which is then the command's:
+            its standard streams and interrupts are looked after too, and nothing but the exit code is raised.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SystemExit: for `--help`, `--version` and arguments that cannot be parsed.
+    """
+    return run_process(lambda interrupts: _run(None, interrupts)) if argv is None else _run(argv, None)
+
+
+def _run(argv: Sequence[str] | None, interrupts: Interrupts | None) -> int:
+    """Run one command; `interrupts` start when everything is imported that finds it."""
+    from slotline.registry.errors import SlotlineError
+
+    parser = build_parser()
+    if interrupts is not None:
+        interrupts.start()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return int(arguments.run(arguments))
+    except BrokenPipeError:
+        return closed_by_reader()
+    except (SlotlineError, OSError) as error:  # OSError: a file that cannot be written, a disk that is full
+        if interrupts is not None and interrupts.seen:  # in a library, which made another error of it
+            print("interrupted", file=sys.stderr)
+            return INTERRUPTED
+        if arguments.traceback:
+            import traceback
+
+            traceback.print_exc()
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    import argparse
+    from importlib import import_module
+
+    parser = argparse.ArgumentParser(
+        prog="slotline",
+        description="Run language models through slots, and see which plugin fills which and why.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"slotline {_version()}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name in _COMMANDS:
+        command = import_module(f"{__name__}.{name}").COMMAND
+        command.add_to(commands)
+    return parser
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("slotline")
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,105 @@
+"""`slotline new-plugin`: a package with a plugin that is right from the first minute, to be replaced piece by piece.
+
+The package is a copier template, `templates/`, one for all kinds; what differs by kind lies in `templates/kinds/`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from importlib.metadata import version
+from importlib.resources import as_file, files
+from importlib.util import find_spec
+from pathlib import Path
+
+from slotline.cli.command import Command
+from slotline.registry.descriptor import HOST_CONTRACTS, Kind
+from slotline.registry.errors import PluginError
+
+_WITHOUT = (Kind.MODEL_FAMILY, Kind.STRUCTURED_OUTPUT, Kind.KV_CONNECTOR)
+KINDS = {kind.value: kind for kind in Kind if kind not in _WITHOUT}
+"""The kinds that have a template."""
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("name", metavar="NAME", help="the plugin's name and its Python package, such as my_attn")
+    parser.add_argument("--path", metavar="DIR", help="where to write the package (default: ./NAME, with hyphens)")
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    kind, name = checked_kind(arguments.kind), checked_name(arguments.name)
+    folder = Path(arguments.path or name.replace("_", "-"))
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise PluginError(f"{str(folder)!r} exists and is not empty", fix="name another folder with --path")
+    for file in render(kind, name, folder):
+        print(file)
+    print(f"\nnext: pip install -e '{folder}[dev]' && slotline plugins --load && slotline conform {name} --level L3")
+    return 0
+
+
+def render(kind: Kind, name: str, folder: Path) -> list[Path]:
+    """Write a new plugin's package into an empty folder and return its files.
+
+    Raises:
+        PluginError: if copier, which comes with the extra `conformance`, is not installed.
+    """
+    try:
+        from copier import run_copy
+    except ImportError as error:
+        raise PluginError(
+            f"new-plugin needs copier, which cannot be imported: {error}", fix="pip install 'slotline[conformance]'"
+        ) from error
+    contract = HOST_CONTRACTS[kind]
+    data = {
+        "kind": kind.value,
+        "name": name,
+        "contract_lowest": contract.lowest,
+        "contract_highest": contract.highest,
+        "slotline_version": ".".join(version("slotline").split(".")[:2]),
+    }
+    with as_file(files("slotline.cli") / "templates") as template:
+        run_copy(str(template), folder, data=data, defaults=True, quiet=True)
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def checked_kind(text: str) -> Kind:
+    """The kind, if there is a template for it.
+
+    Raises:
+        PluginError: naming the kinds that have one.
+    """
+    kind = text.replace("-", "_")
+    if kind in KINDS:
+        return KINDS[kind]
+    problem = "has no template yet" if kind in {known.value for known in Kind} else "is no kind of plugin"
+    raise PluginError(f"{text!r} {problem}", fix=f"there are templates for {', '.join(KINDS)}")
+
+
+def checked_name(text: str) -> str:
+    """The name as a Python package.
+
+    Raises:
+        PluginError: if it cannot be one, or would hide one that is there.
+    """
+    name = text.replace("-", "_")
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise PluginError(
+            f"{text!r} cannot name a Python package", fix="use small letters, digits and '_', such as my_attn"
+        )
+    if find_spec(name) is not None:
+        raise PluginError(f"there is a Python package {name!r} already", fix="choose a name that nothing else has")
+    return name
+
+
+COMMAND = Command(
+    name="new-plugin",
+    summary="write a package with a working plugin to start from",
+    examples=(
+        "slotline new-plugin attention my_attn",
+        "slotline new-plugin logits_processor my_bans --path plugins/my-bans",
+    ),
+    configure=_configure,
+    run=_run,
+)

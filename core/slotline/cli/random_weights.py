@@ -1,0 +1,50 @@
+"""Checkpoints with random weights, for timing a model whose weights are not at hand."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slotline.planner.auto_config import auto_config
+from slotline.registry.config import LoadedConfig
+
+
+@contextmanager
+def model_folder(loaded: LoadedConfig, *, random: bool) -> Iterator[Path]:
+    """The checkpoint's folder; where it has no weights, a temporary one with random weights of its configuration."""
+    from slotline.planner.plan import SMALL_MODEL
+
+    path = loaded.path("model") or SMALL_MODEL
+    if not (path / "config.json").is_file() or (not random and _has_weights(path)):
+        yield path  # a folder that is no checkpoint is refused where it is read
+        return
+    with tempfile.TemporaryDirectory(prefix="slotline-bench-") as folder:
+        yield random_checkpoint(path, Path(folder), loaded.config.dtype)
+
+
+def random_checkpoint(source: Path, target: Path, dtype: str = "auto") -> Path:
+    """Write a checkpoint of `source`'s configuration with seeded random weights into `target`."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config = auto_config(source)
+    torch.manual_seed(0)
+    kept = (getattr(config, "dtype", None) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):  # random numbers are faster there
+            AutoModelForCausalLM.from_config(config, dtype=kept, trust_remote_code=False).save_pretrained(target)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return target
+
+
+def _has_weights(path: Path) -> bool:
+    return any(any(path.glob(pattern)) for pattern in ("*.safetensors", "*.bin"))

@@ -1,1 +1,0 @@
-"""LoRA adapters at run time: in slots that tokens choose from, or one merged into the weights."""

@@ -1,0 +1,1 @@
+"""Public data types of requests, and their tokenizer."""

@@ -1,0 +1,178 @@
+"""The tokenizer: text to tokens, chat messages to prompts, tokens to text. A thin layer over transformers'."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from attrs import evolve
+
+from slotline.chat.template import ChatOptions, chat_template
+from slotline.core.api.detokenizer import Detokenizer
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import ModelError, RequestError
+from slotline.registry.loading import one_line
+from slotline.registry.named_path import explain_name
+from slotline.registry.remote_code import remote_code
+from slotline.registry.safe_repr import safe_repr
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer folder.
+
+    Raises:
+        ModelError: if the folder has no tokenizer that can be loaded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self.path = path
+        if not path.is_dir():
+            if (said := explain_name(str(path))) is not None:
+                raise ModelError(f"tokenizer = {str(path)!r} is no folder: {said[0]}", fix=said[1])
+            raise ModelError(
+                f"there is no folder {str(path)!r}", fix="name one with tokenizer.json and tokenizer_config.json"
+            )
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+            self._fast = self._hf.backend_tokenizer
+        except Exception as error:
+            raise _unreadable(path, error) from error
+
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers has it."""
+        return self._hf
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
+
+        Raises:
+            RequestError: if it makes none of a text that is not empty, or the text has half a surrogate pair, which is
+                no character.
+        """
+        token_ids = self._encode(text)
+        if text and not token_ids:
+            raise RequestError(
+                f"the tokenizer makes no token of {safe_repr(text)}", fix="give another text, or token ids"
+            )
+        return token_ids
+
+    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            token_ids: list[int] = self._hf.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:
+            raise RequestError(
+                f"the tokenizer cannot read {safe_repr(text)}: {_why(text, error)}",
+                fix="correct the text, or give token ids",
+            ) from error
+        return token_ids
+
+    def encode_word(self, word: str) -> list[int]:
+        """The tokens of `word` as it stands inside a text: no special tokens."""
+        return self._encode(word, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `token_ids`."""
+        text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: ChatOptions | None = None,
+        *,
+        items: Mapping[str, int] = MappingProxyType({}),
+        cross: frozenset[str] = frozenset(),
+    ) -> list[int]:
+        """The tokens of a conversation, by a chat template, ready for the assistant's turn.
+
+        Args:
+            options: what is asked of the template; None for the tokenizer's own and the assistant's turn.
+            items: the placeholder token of each modality that the model takes.
+            cross: the modalities among them whose items have no place in the prompt.
+
+        Raises:
+            RequestError: if the tokenizer has no chat template or the template refuses the messages.
+        """
+        options = options or ChatOptions()
+        template = chat_template(self._template_source(options))
+        places = {name: self._hf.convert_ids_to_tokens(token) for name, token in items.items() if name not in cross}
+        text = template.render(
+            [dict(message) for message in messages],
+            options,
+            template.format(options, places, frozenset(items)),
+            self._hf.special_tokens_map,
+        )
+        return self._encode(text, add_special_tokens=False)
+
+    def _template_source(self, options: ChatOptions) -> str:
+        if not self._hf.chat_template and options.chat_template is None:
+            raise RequestError(
+                f"the tokenizer in {str(self.path)!r} has no chat template",
+                fix="use generate() with a prompt of your own, or give a chat_template",
+            )
+        try:
+            source = self._hf.get_chat_template(options.chat_template, options.tools)
+        except Exception as error:
+            raise RequestError(f"no chat template was chosen: {error}", fix="name one with chat_template") from error
+        if not isinstance(source, str):
+            raise RequestError(
+                f"the chat template is no text: {safe_repr(source)}", fix="correct tokenizer_config.json"
+            )
+        return source
+
+    def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
+        """An incremental detokeniser for one output."""
+        return Detokenizer(
+            self._fast,
+            prompt_token_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            stop=params.stop,
+            include_stop=params.include_stop_str_in_output,
+        )
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    """Return the error of a folder whose tokenizer cannot be loaded."""
+    if code := remote_code(path, "AutoTokenizer"):
+        return ModelError(
+            f"the tokenizer in {str(path)!r} needs code of its own, which is never run: {code}",
+            fix="name a folder with a tokenizer that transformers knows, with tokenizer = '...', or convert this one "
+            "to tokenizer.json and remove auto_map",
+        )
+    return ModelError(
+        f"the tokenizer in {str(path)!r} cannot be read: {one_line(error)}",
+        fix="restore tokenizer.json and tokenizer_config.json, or name another folder with tokenizer = '...'",
+    )
+
+
+def _why(text: str, error: Exception) -> str:
+    halves = [char for char in text if "\ud800" <= char <= "\udfff"]
+    return f"{halves[0]!r} is no character" if halves else one_line(error)
+
+
+def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
+    """The parameters with the tokens of their `bad_words`, as given and behind a space, in `bad_words_token_ids`.
+
+    Raises:
+        RequestError: if there is no tokenizer, or it makes no token of a word.
+    """
+    if tokenizer is None:
+        raise RequestError(
+            f"bad_words={list(params.bad_words)} needs a tokenizer and the model has none",
+            fix="use bad_words_token_ids",
+        )
+    words = list(params.bad_words_token_ids)
+    for word in params.bad_words:
+        stripped = word.lstrip()
+        for form in (word, stripped, f" {stripped}"):
+            token_ids = tuple(tokenizer.encode_word(form))
+            if not token_ids:
+                raise RequestError(f"bad_words: the tokenizer makes no token of {form!r}", fix="leave it out")
+            if token_ids not in words:
+                words.append(token_ids)
+    return evolve(params, bad_words_token_ids=words)

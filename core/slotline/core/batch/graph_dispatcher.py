@@ -1,0 +1,125 @@
+"""Which shapes are captured, and which one a step is padded to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from attrs import frozen
+
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.padding import padded_size
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.registry.negotiation import capture_sizes
+
+AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
+"""Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
+AUTO_MIXED_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Token counts of mixed batches where none are named: few, since each may take a graph for every layer."""
+
+
+@frozen
+class GraphShape:
+    """A shape that graphs are captured for.
+
+    Attributes:
+        num_tokens: tokens, padding included.
+        query_len: of every request where all have the same, so that whole requests are padded; 0 for a mixed batch.
+        num_requests: of a mixed batch whose attention is captured too, requests without query tokens included; 0
+            where attention runs between the graphs and takes any number.
+        cascade: whether the batch has a common prefix that is served apart.
+        adapters: how many adapters it is captured for.
+    """
+
+    num_tokens: int
+    query_len: int
+    num_requests: int = 0
+    cascade: bool = False
+    adapters: AdapterUse = AdapterUse.NONE
+
+    @property
+    def padded_requests(self) -> int:
+        """Requests that a batch of this shape is padded to; 0 for any number."""
+        return self.num_tokens // self.query_len if self.query_len else self.num_requests
+
+
+class GraphDispatcher:
+    """The shapes that a plan has captured, and which one a step is padded to.
+
+    Args:
+        phases: the plan's phases and their states.
+        sizes: token counts asked for, or ``auto``.
+        query_len: of a uniform batch under speculation, 1 + draft tokens.
+        max_requests, max_tokens: bounds on every batch.
+        mixed_attention: whether a group's attention or states are inside the graphs of mixed batches, so that their
+            requests are padded too.
+        cascade: whether a uniform batch of so many requests, with so many query tokens each, may have a common prefix
+            that is served apart.
+        adapters: for a query length, 0 for mixed batches, for which uses of adapters shapes are captured, the least
+            first; one that is captured for more serves steps of fewer, too.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[str, str],
+        sizes: Sequence[int] | str,
+        *,
+        query_len: int,
+        max_requests: int,
+        max_tokens: int,
+        mixed_attention: bool = False,
+        cascade: Callable[[int, int], bool] = lambda requests, query_len: False,
+        adapters: Callable[[int], tuple[AdapterUse, ...]] = lambda query_len: (AdapterUse.NONE,),
+    ) -> None:
+        mixed_sizes = AUTO_MIXED_SIZES if isinstance(sizes, str) else sizes
+        sizes = AUTO_SIZES if isinstance(sizes, str) else sizes
+        self._sizes: dict[int, tuple[int, ...]] = {}
+        self._most_mixed = max_requests if mixed_attention else 0
+        self._adapters = adapters
+        for phase, length in (("decode", 1), ("verify", query_len)):
+            if phases.get(phase, "none") != "none":
+                self._sizes[length] = capture_sizes(sizes, length, max_requests)
+        if phases.get("mixed", "none") != "none":
+            self._sizes[0] = tuple(sorted({min(size, max_tokens) for size in mixed_sizes if size > 0}))
+        # One for each power of two: padding costs less than twice as many captures.
+        self._cascades = {
+            length: tuple(size for size in own if (size // length).bit_count() == 1 and cascade(size // length, length))
+            for length, own in self._sizes.items()
+            if length
+        }
+
+    @property
+    def largest_first(self) -> tuple[GraphShape, ...]:
+        """Every shape in the order of capture."""
+        every = [
+            self._shape(size, length, cascade=cascade, adapters=adapters)
+            for cascade, by_length in ((False, self._sizes), (True, self._cascades))
+            for length, sizes in by_length.items()
+            for size in sizes
+            for adapters in self._adapters(length)
+        ]
+        return tuple(sorted(every, key=lambda s: (-s.num_tokens, s.query_len, s.cascade, s.adapters)))
+
+    def shape_for(
+        self, schedule: SchedulerOutput, *, cascade: bool = False, adapters: AdapterUse = AdapterUse.NONE
+    ) -> GraphShape | None:
+        """The captured shape that a step is padded to; None if it runs eagerly, as with inputs besides text.
+
+        Args:
+            cascade: whether the step has a common prefix that is served apart: no other capture fits it then.
+            adapters: how many its requests use.
+        """
+        if schedule.features:
+            return None
+        tokens, requests = schedule.num_tokens, len(schedule.rows)
+        length = tokens // requests
+        if length not in self._sizes or (schedule.num_scheduled != length).any():
+            length = 0
+        sizes = (self._cascades if cascade else self._sizes).get(length, ())
+        use = next((captured for captured in self._adapters(length) if captured >= adapters), None)
+        if not sizes or tokens > sizes[-1] or use is None:
+            return None
+        return self._shape(padded_size(tokens, sizes), length, cascade=cascade, adapters=use)
+
+    def _shape(self, num_tokens: int, query_len: int, *, cascade: bool, adapters: AdapterUse) -> GraphShape:
+        num_requests = 0 if query_len else min(num_tokens, self._most_mixed)
+        return GraphShape(num_tokens, query_len, num_requests, cascade, adapters)

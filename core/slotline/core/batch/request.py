@@ -1,0 +1,117 @@
+"""A request as the engine knows it. Its numbers live in `RequestTable`; this object holds the rest."""
+
+from __future__ import annotations
+
+from enum import Enum
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from attrs import Factory, define, field
+
+from slotline.core.api.lora_request import LoRARequest
+from slotline.core.api.multimodal_inputs import Feature
+from slotline.core.api.outputs import RequestMetrics, TokenLogprobs
+from slotline.core.api.prompts import as_token_array
+from slotline.registry.contracts import BlockHash, PoolingParams
+from slotline.registry.contracts.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from slotline.core.api.detokenizer import Detokenizer
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@define(kw_only=True, eq=False)
+class Request:
+    """One sequence to generate, or one prompt to pool.
+
+    Attributes:
+        request_id: unique among the unfinished.
+        prompt_token_ids: at least one token; `token_array` [n] int64 holds the same.
+        params: sampling parameters.
+        pooling_params: for a pooling request, which samples nothing: its parameters, as the model adjusted them.
+        pools_whole_prompt: whether its answer needs the hidden states of every position.
+        prompt: text of the prompt, if it came as text.
+        priority: lower runs first under the priority policy.
+        cache_salt: requests share cached prefixes only with equal salts.
+        lora_request: its adapter; `adapter_key` tells that one's keys and values from others'.
+        index: which of the n outputs of its prompt.
+        arrival: order of arrival at the engine.
+        companion: a request of another prompt that gets the same output tokens, for a logits processor that reads its
+            logits; its `leader` is the request that it belongs to. The two sample in the same steps.
+        row: permanent row from admission until the request leaves, else -1.
+        joined: whether plugins are prepared for it; it joins once, however often it is preempted.
+        loads: whether its prefix may be looked for in the connector.
+        features: inputs besides text, in the prompt's order.
+        block_hashes: chained hashes of its full blocks so far.
+        pooled: [size] float32, the answer of a finished pooling request.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    token_array: npt.NDArray[np.int64] = field(
+        default=Factory(lambda self: as_token_array(self.prompt_token_ids), takes_self=True), repr=False
+    )
+    params: SamplingParams
+    pooling_params: PoolingParams | None = None
+    pools_whole_prompt: bool = False
+    prompt: str | None = None
+    priority: int = 0
+    cache_salt: str = ""
+    lora_request: LoRARequest | None = None
+    adapter_key: str = ""
+    index: int = 0
+    arrival: int = 0
+    arrival_time: float = field(factory=monotonic)
+    companion: Request | None = None
+    leader: Request | None = None
+    row: int = -1
+    joined: bool = False
+    loads: bool = True
+    status: Status = Status.WAITING
+    features: tuple[Feature, ...] = ()
+    block_hashes: list[BlockHash] = field(factory=list)
+    pooled: npt.NDArray[np.float32] | None = None
+    output_token_ids: list[int] = field(factory=list)
+    text: str = ""
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    detokenizer: Detokenizer | None = None
+    metrics: RequestMetrics = field(factory=RequestMetrics)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Scheduling order: lower goes first."""
+        return (self.priority, self.arrival)
+
+    @property
+    def partner(self) -> Request | None:
+        """The other one of a pair."""
+        return self.companion or self.leader
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Whether every position of the prompt must be computed, so that no cached prefix is taken."""
+        return self.params.prompt_logprobs is not None or self.pools_whole_prompt
+
+    @property
+    def encoder_len(self) -> int:
+        """Keys of cross-attention."""
+        return sum(feature.size for feature in self.features if feature.cross)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no more tokens will come."""
+        return self.status is Status.FINISHED

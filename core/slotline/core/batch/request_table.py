@@ -1,0 +1,269 @@
+"""Permanent rows: the numbers of all admitted requests, as arrays.
+
+A request takes a row when it is admitted and keeps it until it leaves, also while it is preempted. Rows are never
+moved; each step gathers what it needs from them. That makes the host work of a step a handful of array operations,
+whatever the number of requests.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.batch.draft_tree import DraftTree
+from slotline.core.batch.request import Request
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+ABSENT = -2
+NO_LIMIT = np.iinfo(np.int64).max
+
+
+class RequestTable:
+    """Struct of arrays, indexed by row.
+
+    Attributes:
+        token_ids: [max_requests, max_model_len] int32, prompt and output tokens; `shown_token_ids` the same memory for
+            plugins, which cannot be written to.
+        num_tokens: known tokens, prompt and sampled, and as many more as a step in flight may give: one, and one for
+            each draft that it verifies.
+        num_pending: how many those are; the last one's place, and those of the drafts behind it, hold stand-ins until
+            the step is handed out.
+        num_fallen: of the row's last step that was handed out, the drafts that did not stand.
+        generation: counts the times that the row's computed tokens were given up, by preemption or for good, so that
+            the results of a step in flight can be told from those of a later request in the same row.
+        num_accepted: of the row's last step, the tokens up to the last draft that stood; 1 where none was verified.
+        num_drafts: draft tokens; they stand in `token_ids` behind the known ones until a step has verified them.
+        draft_entry: of the row in the drafter's last proposal, -1 where that came without distributions.
+        num_guesses: of the drafts, those that a drafter proposed; what is behind them fills a captured batch.
+        forced: whether a grammar forces the drafts, so that they say nothing of the drafter.
+        tree: the form of all drafts where they are no chain: then they stand in the order of its nodes.
+        num_prompt_tokens: of those, the prompt's.
+        num_computed_tokens: tokens whose keys and values are in the cache.
+        encoder_len: tokens of the encoder that cross-attention reads; 0 for none.
+        next_feature: first token of the first input besides text whose span is not computed yet; NO_LIMIT for none.
+        length_limit: number of tokens at which the request stops for length.
+        min_length: number of tokens below which no stop token counts.
+        temperature, top_p, log_floor: float32, as in `SamplingMetadata`; `top_k`: int64, 0 for all.
+        seed: uint64, one per request.
+        num_logprobs, num_prompt_logprobs: -1 for none.
+        partner: of a row whose request is one of a pair, the other's row, `ABSENT` while that has none; else -1.
+        follows: bool, the companion of another request, which gets that one's tokens.
+        paired: whether any row's request is one of a pair.
+        lora_slot: slot of the request's adapter, -1 for none.
+        stop_token_ids: [max_requests, width] int32, filled up with -1; as wide as the longest list so far.
+        ignore_eos, streams: flags; `streams` rows are detokenised in every step.
+        requests: the request of each row, or None.
+    """
+
+    def __init__(self, max_requests: int, max_model_len: int) -> None:
+        self.max_requests = max_requests
+        self.max_model_len = max_model_len
+        self.token_ids = np.zeros((max_requests, max_model_len), np.int32)
+        self.shown_token_ids = np.asarray(self.token_ids.data.toreadonly())
+        self.num_tokens = np.zeros(max_requests, np.int64)
+        self.num_pending = np.zeros(max_requests, np.int64)
+        self.num_fallen = np.zeros(max_requests, np.int64)
+        self.generation = np.zeros(max_requests, np.int64)
+        self.num_accepted = np.ones(max_requests, np.int64)
+        self.num_drafts = np.zeros(max_requests, np.int64)
+        self.num_guesses = np.zeros(max_requests, np.int64)
+        self.forced = np.zeros(max_requests, bool)
+        self.tree: DraftTree | None = None
+        self.draft_entry = np.full(max_requests, -1, np.int64)
+        self.num_prompt_tokens = np.zeros(max_requests, np.int64)
+        self.num_computed_tokens = np.zeros(max_requests, np.int64)
+        self.encoder_len = np.zeros(max_requests, np.int64)
+        self.next_feature = np.full(max_requests, NO_LIMIT, np.int64)
+        self.length_limit = np.zeros(max_requests, np.int64)
+        self.min_length = np.zeros(max_requests, np.int64)
+        self.temperature = np.zeros(max_requests, np.float32)
+        self.top_k = np.zeros(max_requests, np.int64)
+        self.top_p = np.ones(max_requests, np.float32)
+        self.log_floor = np.full(max_requests, -np.inf, np.float32)
+        self.seed = np.zeros(max_requests, np.uint64)
+        self.num_logprobs = np.full(max_requests, -1, np.int64)
+        self.num_prompt_logprobs = np.full(max_requests, -1, np.int64)
+        self.partner = np.full(max_requests, -1, np.int64)
+        self.follows = np.zeros(max_requests, bool)
+        self.paired = False
+        self.lora_slot = np.full(max_requests, -1, np.int64)
+        self.ignore_eos = np.zeros(max_requests, bool)
+        self.stop_token_ids = np.full((max_requests, 0), -1, np.int32)
+        self.streams = np.zeros(max_requests, bool)
+        self.requests: list[Request | None] = [None] * max_requests
+        self._free = list(range(max_requests))  # a heap: the lowest free row is taken first
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no request holds."""
+        return len(self._free)
+
+    def admit(self, request: Request, default_seed: int) -> int:
+        """Give the request the lowest free row and write its numbers there."""
+        row = heapq.heappop(self._free)
+        request.row = row
+        self.requests[row] = request
+        self._write_lengths(row, request)
+        self._write_sampling(row, request, default_seed)
+        self._pair(row, request)
+        return row
+
+    def release(self, request: Request) -> None:
+        """Take the row back; its numbers are stale from now on.
+
+        Raises:
+            IntegrityError: if the request does not hold the row.
+        """
+        row = request.row
+        if row < 0 or self.requests[row] is not request:
+            raise IntegrityError(f"request {request.request_id!r} releases row {row}, which it does not hold")
+        self.requests[row] = None
+        if self.paired:
+            if request.partner is not None and request.partner.row >= 0:
+                self.partner[request.partner.row] = ABSENT
+            self.partner[row] = -1
+            self.paired = bool((self.partner != -1).any())
+        self.give_up(row)
+        self.num_tokens[row] = 0
+        request.row = -1
+        heapq.heappush(self._free, row)
+
+    def draft(self, rows: Int, token_ids: Int, counts: Int, *, forced: bool = False) -> None:
+        """Put drafts behind the known tokens of `rows`: the first `counts` [n] of `token_ids` [n, k]."""
+        self.num_drafts[rows] = self.num_guesses[rows] = counts
+        self.forced[rows] = forced
+        self.write_drafts(rows, token_ids, np.arange(token_ids.shape[1]) < counts[:, None])
+
+    def write_drafts(self, rows: Int, token_ids: Int, taken: npt.NDArray[np.bool_]) -> None:
+        """Write those of `token_ids` [n, k] that are `taken` [n, k] behind the known tokens of `rows`."""
+        which, places = taken.nonzero()
+        self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
+
+    def give_up(self, row: int) -> None:
+        """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
+        self.num_tokens[row] -= self.num_pending[row]
+        self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.num_accepted[row] = 1
+        self.generation[row] += 1
+
+    def expect(self, rows: Int, stand_ins: Int, verified: Int | int = 0) -> None:
+        """Count the tokens that a step in flight gives each of `rows`, which are distinct, at most.
+
+        Args:
+            stand_ins: [n] of the newest tokens; that of draft j behind one is j + 1 more.
+            verified: [n] drafts that the step verifies.
+        """
+        self.num_pending[rows] = 1 + verified
+        self.num_tokens[rows] += 1 + verified
+        ends, drafts = self.num_tokens[rows], self.num_drafts[rows]
+        self.token_ids[rows, ends - 1] = stand_ins
+        for index in range(int(drafts.max(initial=0))):
+            taken = drafts > index
+            self.token_ids[rows[taken], ends[taken] + index] = stand_ins[taken] + 1 + index
+
+    def vacate(self, row: int) -> None:
+        """Take a row from its request before `restore`, which puts it among the free ones."""
+        request, self.requests[row] = self.requests[row], None
+        if request is not None:
+            request.row = -1
+
+    def restore(self, num_known: Int) -> None:
+        """Bring all rows back to what their requests know: `num_known` [max_requests] tokens, nothing computed."""
+        for row, request in enumerate(self.requests):
+            if request is not None and request.row != row:
+                self.requests[row] = None
+        held = np.array([request is not None for request in self.requests])
+        self.num_tokens[:] = np.where(held, num_known, 0)
+        for numbers in (self.num_pending, self.num_computed_tokens, self.num_drafts):
+            numbers[:] = 0
+        self.num_accepted[:] = 1
+        self.draft_entry[:] = -1
+        self.tree = None
+        self.generation += 1
+        self._free = np.flatnonzero(~held).tolist()
+        self.partner[:] = -1
+        self.paired = False
+        for row in np.flatnonzero(held).tolist():
+            self._pair(row, self.request(row))
+
+    def num_known(self, rows: Int) -> Int:
+        """Tokens [n] of `rows` whose ids are on the host."""
+        known: Int = self.num_tokens[rows] - self.num_pending[rows]
+        return known
+
+    def score_prompts(self, rows: Int) -> bool:
+        """Whether one of `rows` wants log-probabilities of its prompt, so that all of its tokens are scored."""
+        return bool((self.num_prompt_logprobs[rows] >= 0).any())
+
+    def append(self, rows: Int, token_ids: npt.NDArray[np.int32]) -> None:
+        """Add one sampled token to each of `rows`, which are distinct, in place of all expected ones."""
+        known = self.num_known(rows)
+        self.token_ids[rows, known] = token_ids
+        self.num_tokens[rows] = known + 1
+        self.num_pending[rows] = 0
+
+    def find_next_feature(self, row: int) -> None:
+        """Look for the row's `next_feature` again, after its computed tokens changed."""
+        computed = self.num_computed_tokens[row]
+        left = (feature.start for feature in self.request(row).features if feature.end > computed)
+        self.next_feature[row] = next(left, NO_LIMIT)
+
+    def output_token_ids(self, row: int) -> list[int]:
+        """The tokens sampled so far."""
+        end = self.num_tokens[row] - self.num_pending[row]
+        tokens: list[int] = self.token_ids[row, self.num_prompt_tokens[row] : end].tolist()
+        return tokens
+
+    def request(self, row: int) -> Request:
+        """The request that holds `row`."""
+        request = self.requests[row]
+        if request is None:
+            raise IntegrityError(f"row {row} is free but was scheduled")
+        return request
+
+    def _pair(self, row: int, request: Request) -> None:
+        self.follows[row] = request.leader is not None
+        self.partner[row] = -1
+        if request.partner is not None:
+            other = request.partner.row
+            self.partner[row] = ABSENT if other < 0 else other
+            self.paired = True
+            if other >= 0:
+                self.partner[other] = row
+
+    def _write_lengths(self, row: int, request: Request) -> None:
+        num_prompt, params = len(request.prompt_token_ids), request.params
+        self.token_ids[row, :num_prompt] = request.token_array
+        self.num_tokens[row] = self.num_prompt_tokens[row] = num_prompt
+        self.num_computed_tokens[row] = self.num_drafts[row] = 0
+        self.lora_slot[row] = -1  # until its adapter is in one
+        self.find_next_feature(row)
+        self.encoder_len[row] = request.encoder_len
+        limit = self.max_model_len if params.max_tokens is None else num_prompt + params.max_tokens
+        # A pooling request has no token to come, so its prompt may be as long as the model allows.
+        self.length_limit[row] = min(limit, self.max_model_len) if request.pooling_params is None else NO_LIMIT
+        self.min_length[row] = num_prompt + params.min_tokens
+
+    def _write_sampling(self, row: int, request: Request, default_seed: int) -> None:
+        params = request.params
+        self.temperature[row] = params.temperature
+        self.top_k[row] = max(params.top_k, 0)
+        self.top_p[row] = params.top_p
+        self.log_floor[row] = -np.inf  # until a logits processor says more
+        self.seed[row] = (default_seed if params.seed is None else params.seed) & (2**64 - 1)
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_prompt_logprobs[row] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.ignore_eos[row] = params.ignore_eos
+        self._write_stops(row, params.stop_token_ids)
+        self.streams[row] = request.detokenizer is not None
+
+    def _write_stops(self, row: int, token_ids: Sequence[int]) -> None:
+        missing = len(token_ids) - self.stop_token_ids.shape[1]
+        if missing > 0:
+            self.stop_token_ids = np.pad(self.stop_token_ids, ((0, 0), (0, missing)), constant_values=-1)
+        self.stop_token_ids[row] = -1
+        self.stop_token_ids[row, : len(token_ids)] = token_ids

@@ -1,0 +1,151 @@
+"""A step's sampling parameters: gathered on the host, packed into one array for the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field, frozen
+
+from slotline.core.batch.request_table import RequestTable
+
+Int = npt.NDArray[np.int64]
+PACKED_WIDTH = 8
+"""int32 words of a row's packed parameters."""
+_PACKED = np.dtype(
+    [
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("log_floor", np.float32),
+        ("top_k", np.int32),
+        ("greedy", np.int32),
+        ("unused", np.int32),  # the number behind it lies at a multiple of its size
+        ("counter", np.uint64),
+    ]
+)
+_LEAST_TEMPERATURE = np.float32(1e-6)
+"""Below that a quotient may overflow."""
+STRIDE, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
+"""SplitMix64's (Steele, Lea, Flood 2014, fig. 17): what its counter grows by for each number, and how it is mixed."""
+
+
+@define(kw_only=True, eq=False)
+class SamplingMetadata:
+    """The sampling parameters of the logits' rows, gathered.
+
+    Attributes:
+        rows: [n] int64, permanent rows.
+        positions: [n] int64, position that the sampled token will have.
+        temperature, top_p: [n] float32; top_k: [n] int64, 0 for all.
+        log_floor: [n] float32, the least log-probability of a kept token less that of the most likely one; 0 or below,
+            minus infinity for all.
+        seed: [n] uint64.
+        all_greedy: whether every row takes the most likely token.
+    """
+
+    rows: Int
+    positions: Int
+    temperature: npt.NDArray[np.float32]
+    top_k: Int
+    top_p: npt.NDArray[np.float32]
+    log_floor: npt.NDArray[np.float32]
+    seed: npt.NDArray[np.uint64]
+    all_greedy: bool = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.all_greedy = not self.temperature.any()
+
+    @classmethod
+    def gather(cls, rows: RequestTable, which: Int, draft_positions: Int | None = None) -> SamplingMetadata:
+        """The parameters of the permanent rows `which`, each after as many drafts as `draft_positions` says."""
+        known = rows.num_tokens[which]
+        return cls(
+            rows=which,
+            positions=known if draft_positions is None else known + draft_positions,
+            temperature=rows.temperature[which],
+            top_k=rows.top_k[which],
+            top_p=rows.top_p[which],
+            log_floor=rows.log_floor[which],
+            seed=rows.seed[which],
+        )
+
+    def packed(self) -> npt.NDArray[np.int32]:
+        """What the device needs, [n, PACKED_WIDTH] int32, to be sent in one copy and read by `PackedParameters`.
+
+        Greedy rows have temperature 1 and a flag. The counter that the row's random number is made of goes along; it
+        grows by `STRIDE` for each token.
+        """
+        out = np.zeros(len(self.rows), _PACKED)
+        greedy = self.temperature == 0
+        out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
+        out["top_p"] = self.top_p
+        out["log_floor"] = self.log_floor
+        out["top_k"] = np.minimum(self.top_k, np.iinfo(np.int32).max)
+        out["greedy"] = greedy
+        out["counter"] = _counters(self.seed, self.positions)
+        return out.view(np.int32).reshape(-1, PACKED_WIDTH)
+
+
+@frozen(eq=False)
+class PackedParameters:
+    """Columns of `SamplingMetadata.packed`, as views of its tensor on the device; each [n]."""
+
+    packed: torch.Tensor
+
+    @property
+    def temperature(self) -> torch.Tensor:
+        """float32; 1 for greedy rows."""
+        return self._column("temperature", torch.float32)
+
+    @property
+    def top_p(self) -> torch.Tensor:
+        """float32."""
+        return self._column("top_p", torch.float32)
+
+    @property
+    def log_floor(self) -> torch.Tensor:
+        """float32; minus infinity for all."""
+        return self._column("log_floor", torch.float32)
+
+    @property
+    def top_k(self) -> torch.Tensor:
+        """int32; 0 for all."""
+        return self._column("top_k", torch.int32)
+
+    @property
+    def greedy(self) -> torch.Tensor:
+        """bool."""
+        return self._column("greedy", torch.int32).bool()
+
+    @property
+    def uniform(self) -> torch.Tensor:
+        """float64 in [0, 1); as `uniforms` of seeds and positions, made where the counters lie."""
+        z = self._column("counter", torch.int64)
+        for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+            z = z ^ _shifted(z, shift)
+            z = z if factor is None else z * (factor - 2**64)  # modulo 2**64, as a signed number
+        return _shifted(z, 11).double() * 2.0**-53
+
+    def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        return self.packed.view(dtype)[:, _PACKED.fields[name][1] // dtype.itemsize]  # type: ignore[index]
+
+
+def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
+    """One number in [0, 1) per row from seed and position: SplitMix64."""
+    z = _counters(seed, position)
+    for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
+        z = z ^ (z >> np.uint64(shift))
+        z = z if factor is None else z * np.uint64(factor)
+    numbers: npt.NDArray[np.float64] = (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
+
+
+def _counters(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.uint64]:
+    """SplitMix64's counters; modulo 2**64."""
+    counters: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
+    return counters
+
+
+def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
+    """Unsigned numbers [n] held as int64, shifted to the right."""
+    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -1,0 +1,61 @@
+"""What one step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve, field, frozen
+
+from slotline.core.api.multimodal_inputs import Feature
+from slotline.core.batch.request import Request
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(kw_only=True, eq=False)
+class SchedulerOutput:
+    """What one step computes.
+
+    Attributes:
+        rows: [num_requests] int64, permanent rows in batch order; single-token requests come first, those with the
+            most computed tokens at the front.
+        num_scheduled: [num_requests] int64, tokens of each, at least 1.
+        num_computed: [num_requests] int64, tokens of each that were computed before.
+        num_tokens: sum of `num_scheduled`, drafts included.
+        num_decodes: leading requests with one token.
+        admitted, preempted: requests that joined or lost their blocks in this step.
+        failed: requests that could not be scheduled, and why; they hold what they held before.
+        encode: items to encode before the step's forward.
+        dropped: hashes of items whose embeddings are let go before that.
+        features: items with embeddings among the step's tokens, each with its row.
+    """
+
+    rows: Int
+    num_scheduled: Int
+    num_computed: Int
+    num_tokens: int
+    num_decodes: int
+    admitted: tuple[Request, ...] = ()
+    preempted: tuple[Request, ...] = field(default=())
+    failed: tuple[tuple[Request, Exception], ...] = ()
+    encode: tuple[Feature, ...] = ()
+    dropped: tuple[str, ...] = ()
+    features: tuple[tuple[int, Feature], ...] = ()
+
+    def without(self, rows: Sequence[int] | Int) -> SchedulerOutput:
+        """The same step without some of its rows."""
+        if len(rows) == 0:
+            return self
+        kept = ~np.isin(self.rows, rows)
+        counts = self.num_scheduled[kept]
+        return evolve(
+            self,
+            rows=self.rows[kept],
+            num_scheduled=counts,
+            num_computed=self.num_computed[kept],
+            num_tokens=int(counts.sum()),
+            num_decodes=int((counts == 1).sum()),
+            features=tuple((row, feature) for row, feature in self.features if row not in rows),
+        )

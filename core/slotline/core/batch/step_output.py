@@ -1,0 +1,171 @@
+"""What a step hands from one part to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, evolve, field
+
+from slotline.core.api.outputs import TokenLogprobs
+from slotline.core.batch.attend import Attend
+from slotline.core.batch.draft_tree import DraftTree
+from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
+from slotline.core.batch.logprobs import PendingLogprobs
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.device.transfer_buffer import Download
+from slotline.core.sampling.grammar_bitmask import GrammarBitmasks
+
+Int = npt.NDArray[np.int64]
+
+
+@define(kw_only=True, eq=False)
+class ForwardOutput:
+    """A forward pass that the device may still be running.
+
+    Attributes:
+        inputs: what it reads.
+        attend: as planned for it.
+        hidden: [num_padded_tokens, hidden_size], or of the wanted tokens alone.
+        logits: of the same tokens, where a graph holds them.
+        layers: [num_padded_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
+        whole: whether hidden states of all tokens are wanted, as where a prompt's tokens are scored.
+        masks: of structured output, where they are being made meanwhile.
+    """
+
+    inputs: ModelInputs
+    attend: Attend
+    hidden: torch.Tensor
+    logits: torch.Tensor | None
+    layers: torch.Tensor | None
+    whole: bool
+    masks: GrammarBitmasks | None = None
+
+
+@define(kw_only=True, eq=False)
+class PendingSample:
+    """Tokens that the device may still be sampling; nothing here is read or waited for on the host yet.
+
+    Attributes:
+        batch: of the logits rows; `draft_positions` [n] of them, None where nothing is drafted.
+        drafts: [n] int64, the draft at each place, -1 behind a request's last; None where nothing is drafted.
+        tree, draft_nodes: as in `ModelInputs`; then `drafts` are those of the nodes.
+        tokens: [n] int64 on their way to the host; `sampled` the same on the device, negative as in `Processed.mark`.
+        guesses: [n] int64, how many drafts of each row its drafter proposed.
+        states: of the logits rows, where a drafter reads any; `computed` those of all tokens, where it reads these.
+        num_nans: [n] int64 on their way to the host, where they are counted.
+        logprobs: on their way to the host, where asked for.
+        prompt_logprobs: as in `StepOutput`.
+        errors: by place, why those logits could not be processed.
+    """
+
+    batch: SamplingMetadata
+    draft_positions: Int | None
+    drafts: Int | None
+    tokens: Download
+    sampled: torch.Tensor
+    guesses: Int
+    tree: DraftTree | None = None
+    draft_nodes: Int | None = None
+    states: HiddenStates | None = None
+    computed: ComputedStates | None = None
+    num_nans: Download | None = None
+    logprobs: PendingLogprobs | None = None
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    errors: dict[int, str] = field(factory=dict)
+
+
+@define(kw_only=True, eq=False)
+class PendingPooling:
+    """Answers of pooling requests whose prompts a step completes, on their way to the host.
+
+    Attributes:
+        rows: [n] int64, permanent rows.
+        vectors: [n, size] float32; None where no prompt is complete.
+    """
+
+    rows: Int
+    vectors: Download | None
+
+    def wait(self, *, count_nans: bool, nan_cause: Callable[[], str]) -> StepOutput:
+        """The step's output, once they have arrived.
+
+        Args:
+            nan_cause: says who may have made the NaN in an answer, which is none.
+        """
+        if self.vectors is None:
+            return StepOutput()
+        vectors = self.vectors.wait()
+        output = StepOutput(pooled=dict(zip(self.rows.tolist(), vectors, strict=True)))
+        counts = np.isnan(vectors).sum(axis=1)
+        if counts.any():
+            found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
+            output.num_nans = found if count_nans else {}
+            output.failed, output.spoiled = dict.fromkeys(found, nan_cause()), frozenset(found)
+            output.pooled = {row: vector for row, vector in output.pooled.items() if row not in found}
+        return output
+
+
+@define(kw_only=True, eq=False)
+class StepOutput:
+    """What a step gave.
+
+    Attributes:
+        rows: [n] int64, permanent rows that got a token; once for each token, a row's tokens in order.
+        token_ids: [n] int32.
+        draft_positions: [n] int64, which of its row's tokens in this step each is; None where nothing was drafted.
+        num_kept: [n] int64, drafts up to each token whose keys and values count as computed: all of a chain.
+        hidden_states: of each distinct row's last accepted position, where a drafter reads any; `computed` those of all
+            tokens, where it reads these.
+        logprobs: by row, an entry for each token, where asked for.
+        prompt_logprobs: by row, entries for the prompt positions that this step covered, with the first position.
+        num_nans: by row, only rows with NaN logits.
+        pooled: by row, the answers [size] float32 of pooling requests, which get no token.
+        failed: by row, why it gets no further token: its request ends with an error.
+        spoiled: those of them whose logits were NaN, so that what they stored is of no use to others.
+    """
+
+    rows: Int = field(factory=lambda: np.zeros(0, np.int64))
+    token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
+    draft_positions: Int | None = None
+    num_kept: Int | None = None
+    hidden_states: HiddenStates | None = None
+    computed: ComputedStates | None = None
+    logprobs: dict[int, list[TokenLogprobs]] = field(factory=dict)
+    prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
+    num_nans: dict[int, int] = field(factory=dict)
+    pooled: dict[int, npt.NDArray[np.float32]] = field(factory=dict)
+    failed: dict[int, str] = field(factory=dict)
+    spoiled: frozenset[int] = frozenset()
+
+    def without(self, rows: Int) -> StepOutput:
+        """The same results without those of some rows."""
+        if len(rows) == 0:
+            return self
+        kept = ~np.isin(self.rows, rows)
+        gone = set(rows.tolist())
+        return evolve(
+            self,
+            rows=self.rows[kept],
+            token_ids=self.token_ids[kept],
+            draft_positions=None if self.draft_positions is None else self.draft_positions[kept],
+            num_kept=None if self.num_kept is None else self.num_kept[kept],
+            logprobs={row: entries for row, entries in self.logprobs.items() if row not in gone},
+            prompt_logprobs={row: entries for row, entries in self.prompt_logprobs.items() if row not in gone},
+            num_nans={row: count for row, count in self.num_nans.items() if row not in gone},
+            pooled={row: vector for row, vector in self.pooled.items() if row not in gone},
+            failed={row: cause for row, cause in self.failed.items() if row not in gone},
+            spoiled=self.spoiled - gone,
+        )
+
+    def rounds(self) -> Iterator[tuple[Int, npt.NDArray[np.int32]]]:
+        """Distinct rows and a token of each: first the first tokens of all, then the second ones, and so on."""
+        if self.draft_positions is None:
+            yield self.rows, self.token_ids
+            return
+        for position in range(int(self.draft_positions.max(initial=0)) + 1):
+            own = self.draft_positions == position
+            yield self.rows[own], self.token_ids[own]

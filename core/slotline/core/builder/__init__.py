@@ -1,0 +1,1 @@
+"""Engine builder: from a plan to an engine."""

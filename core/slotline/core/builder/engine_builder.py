@@ -1,0 +1,396 @@
+"""From a plan to an engine: every factory is called here, once, with exactly what was negotiated for it."""
+
+from __future__ import annotations
+
+import logging
+
+from attrs import define, evolve, field
+
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.drafter import build_drafting
+from slotline.core.builder.graphs import build_graphs
+from slotline.core.builder.kv_connector import build_transfers
+from slotline.core.builder.layer_groups import LayerGroupBuilder
+from slotline.core.builder.lora import adapter_notes, build_adapters, has_slots, load_named
+from slotline.core.builder.placement import device_memory, later_feeds
+from slotline.core.builder.plugin_construction import oom_as_capacity_error
+from slotline.core.builder.request_services import (
+    build_grammars,
+    build_pipeline,
+    build_plain_draws,
+    limits_of,
+    load_tokenizer,
+)
+from slotline.core.builder.warmup import Warmup
+from slotline.core.device.scope import device_scope
+from slotline.core.device.transfer_buffer import TransferBuffer, transfer_buffer_for
+from slotline.core.engine.engine import Engine
+from slotline.core.kv_cache.block_pool import BlockPool
+from slotline.core.kv_cache.block_table import tables_for
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
+from slotline.core.kv_cache.sizing import MemoryReport, size_pool
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.attention_dispatcher import AttentionGroup
+from slotline.core.model_runner.decode_fast_path import repeats_for
+from slotline.core.model_runner.encoder_runner import EncoderRunner, build_encoding
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.microbatches import Microbatches
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.model_runner.nan_cause import nan_cause
+from slotline.core.model_runner.output_checks import OutputChecks
+from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.pooling import Pooling
+from slotline.core.sampling.sampler import warm_up
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.core.speculation.async_spec_decode import AsyncSpecDecode
+from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.kernels import triton_precompile as compiling
+from slotline.planner.plan import Planned, make_plan
+from slotline.registry.attribution import BuiltPlugins, names_plugins
+from slotline.registry.built import MODEL, misfits_of
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import (
+    KVSpec,
+    Model,
+    ModelContext,
+)
+from slotline.registry.errors import CapacityError, ContractError
+from slotline.registry.loading import bind_contract
+
+logger = logging.getLogger("slotline")
+
+_CPU_PROFILE_TOKENS = 256
+_SMALLER_STEPS = "lower scheduler.max_batched_tokens or scheduler.max_requests"
+
+
+def build_engine(loaded: LoadedConfig) -> Engine:
+    """Plan, load and allocate.
+
+    Raises:
+        SlotlineError: of the kind that fits.
+    """
+    startup = StepProfiler(enabled=True)
+    with startup.scope("plan"):
+        planned = make_plan(loaded)
+    for warning in planned.registry.warnings:
+        logger.warning(warning)
+    for note in planned.plan.warnings:
+        logger.warning("%s %s [%s]", note.code, note.text, note.key)
+    with device_scope(planned.device), compiling.KernelLog():
+        engine = EngineBuilder(planned, startup).build()
+    logger.log(logging.WARNING if engine.plan.downgrades else logging.INFO, engine.plan.summary())
+    logger.info("started in %s", ", ".join(f"{name} {seconds:.1f} s" for name, seconds in startup.seconds.items()))
+    return engine
+
+
+@define(eq=False)
+class EngineBuilder:
+    """Builds the parts of an engine in order; each method makes one part.
+
+    Attributes:
+        planned: what to build.
+        startup: times the phases.
+    """
+
+    planned: Planned
+    startup: StepProfiler = field(factory=lambda: StepProfiler(enabled=True))
+    groups: LayerGroupBuilder = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.groups = LayerGroupBuilder(self.planned)
+
+    @property
+    def plugins(self) -> BuiltPlugins:
+        """What factories made so far."""
+        return self.planned.registry.built
+
+    @names_plugins
+    def build(self, model: Model | None = None) -> Engine:
+        """All parts, and the engine around them.
+
+        Args:
+            model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
+        """
+        planned, config = self.planned, self.planned.loaded.config
+        model = model or self.load_model()
+        specs = self.groups.specs()
+        what = f"a table of {config.scheduler.max_requests} requests of {planned.max_model_len} tokens"
+        with oom_as_capacity_error(what, "lower scheduler.max_requests or scheduler.max_model_len"):
+            rows = RequestTable(config.scheduler.max_requests, planned.max_model_len)
+        groups = self.groups.cache_groups(specs, rows)
+        profiler = StepProfiler(enabled=config.observability.profile)
+        tokenizer = load_tokenizer(planned)
+        pipeline = build_pipeline(planned, rows, tokenizer)
+        scales = self.groups.kv_scales()
+        attention = self.groups.attention_groups(scales)
+        cascade = self.groups.cascade(attention, groups)
+        drafting = build_drafting(self.planned, rows, model)
+        adapters = build_adapters(planned, model, rows)
+        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
+        encoding = self._encoding(model)
+        first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
+        if planned.device.startswith("cuda"):
+            with self.startup.scope("compile"):
+                first.compile_forwards()
+        with self.startup.scope("profile"):
+            memory = self._size(first, specs, encoding)
+        with oom_as_capacity_error(f"a cache of {memory.num_blocks} blocks", "lower cache.memory"):
+            pages = {} if planned.shards.divided else self.groups.pages(specs, memory.num_blocks)
+            checks = OutputChecks(strict=False) if config.observability.check_integrity else None
+            router = self.groups.router(attention, specs, memory.num_blocks, pages, checks)
+            self.groups.set_router(runner, gatherer, router)
+        runner.grammars = build_grammars(planned, rows, tokenizer)
+        cache = KVCacheManager(
+            BlockPool(memory.num_blocks),
+            groups,
+            prefix_caching=planned.plan.prefix_caching,
+            prefix_unit=planned.plan.block_size,
+            checkpoints=self.groups.checkpoints(rows, runner.states),
+            transfers=build_transfers(planned, specs, pages, memory.num_blocks),
+        )
+        engine = Engine(
+            plan=planned.plan,
+            rows=rows,
+            scheduler=self._scheduler(rows, cache, encoding, adapters),
+            gatherer=gatherer,
+            runner=runner,
+            pipeline=pipeline,
+            profiler=profiler,
+            drafting=drafting,
+            overlap=self._overlap(rows, runner),
+            pooling=runner.pooling,
+            encoding=encoding,
+            grammars=runner.grammars,
+            limits=limits_of(planned, tokenizer),
+            sampling_defaults=planned.sampling_defaults,
+            device=planned.device,
+            eos_token_ids=planned.facts.eos_token_ids,
+            tokenizer=tokenizer,
+            memory=memory,
+            plugins=self.plugins,
+            notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
+            cascade=cascade,
+            adapters=adapters,
+            asynchronous=planned.asynchronous,
+            check=config.observability.check_integrity,
+            startup=self.startup.seconds,
+        )
+        compiling.listen()  # Triton may have been loaded since
+        with self.startup.scope("warm_up"):
+            first.warm_up()
+        engine.graphs = runner.graphs = build_graphs(planned, engine)
+        # Where something was compiled, it is a first start, and captures and requests will compile more.
+        if compiled.count and planned.device.startswith("cuda"):
+            with self.startup.scope("compile"):
+                first.compile_ahead(engine.graphs)
+        if engine.graphs is not None:
+            with self.startup.scope("capture"):
+                engine.graphs.capture(progress=config.observability.progress)
+                if drafting is not None and planned.captures_drafts:
+                    drafting.capture(engine.graphs, progress=config.observability.progress)
+        compiling.listen()
+        load_named(planned, adapters)
+        runner.router.calculating = scales if scales is not None and scales.pending else None
+        planned.registry.hooks.engine_built(engine)
+        return engine
+
+    @names_plugins
+    def load_model(self) -> Model:
+        """The weights, on the device."""
+        planned, config = self.planned, self.planned.loaded.config
+        context = ModelContext(
+            contract=bind_contract(planned.family_descriptor),
+            facts=evolve(planned.facts, max_model_len=planned.max_model_len),
+            device=planned.device,
+            dtype=planned.plan.dtype,
+            task=planned.task,
+            optimize=config.optimize,
+            offload_bytes=int(config.offload_gib * 2**30),
+            batch_invariant=config.batch_invariant,
+            stages=planned.stages.divided,
+            options=self.planned.options(planned.family_descriptor),
+        )
+        fix = "take a smaller dtype, pipeline stages or a larger device, or set offload_gib"
+        with (
+            self.startup.scope("weights"),
+            oom_as_capacity_error(f"the model of {planned.facts.num_parameters} parameters", fix),
+        ):
+            model = planned.family.load(context)
+        planned.registry.fit(planned.family_descriptor, "what load() made", misfits_of(MODEL, context, model))
+        return model
+
+    def _runner(
+        self,
+        model: Model,
+        rows: RequestTable,
+        groups: list[CacheGroup],
+        attention: list[AttentionGroup],
+        specs: list[KVSpec],
+        pipeline: ProcessorPipeline,
+        profiler: StepProfiler,
+        drafting: DraftRunner | None,
+        adapters: AdapterManager | None,
+    ) -> tuple[InputPreparer, ModelRunner]:
+        config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
+        vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
+        kernel_sizes = [group.kernel_block_size for group in plan.cache_groups]
+        stagings = [transfer_buffer_for(stage.device) for stage in stages]
+        tables = tables_for(groups, kernel_sizes, stagings[0], stages[0].device)
+        later = later_feeds(plan, self.planned.stages, groups, stagings[1:])
+        stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
+        most_drafts = drafting.num_tokens if drafting else 0
+        last_tokens = (
+            PlaceholderTokens(vocab_size, rows.max_requests, stages[0].device, most_drafts) if stands_in else None
+        )
+        gatherer = InputPreparer(
+            rows,
+            groups,
+            kernel_sizes,
+            stagings[0],
+            tables,
+            budget,
+            most_drafts,
+            last_tokens,
+            later,
+            has_states=bool(plan.state_groups),
+            lora_slots=config.lora.max_adapters if has_slots(self.planned) else 0,
+            has_uncached=any(not group.cache_group for group in plan.groups),
+            max_encoder_len=self.planned.facts.max_encoder_len,
+            cuts_wanted=any(group.fast_prefill or group.last_queries for group in plan.groups),
+            repeats=repeats_for(
+                groups, kernel_sizes, stagings[0], tables, last_tokens, [stage.device for stage in stages]
+            ),
+        )
+        runner = ModelRunner(
+            model,
+            # the null block alone, for profiling
+            self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
+            rows,
+            pipeline,
+            stagings[-1],
+            profiler,
+            drafting,
+            last_tokens,
+            self._pooling(model, rows, stagings[-1]),
+            self.groups.states(),
+            adapters=adapters,
+            logprobs_mode=config.sampling.logprobs_mode,
+            count_nans=config.observability.count_nans,
+            mark=gatherer.assembler.mark,
+            microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
+            plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
+        )
+        self.groups.set_router(runner, gatherer, runner.router)
+        runner.nan_cause = lambda: nan_cause(runner.router, runner.states)
+        return gatherer, runner
+
+    def _overlap(self, rows: RequestTable, runner: ModelRunner) -> AsyncSpecDecode | None:
+        """What lets steps overlap beside the drafter, where the plan says that they do."""
+        if runner.drafting is None or runner.last_tokens is None:
+            return None
+        return AsyncSpecDecode(
+            rows,
+            runner.drafting,
+            runner.last_tokens,
+            transfer_buffer_for(self.planned.device),
+            runner.states,
+            max_tokens=self.planned.loaded.config.scheduler.max_batched_tokens,
+            vocab_size=self.planned.facts.vocab_size,
+        )
+
+    def _pooling(self, model: Model, rows: RequestTable, staging: TransferBuffer) -> Pooling | None:
+        """What makes answers of hidden states, where the task is a pooling one."""
+        task, hidden_size = self.planned.task, self.planned.facts.hidden_size
+        if task == "generate":
+            return None
+        pooler = getattr(model, "pooler", None)
+        if pooler is None:
+            name = self.planned.family_descriptor.name
+            raise ContractError(
+                f"model family {name!r} offers the task {task!r}, and its model has no pooler",
+                fix="tell the author of the plugin",
+            )
+        return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
+
+    def _encoding(self, model: Model) -> EncoderRunner | None:
+        """What inputs besides text need, where the model takes any."""
+        if not self.planned.facts.modalities:
+            return None
+        config = self.planned.loaded.config
+        return build_encoding(
+            model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
+            self.planned.facts,
+            config.multimodal,
+            device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=self.planned.chunked_prefill,
+        )
+
+    def _size(self, first: Warmup, specs: list[KVSpec], encoding: EncoderRunner | None) -> MemoryReport:
+        config, plan, device = self.planned.loaded.config, self.planned.plan, self.planned.device
+        requests, most, runner = config.scheduler.max_requests, first.most_tokens, first.runner
+        on_cuda = device.startswith("cuda")
+        tokens = most if on_cuda else min(most, _CPU_PROFILE_TOKENS)
+
+        def profile() -> float:
+            self._profile(first, encoding, tokens, on_cuda=on_cuda)
+            return most / tokens
+
+        held = [spec.max_blocks_held() for spec in specs]
+        report = size_pool(
+            config.cache.memory,
+            explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
+            devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices),
+            useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
+            profile=profile,
+            state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
+            checkpoints=runner.states.num_slots - requests if runner.states else 0,
+        )
+        if report.num_blocks - 1 < sum(held):
+            raise CapacityError(
+                f"the cache holds {report.num_blocks - 1} blocks and one request of max_model_len="
+                f"{self.planned.max_model_len} tokens needs {sum(held)}",
+                fix="lower scheduler.max_model_len or scheduler.max_batched_tokens, or raise cache.memory",
+            )
+        return report
+
+    def _profile(self, first: Warmup, encoding: EncoderRunner | None, tokens: int, *, on_cuda: bool) -> None:
+        """Run what takes most memory: the encoder, a step of so many tokens, the drafter and the sampler.
+
+        Args:
+            on_cuda: whether the encoder and the sampler run at their largest too.
+        """
+        with oom_as_capacity_error(
+            "encoding as much as a step may", "lower multimodal.max_tokens_per_step or multimodal.cache_tokens"
+        ):
+            held = encoding.profile() if encoding is not None and on_cuda else None
+        inputs, runner = first.largest(tokens), first.runner
+        count = len(inputs.rows)
+        if encoding is not None and on_cuda:
+            inputs.encoder_states = encoding.made_up_states(count)
+        with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
+            output = runner.run(inputs)
+            del inputs
+            if runner.drafting is not None:
+                runner.drafting.rehearse(output.computed)
+        if runner.pooling is None:
+            requests = self.planned.loaded.config.scheduler.max_requests
+            warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, self.planned.device)
+        del held  # until here: the encoder's cache lies beside a step
+
+    def _scheduler(
+        self, rows: RequestTable, cache: KVCacheManager, encoding: EncoderRunner | None, adapters: AdapterManager | None
+    ) -> Scheduler:
+        config = self.planned.loaded.config
+        return Scheduler(
+            rows,
+            cache,
+            max_batched_tokens=config.scheduler.max_batched_tokens,
+            chunked_prefill=self.planned.chunked_prefill,
+            default_seed=config.sampling.seed,
+            encoder_cache=encoding.cache if encoding else None,
+            lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
+            adapters=adapters,
+        )

@@ -1,0 +1,346 @@
+"""The parts of an engine that serve layers: cache specs and groups, attention and state backends, and their memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from attrs import define, evolve, field
+
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.placement import batches_of
+from slotline.core.builder.plugin_construction import build_plugin
+from slotline.core.device.scope import device_scope
+from slotline.core.kv_cache.allocation import DeviceOf, allocate_pages, bind_caches, no_cache, zeroed_bytes
+from slotline.core.kv_cache.cascade_attention import Cascade, CascadeGroup
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.kv_scales import KVScaleTable
+from slotline.core.kv_cache.sizing import DeviceMemory, count_slots
+from slotline.core.kv_cache.state_checkpoints import Checkpoints
+from slotline.core.kv_cache.state_rules import rules_of
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, AttentionGroup
+from slotline.core.model_runner.context_shards import ContextShards, Shard
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.model_runner.output_checks import OutputChecks
+from slotline.core.model_runner.state_dispatcher import StateDispatcher, StateGroup, allocate
+from slotline.core.speculation.draft_attention import DraftAttention
+from slotline.planner.cache_specs import SpecBuilder, of_encoder
+from slotline.planner.component_selection import plans_once
+from slotline.planner.plan import Planned
+from slotline.planner.spec_answers import wrong_cache
+from slotline.planner.state_specs import HeldStates, StateSpecBuilder
+from slotline.registry.capability import GraphSupport
+from slotline.registry.contracts import (
+    AttentionBackend,
+    AttentionCapabilities,
+    AttentionContext,
+    AttentionLayer,
+    KVCache,
+    KVSpec,
+    StateContext,
+)
+from slotline.registry.descriptor import Descriptor, Kind
+from slotline.registry.negotiation import CacheGroupPlan, GroupPlan
+
+logger = logging.getLogger("slotline")
+
+
+@define
+class LayerGroupBuilder:
+    """Builds what serves the groups of a plan; each method makes one part.
+
+    Attributes:
+        planned: what to build.
+        held_states: the cache specs of the model's states.
+    """
+
+    planned: Planned
+    held_states: list[HeldStates] = field(init=False)
+
+    @held_states.default
+    def _held_states(self) -> list[HeldStates]:
+        planned = self.planned
+        builder = StateSpecBuilder(planned.loaded, planned.registry, planned.offers, planned.max_model_len)
+        return builder.build(planned.plan)
+
+    def specs(self) -> list[KVSpec]:
+        """The cache spec of each cache group."""
+        return [self._spec(group, group.block_size) for group in self.planned.plan.cache_groups]
+
+    def _spec(self, group: CacheGroupPlan, block_size: int) -> KVSpec:
+        planned = self.planned
+        builder = SpecBuilder(
+            planned.loaded,
+            planned.registry,
+            planned.offers,
+            planned.plan.kv_dtype,
+            planned.max_model_len,
+            planned.facts.max_encoder_len,
+        )
+        # Blocks are given back when a step's results are handed out; another may have been prepared by then.
+        ahead = planned.loaded.config.scheduler.max_batched_tokens * (2 if planned.asynchronous else 1)
+        return builder.build(group, block_size=block_size, max_tokens_in_flight=ahead)
+
+    def cache_groups(self, specs: list[KVSpec], rows: RequestTable) -> list[CacheGroup]:
+        """The block tables of each cache group."""
+        return [
+            CacheGroup(
+                index,
+                spec,
+                group.block_size,
+                group.kernel_block_size,
+                rows.max_requests,
+                *(
+                    (self.planned.facts.max_encoder_len, rows.encoder_len)
+                    if of_encoder(group.layers)
+                    else (rows.max_model_len, None)
+                ),
+            )
+            for index, (group, spec) in enumerate(zip(self.planned.plan.cache_groups, specs, strict=True))
+        ]
+
+    def kv_scales(self) -> KVScaleTable | None:
+        """The scales of an eight-bit cache; None where all are 1."""
+        planned = self.planned
+        source = {group.kv_scales for group in planned.plan.groups}
+        if not source & {"checkpoint", "calculate"}:
+            return None
+        return KVScaleTable(
+            planned.layers,
+            planned.facts.kv_scales,
+            device_of=planned.stages.device_of,
+            dtype=getattr(torch, planned.plan.kv_dtype),
+            calculate="calculate" in source,
+        )
+
+    def cascade(self, attention: list[AttentionGroup], groups: list[CacheGroup]) -> Cascade:
+        """Who is asked whether a common prefix pays."""
+        found: list[CascadeGroup | None] = []
+        read = batches_of(self.planned.plan, self.planned.stages)
+        for index, cache in enumerate(groups):
+            backends = tuple(g.backend for g in attention if g.cascade and read[g.batch][1] == index)
+            size = self.planned.plan.cache_groups[index].kernel_block_size
+            found.append(CascadeGroup(cache, size, backends) if backends else None)  # type: ignore[arg-type]
+        return Cascade(found)
+
+    def attention_groups(self, scales: KVScaleTable | None) -> list[AttentionGroup]:
+        """A built backend for each attention group of the plan; for each stage where several have layers of one."""
+        return [
+            self._attention_group(group, stage, layers, scales)
+            for group in self.planned.plan.groups
+            for stage, layers in self.planned.stages.split(group.layers)
+        ]
+
+    def _attention_group(
+        self, group: GroupPlan, stage: int, layers: tuple[AttentionLayer, ...], scales: KVScaleTable | None
+    ) -> AttentionGroup:
+        plan, scheduler = self.planned.plan, self.planned.loaded.config.scheduler
+        names = [cache_group.name for cache_group in plan.cache_groups]
+        batches = batches_of(plan, self.planned.stages)
+        descriptor = self.planned.offers[Kind.ATTENTION, group.backend]
+        context = AttentionContext(
+            contract=group.contract,
+            layers=layers,
+            device=self.planned.stages.stages[stage].device,
+            dtype=group.dtype,
+            kv_dtype=group.kv_dtype,
+            block_size=group.block_size,
+            kernel_block_size=group.kernel_block_size,
+            layout=group.layout,
+            max_query_len=group.max_query_len,
+            max_requests=scheduler.max_requests,
+            max_tokens=scheduler.max_batched_tokens,
+            max_model_len=self.planned.facts.max_encoder_len if of_encoder(layers) else self.planned.max_model_len,
+            kv_scales={layer.index: scales.by_layer[layer.index] for layer in layers} if scales else {},
+            batch_invariant=self.planned.loaded.config.batch_invariant,
+            options=self.planned.options(descriptor),
+        )
+        sharded = self.planned.shards.divided and bool(group.cache_group)
+        backend = self._context_shards(group, descriptor, context) if sharded else self._built(descriptor, context)
+        return AttentionGroup(
+            name=group.name,
+            backend=backend,
+            writes_cache=descriptor.capabilities.writes_cache,
+            batch=batches.index((stage, names.index(group.cache_group))) if group.cache_group else len(batches),
+            layers=layers,
+            device=context.device,
+            cascade=group.cascade != "none",
+            cascade_captured=group.cascade == "captured",
+            plain_writes=descriptor.capabilities.plain_writes and not sharded,
+            fast_prefill=group.fast_prefill,
+            last_queries=group.last_queries,
+            any_captured=not sharded and _captured_always(descriptor.capabilities),
+            plan_once=not sharded and plans_once(self.planned.loaded, self.planned.offers, group),
+            plugin=self.planned.registry.full_name(descriptor),
+        )
+
+    def _context_shards(
+        self, group: GroupPlan, descriptor: Descriptor[Any], context: AttentionContext
+    ) -> ContextShards:
+        """A backend for each shard, where tokens are requests, and one for a step's own keys with a cache for these."""
+        scheduler, devices = self.planned.loaded.config.scheduler, self.planned.shards.devices
+        size = group.kernel_block_size
+        most = max(scheduler.max_batched_tokens, scheduler.max_requests)
+        each = evolve(context, block_size=group.block_size // len(devices), max_requests=most, max_query_len=1)
+        shards = [Shard(self._built(descriptor, evolve(each, device=device)), device) for device in devices]
+        num_blocks = -(-scheduler.max_batched_tokens // size) + scheduler.max_requests + 1
+        spec, layer = self._spec(self.planned.plan.cache_group(group.cache_group), size), context.layers[0]
+        return ContextShards(
+            shards,
+            self._built(descriptor, evolve(context, block_size=size)),
+            spec.bind(zeroed_bytes(num_blocks * spec.page_bytes(layer), context.device), layer, num_blocks),
+            context.device,
+            size,
+            descriptor.capabilities.lse_base,
+            descriptor.capabilities.writes_cache,
+        )
+
+    def _built(self, descriptor: Descriptor[Any], context: AttentionContext) -> AttentionBackend:
+        """The backend that a descriptor's factory makes, with its device the current one."""
+        with device_scope(context.device):
+            fix = "lower scheduler.max_batched_tokens or scheduler.max_requests"
+            backend: AttentionBackend = build_plugin(self.planned.registry, descriptor, context, fix)
+        return backend
+
+    def pages(self, specs: list[KVSpec], num_blocks: int) -> dict[int, torch.Tensor]:
+        """The memory of each layer that owns a cache."""
+        return allocate_pages(self.planned.plan, specs, num_blocks, self.planned.stages.device_of)
+
+    def router(
+        self,
+        attention: list[AttentionGroup],
+        specs: list[KVSpec],
+        num_blocks: int,
+        pages: Mapping[int, torch.Tensor] | None = None,
+        checks: OutputChecks | None = None,
+    ) -> AttentionDispatcher:
+        """Bind each layer to its own cache; layers that share one are bound to the same memory.
+
+        Args:
+            pages: the caches' memory; new where not given.
+            checks: of what backends give in eager steps.
+        """
+        if self.planned.shards.divided:
+            caches = self._sharded(attention, num_blocks)
+        else:
+            pages = self.pages(specs, num_blocks) if pages is None else pages
+            caches = self._complete(self._bound(specs, pages, num_blocks))
+        return AttentionDispatcher(attention, caches, checks)
+
+    def _bound(self, specs: list[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int) -> dict[int, KVCache]:
+        """Return the caches that the specs make of their memory.
+
+        Raises:
+            ContractError: if one has another form than the contract says.
+        """
+        plan, caches = self.planned.plan, bind_caches(self.planned.plan, specs, pages, num_blocks)
+        for group in plan.cache_groups:
+            ratio, size = group.block_size // group.kernel_block_size, group.kernel_block_size
+            misfits = (
+                wrong_cache(caches[at.index], at, num_blocks * ratio, size, plan.kv_dtype) for at in group.layers
+            )
+            descriptor = self.planned.offers[Kind.KV_SPEC, group.kv_spec]
+            self.planned.registry.fit(descriptor, "what bind() made", chain.from_iterable(misfits))
+        return caches
+
+    def _complete(self, caches: dict[int, KVCache]) -> dict[int, KVCache]:
+        """With those of layers that own none."""
+        for layer in self.planned.layers:
+            if layer.shares_kv_with is not None:
+                caches[layer.index] = caches[layer.shares_kv_with]
+            elif layer.attention_type == "encoder_only":
+                caches[layer.index] = no_cache(layer, self.planned.plan.dtype, self.planned.stages.device_of(layer))
+        return caches
+
+    def _sharded(self, attention: list[AttentionGroup], num_blocks: int) -> dict[int, KVCache]:
+        """Allocate each shard's part of the caches and hand it to the groups; the first shard's."""
+        plan, devices = self.planned.plan, self.planned.shards.devices
+        (group,) = plan.cache_groups
+        specs = [self._spec(group, group.block_size // len(devices))]
+        caches = []
+        for device in devices:
+            pages = allocate_pages(plan, specs, num_blocks, _everywhere(device))
+            caches.append(self._complete(bind_caches(plan, specs, pages, num_blocks)))
+        for one in attention:
+            if isinstance(one.backend, ContextShards):
+                one.backend.caches = caches
+        return caches[0]
+
+    def set_router(self, runner: ModelRunner, gatherer: InputPreparer, router: AttentionDispatcher) -> None:
+        """Hand the caches to the model's layers, and to the drafter's own."""
+        runner.router = router
+        if runner.states is not None:
+            runner.states.checks = router.checks
+        if runner.drafting is not None and self.planned.draft_layers:
+            runner.drafting.attention = DraftAttention(
+                router,
+                self.planned.draft_layers,
+                gatherer.groups,
+                gatherer.kernel_block_sizes,
+                max_model_len=self.planned.max_model_len,
+                num_tokens=runner.drafting.num_tokens,
+                leads=runner.drafting.catches_up,
+                device=self.planned.device,
+            )
+
+    def states(self) -> StateDispatcher | None:
+        """The state backends, and a slot for each row in every state layer; None where the model has no such layers.
+
+        Raises:
+            CapacityError: if that many states do not fit.
+        """
+        planned, scheduler = self.planned, self.planned.loaded.config.scheduler
+        memory = planned.plan.states
+        if memory is None:
+            return None
+        num_slots = count_slots(
+            memory.slot_bytes,
+            scheduler.max_requests,
+            memory.checkpoints,
+            planned.loaded.config.cache.memory,
+            DeviceMemory(device=planned.device, total=planned.plan.device.total_memory, block=0),
+            explicit=planned.loaded.origins["cache.memory"].kind != "default",
+            beside=memory.rollback_bytes // scheduler.max_requests,
+        )
+        if planned.plan.prefix_caching and num_slots == scheduler.max_requests:
+            logger.warning("no slots for checkpoints of states, so that no prefix is reused: see state.checkpoints")
+        groups = []
+        for group in planned.plan.state_groups:
+            descriptor = planned.offers[Kind.STATE, group.backend]
+            context = StateContext(
+                contract=group.contract,
+                layers=group.layers,
+                device=planned.device,
+                dtype=group.dtype,
+                max_query_len=group.max_query_len,
+                max_requests=scheduler.max_requests,
+                max_tokens=scheduler.max_batched_tokens,
+                max_draft_tokens=planned.loaded.config.drafter.tokens if planned.drafter else 0,
+                options=self.planned.options(descriptor),
+            )
+            backend = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
+            plugin = planned.registry.full_name(descriptor)
+            groups.append(StateGroup(name=group.name, backend=backend, layers=group.layers, plugin=plugin))
+        return StateDispatcher(groups, allocate(self.held_states, num_slots, planned.device), num_slots, planned.device)
+
+    def checkpoints(self, rows: RequestTable, states: StateDispatcher | None) -> Checkpoints | None:
+        """What is kept of states, where the model keeps any."""
+        memory = self.planned.plan.states
+        if states is None or memory is None:
+            return None
+        held = self.held_states
+        return Checkpoints(rows, states, memory.unit, rules_of([one.spec for one in held]), [one.name for one in held])
+
+
+def _everywhere(device: str) -> DeviceOf:
+    return lambda _layer: device
+
+
+def _captured_always(capabilities: AttentionCapabilities) -> bool:
+    """Whether a graph may hold the attention of any step, but for common prefixes."""
+    limited = any(limit.capability == "graphs" and limit.when != "cascade" for limit in capabilities.limits)
+    return capabilities.graphs.value is GraphSupport.ALWAYS and not limited

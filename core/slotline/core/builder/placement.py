@@ -1,0 +1,62 @@
+"""What of a step and of the memory each pipeline stage has: its batches, its arrays, its part of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.kv_cache.allocation import block_bytes
+from slotline.core.kv_cache.block_table import tables_for
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.kv_cache.sizing import DeviceMemory
+from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
+from slotline.planner.device import describe_device
+from slotline.planner.pipeline_parallel import Stages
+from slotline.registry.contracts import KVSpec
+from slotline.registry.negotiation import Plan
+
+
+def batches_of(plan: Plan, stages: Stages) -> list[tuple[int, int]]:
+    """The (stage, cache group) of each batch of a step, in the order of `ModelInputs.batches`.
+
+    The first stage has all cache groups, a later one those that layers of it read. The batch of layers without a cache
+    comes behind these.
+    """
+    first = [(0, index) for index in range(len(plan.cache_groups))]
+    names = [group.name for group in plan.cache_groups]
+    read = {
+        (stage, names.index(group.cache_group))
+        for group in plan.groups
+        if group.cache_group
+        for stage, _ in stages.split(group.layers)
+    }
+    return first + sorted(pair for pair in read if pair[0] > 0)
+
+
+def later_feeds(
+    plan: Plan, stages: Stages, groups: Sequence[CacheGroup], stagings: Sequence[TransferBuffer]
+) -> list[StageInputs]:
+    """The feed of each stage but the first; `stagings` are theirs."""
+    batches, feeds = batches_of(plan, stages), []
+    for stage, staging in enumerate(stagings, start=1):
+        read = tuple(group for of_stage, group in batches if of_stage == stage)
+        sizes = [plan.cache_groups[index].kernel_block_size for index in read]
+        tables = tables_for([groups[index] for index in read], sizes, staging, stages.stages[stage].device)
+        feeds.append(StageInputs(staging, tables, read))
+    return feeds
+
+
+def device_memory(plan: Plan, stages: Stages, specs: Sequence[KVSpec], shards: Sequence[str]) -> list[DeviceMemory]:
+    """Each device with its part of a block of the pool, before anything is measured.
+
+    Args:
+        shards: devices that have a block's keys in equal parts; one for those of the stages.
+    """
+    block = {**dict.fromkeys(stages.devices, 0), **block_bytes(plan, specs, stages.device_of)}
+    if len(shards) > 1:
+        whole = sum(block.values())
+        block = {device: whole * shards.count(device) // len(shards) for device in dict.fromkeys(shards)}
+    return [
+        DeviceMemory(device=device, total=describe_device(device).total_memory, block=size)
+        for device, size in block.items()
+    ]

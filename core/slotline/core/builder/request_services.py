@@ -1,0 +1,138 @@
+"""What serves requests beside the model: tokenizer, logits processors, grammars, and the limits that requests meet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.builder.plugin_construction import build_plugin
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
+from slotline.core.sampling.structured_output import StructuredOutputs, build_structured_output
+from slotline.core.scheduler.admission import EngineLimits
+from slotline.kernels.triton_support import has_triton
+from slotline.planner.plan import Planned
+from slotline.registry.contracts import LogitsProcessorContext, StructuredOutputContext
+from slotline.registry.loading import bind_contract
+
+if TYPE_CHECKING:
+    from slotline.core.sampling.triton_fast_sampler import FastSampler
+
+_PROCESSED = frozenset(
+    {
+        "allowed_token_ids",
+        "bad_words_token_ids",
+        "frequency_penalty",
+        "guidance_scale",
+        "logit_bias",
+        "logits_processors",
+        "min_p",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+    }
+)
+"""Sampling parameters that only a logits processor can honour."""
+
+
+def load_tokenizer(planned: Planned) -> Tokenizer | None:
+    """The tokenizer; a model folder without one serves token ids alone, a named one must load."""
+    named = planned.loaded.path("tokenizer")
+    path = named or planned.facts.path
+    return Tokenizer(path) if named or any(path.glob("tokenizer*")) else None
+
+
+def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None = None) -> ProcessorPipeline:
+    """The logits processors that the plan names, in their order.
+
+    Raises:
+        PluginError: if one cannot be built.
+        CapacityError: if it takes more memory than there is.
+    """
+    facts, slots = planned.facts, []
+    for descriptor in planned.processors:
+        context = LogitsProcessorContext(
+            contract=bind_contract(descriptor),
+            vocab_size=facts.vocab_size,
+            eos_token_ids=facts.eos_token_ids,
+            max_requests=rows.max_requests,
+            max_model_len=rows.max_model_len,
+            device=planned.device,
+            options=planned.options(descriptor),
+            tokenizer=None if tokenizer is None else tokenizer.transformers,
+        )
+        processor = build_plugin(planned.registry, descriptor, context, "lower scheduler.max_requests")
+        active = np.zeros(rows.max_requests, bool)
+        slots.append(
+            ProcessorSlot(
+                name=descriptor.name,
+                source=planned.registry.source(descriptor),
+                processor=processor,
+                capabilities=descriptor.capabilities,
+                active=active,
+            )
+        )
+    return ProcessorPipeline(slots, rows, _PROCESSED, planned.registry.built)
+
+
+def build_plain_draws(
+    planned: Planned, last_tokens: PlaceholderTokens | None, staging: TransferBuffer
+) -> FastSampler | None:
+    """What draws the tokens of steps that ask for nothing else, staged by `staging`.
+
+    None where the next step does not find them on the GPU that draws them, or drafts stand beside them.
+    """
+    if last_tokens is None or last_tokens.max_drafts or planned.stages.divided:
+        return None
+    if not planned.device.startswith("cuda") or not has_triton():
+        return None
+    from slotline.core.sampling.triton_fast_sampler import FastSampler
+
+    most = planned.loaded.config.scheduler.max_requests
+    return FastSampler(last_tokens, staging, most, planned.facts.vocab_size, planned.device)
+
+
+def build_grammars(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | None) -> StructuredOutputs | None:
+    """Structured output, where there is a plugin and the model has what it takes; built when first asked for."""
+    descriptor, facts = planned.structured_output.descriptor, planned.facts
+    if descriptor is None or tokenizer is None or not _eos_token_ids(planned):
+        return None
+    context = StructuredOutputContext(
+        contract=bind_contract(descriptor),
+        tokenizer=tokenizer.transformers,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=_eos_token_ids(planned),
+        max_requests=rows.max_requests,
+        options=planned.options(descriptor),
+    )
+    return build_structured_output(planned.registry, descriptor, context, rows, planned.loaded.config.structured_output)
+
+
+def limits_of(planned: Planned, tokenizer: Tokenizer | None) -> EngineLimits:
+    """What requests are checked against when they come."""
+    config = planned.loaded.config
+    refusal = planned.structured_output.refusal
+    if refusal is None and tokenizer is None:
+        refusal = ("the model has no tokenizer", "name a folder with one under tokenizer")
+    if refusal is None and not _eos_token_ids(planned):
+        refusal = ("the model names no end-of-sequence token", "add eos_token_id to its generation_config.json")
+    return EngineLimits(
+        max_model_len=planned.max_model_len,
+        max_batched_tokens=config.scheduler.max_batched_tokens,
+        max_logprobs=config.sampling.max_logprobs,
+        vocab_size=planned.facts.vocab_size,
+        chunked_prefill=planned.chunked_prefill,
+        priorities=config.scheduler.policy == "priority",
+        tasks=planned.facts.tasks,
+        no_structured_output=refusal,
+    )
+
+
+def _eos_token_ids(planned: Planned) -> tuple[int, ...]:
+    """The end-of-sequence tokens that there is a logit for."""
+    facts = planned.facts
+    return tuple(token for token in facts.eos_token_ids if token < facts.vocab_size)

@@ -1,1 +1,0 @@
-"""The KV cache: blocks and who holds them, tables, prefixes, checkpoints of states, encoder outputs."""

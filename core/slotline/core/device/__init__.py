@@ -1,0 +1,1 @@
+"""Device access: transfer buffers, scopes and memory."""

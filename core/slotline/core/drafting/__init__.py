@@ -1,1 +1,0 @@
-"""Speculation: asking drafters, checking and verifying what they say, and how many drafts pay."""

@@ -1,0 +1,87 @@
+"""Requests joining a step: what plugins prepare for them, and the items that are encoded before it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from attrs import define
+
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.engine.request_finalizer import RequestFinalizer
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.paired_requests import leaders
+from slotline.core.speculation.draft_runner import DraftRunner
+
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class AdmissionHooks:
+    """Prepares what a schedule says, and takes out whom a plugin fails on."""
+
+    rows: RequestTable
+    endings: RequestFinalizer
+    profiler: StepProfiler
+    pipeline: ProcessorPipeline
+    encoding: EncoderRunner | None
+    grammars: StructuredOutputs | None
+    drafting: DraftRunner | None
+    adapters: AdapterManager | None
+
+    def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
+        """Prepare the requests that join in this step, and encode its items.
+
+        A request that a plugin fails on ends alone, with finish reason `error`: the step goes on without it.
+
+        Returns:
+            The step that is left, and the requests that ended.
+        """
+        refused: list[tuple[Request, Exception]] = list(schedule.failed)
+        for request, error in refused:
+            logger.error("request %r cannot be scheduled", request.request_id, exc_info=error)
+        for request in schedule.admitted:
+            try:
+                self._admit(request)
+            except Exception as error:  # a plugin's code may raise anything; the others go on
+                logger.exception("request %r could not be admitted", request.request_id)
+                refused.append((request, error))
+        schedule = self._without(schedule, refused)
+        if self.encoding is not None:
+            with self.profiler.scope("encode"):
+                failed = self.encoding.run(schedule)
+            without = {row: failed[f.mm_hash] for row, f in schedule.features if f.mm_hash in failed}
+            lost = [(self.rows.request(row), error) for row, error in without.items()]
+            schedule, refused = self._without(schedule, lost), refused + lost
+            self.encoding.cache.forget(failed)
+        return schedule, leaders([request for request, _ in refused])
+
+    def _admit(self, request: Request) -> None:
+        """What a request needs when it joins for the first time; after preemption it has it."""
+        if request.joined:
+            return
+        if self.adapters is not None:
+            self.adapters.activate(request)
+        if request.params.logprobs is not None:
+            request.logprobs = []
+        if request.params.prompt_logprobs is not None:
+            request.prompt_logprobs = [None] * len(request.prompt_token_ids)
+        self.pipeline.admit(request)
+        if self.grammars is not None:
+            self.grammars.admit(request)
+        if self.drafting is not None:
+            self.drafting.admit(request)
+        request.joined = True
+
+    def _without(self, schedule: SchedulerOutput, refused: Sequence[tuple[Request, Exception]]) -> SchedulerOutput:
+        """The step without requests that end with an error."""
+        pairs = [(one, one.partner) for one, _ in refused]
+        rows = [one.row for both in pairs for one in both if one is not None and one.row >= 0]
+        self.endings.fail(refused)
+        return schedule.without(rows)

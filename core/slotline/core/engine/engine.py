@@ -1,0 +1,559 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, evolve, field
+
+from slotline.core.api.lora_request import LoRARequest
+from slotline.core.api.multimodal_inputs import Feature
+from slotline.core.api.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
+from slotline.core.api.own_process import OwnProcess
+from slotline.core.api.prompts import as_token_array
+from slotline.core.api.tokenizer import Tokenizer, with_bad_words
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.device.out_of_memory import is_out_of_memory
+from slotline.core.device.scope import on_device
+from slotline.core.engine.admission_hooks import AdmissionHooks
+from slotline.core.engine.engine_lock import EngineLock, exclusive
+from slotline.core.engine.input_processor import InputProcessor
+from slotline.core.engine.output_builder import request_output
+from slotline.core.engine.output_processor import OutputProcessor, StepResult
+from slotline.core.engine.recovery import Recovery
+from slotline.core.engine.request_finalizer import RequestFinalizer
+from slotline.core.engine.stop_checker import StopChecker
+from slotline.core.kv_cache.cascade_attention import Cascade
+from slotline.core.kv_cache.sizing import MemoryReport
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.model_runner import ModelRunner
+from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.pooling import Pooling, params_by_task, pooling_output
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.admission import EngineLimits
+from slotline.core.scheduler.integrity import check_integrity
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.core.speculation.async_spec_decode import AsyncSpecDecode, Proposal
+from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.kernels.triton_precompile import Kernel, log_to, waited_for
+from slotline.registry.attribution import BuiltPlugins, names_plugins
+from slotline.registry.contracts import CacheBlock, PoolingParams
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import CapacityError, IntegrityError, RequestError, SlotlineError
+from slotline.registry.loading import one_line
+
+if TYPE_CHECKING:
+    from slotline.registry.negotiation import Plan
+
+Int = npt.NDArray[np.int64]
+P = ParamSpec("P")
+R = TypeVar("R")
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class PendingStep:
+    """A step whose results have not been handed out.
+
+    Attributes:
+        schedule: what it computes.
+        generations: [max_requests] int64, of all rows when it was started; a row whose generation has changed since
+            then has been given up, and its results are nobody's.
+        sampling: its tokens.
+        proposal: the drafts behind them, where the drafter does not wait for the host.
+        loads: blocks that the KV connector brought for it.
+    """
+
+    schedule: SchedulerOutput
+    generations: Int
+    sampling: PendingSample | PendingPooling
+    proposal: Proposal | None = None
+    loads: tuple[CacheBlock, ...] = ()
+
+
+@define(kw_only=True, eq=False, slots=False)
+class Engine:
+    """Schedules, runs and hands out; owns the rows, the cache and the built parts.
+
+    Under asynchronous scheduling a step is scheduled, gathered and launched while the one before still runs; only then
+    are the earlier one's results handed out. The tokens of a step in flight are counted in the rows, as if all its
+    drafts stood, and known on the device alone. A request that turns out to have ended took part in one step too many,
+    whose result is dropped.
+
+    Several threads may use an engine: each call waits until no other thread is in it. A callback of a step, for
+    instance a function on logits, may call it again.
+
+    Whatever escapes from a step, Ctrl-C included, every unfinished request is restored before it is raised again.
+
+    Attributes:
+        notes: what whoever reads the plan should know beside it.
+        plugins: what factories made, by which errors are traced to plugins.
+        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out. `LLM` puts it
+            into the parameters; `add` takes them as they are.
+        device: the current one while the engine works.
+        check: whether the integrity checker runs after each step.
+        startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
+        late_kernels: what steps had to wait for Triton to compile, or to load from its cache on disk.
+        requests: the unfinished, by id.
+        intake, joining, hand_out, endings: what happens to a request, in this order.
+        recovery: restores the unfinished ones after an exception escaped.
+        lock: held by the thread that is in the engine.
+        unsettled: whether a step runs. If none can be running, the last call was interrupted.
+    """
+
+    plan: Plan
+    rows: RequestTable
+    scheduler: Scheduler
+    gatherer: InputPreparer
+    runner: ModelRunner
+    pipeline: ProcessorPipeline
+    profiler: StepProfiler
+    drafting: DraftRunner | None = None
+    overlap: AsyncSpecDecode | None = None
+    pooling: Pooling | None = None
+    encoding: EncoderRunner | None = None
+    grammars: StructuredOutputs | None = None
+    limits: EngineLimits
+    eos_token_ids: tuple[int, ...]
+    tokenizer: Tokenizer | None
+    memory: MemoryReport | None = None
+    notes: tuple[str, ...] = ()
+    plugins: BuiltPlugins = field(factory=BuiltPlugins)
+    sampling_defaults: Mapping[str, Any] = field(factory=dict)
+    device: str = "cpu"
+    graphs: GraphRunner | None = None
+    cascade: Cascade = field()
+    adapters: AdapterManager | None = None
+    asynchronous: bool = False
+    check: bool = False
+    startup: Mapping[str, float] = field(factory=dict)
+    late_kernels: list[Kernel] = field(factory=list, init=False)
+    requests: dict[str, Request] = field(factory=dict, init=False)
+    intake: InputProcessor = field(init=False)
+    joining: AdmissionHooks = field(init=False)
+    hand_out: OutputProcessor = field(init=False)
+    endings: RequestFinalizer = field(init=False)
+    recovery: Recovery = field(init=False)
+    lock: EngineLock = field(factory=EngineLock, init=False)
+    _in_flight: PendingStep | None = field(default=None, init=False)
+    _log: list[Kernel] = field(factory=list, init=False)  # of this step
+    _ended: list[Request] = field(factory=list, init=False)  # and not yet in a step's result
+    unsettled: bool = field(default=False, init=False)
+    _hurt: bool = field(default=False, init=False)  # a call was interrupted
+    _closed: bool = field(default=False, init=False)  # while rows and requests change: no callback may step then
+    _aborts: list[Request] = field(factory=list, init=False)  # asked for while closed
+    _own_process: OwnProcess = field(factory=lambda: OwnProcess("the engine"), init=False)
+
+    @cascade.default
+    def _no_common_prefixes(self) -> Cascade:
+        return Cascade([None] * len(self.gatherer.groups))
+
+    def __attrs_post_init__(self) -> None:
+        stops = StopChecker(self.rows, self.eos_token_ids, self.limits.vocab_size)
+        self.endings = RequestFinalizer(
+            requests=self.requests,
+            scheduler=self.scheduler,
+            stops=stops,
+            tokenizer=self.tokenizer,
+            pipeline=self.pipeline,
+            grammars=self.grammars,
+            drafting=self.drafting,
+            adapters=self.adapters,
+            plugins=self.plugins,
+        )
+        self.intake = InputProcessor(
+            requests=self.requests,
+            scheduler=self.scheduler,
+            limits=self.limits,
+            tokenizer=self.tokenizer,
+            pipeline=self.pipeline,
+            encoding=self.encoding,
+            grammars=self.grammars,
+            adapters=self.adapters,
+            drafts=self.drafting is not None,
+        )
+        self.joining = AdmissionHooks(
+            rows=self.rows,
+            endings=self.endings,
+            profiler=self.profiler,
+            pipeline=self.pipeline,
+            encoding=self.encoding,
+            grammars=self.grammars,
+            drafting=self.drafting,
+            adapters=self.adapters,
+        )
+        self.hand_out = OutputProcessor(
+            rows=self.rows,
+            scheduler=self.scheduler,
+            stops=stops,
+            endings=self.endings,
+            grammars=self.grammars,
+            overlapped=self.overlap is not None,
+        )
+        self.recovery = Recovery(
+            requests=self.requests,
+            scheduler=self.scheduler,
+            gatherer=self.gatherer,
+            hand_out=self.hand_out,
+            endings=self.endings,
+            tokenizer=self.tokenizer,
+            pipeline=self.pipeline,
+            encoding=self.encoding,
+            grammars=self.grammars,
+            drafting=self.drafting,
+            adapters=self.adapters,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.requests)
+
+    @names_plugins
+    @exclusive
+    @on_device
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams | PoolingParams,
+        *,
+        prompt: str | None = None,
+        features: tuple[Feature, ...] = (),
+        priority: int = 0,
+        cache_salt: str = "",
+        lora_request: LoRARequest | None = None,
+        index: int = 0,
+        stream: bool = False,
+    ) -> Request:
+        """Check a request and queue it.
+
+        Args:
+            params: of the engine's task.
+            features: inputs besides text, as `EncoderRunner.reader` reads them; the prompt holds their placeholders.
+            stream: whether its text is read while it runs.
+
+        Raises:
+            RequestError: naming what is wrong; nothing is queued then, and the engine goes on. Also in a forked child.
+        """
+        self._own_process.refuse_others()
+        sampling, pooling = params_by_task(params, self.pooling, self.limits.tasks)
+        if sampling.bad_words:
+            sampling = with_bad_words(sampling, self.tokenizer)
+        tokens = as_token_array(prompt_token_ids)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tokens.tolist(),
+            token_array=tokens,
+            params=sampling,
+            pooling_params=pooling,
+            pools_whole_prompt=self.pooling is not None and self.pooling.whole_prompt,
+            prompt=prompt,
+            features=features,
+            priority=priority,
+            cache_salt=cache_salt,
+            lora_request=lora_request,
+            index=index,
+            arrival=self.intake.arrivals,
+        )
+        try:
+            self.intake.add(request, stream=stream)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._hurt = self.unsettled = True
+            raise
+        return request
+
+    @names_plugins
+    @exclusive
+    @on_device
+    def abort(self, request_id: str) -> Request | None:
+        """End a request now; what it sampled so far stays in it. None if no such request is unfinished.
+
+        Where a signal's handler or a plugin asks for it in the middle of a step's bookkeeping, the request ends with
+        the step.
+        """
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._aborts.append(request)
+            self._abort_asked()
+        return request
+
+    @exclusive
+    @on_device
+    def exclusively(self, call: Callable[P, R], /, *args: P.args, **options: P.kwargs) -> R:
+        """Make a call while no step runs and no other thread is in the engine; for what belongs to its parts."""
+        return call(*args, **options)
+
+    @names_plugins
+    @exclusive
+    @on_device
+    def reload_weights(self, path: Path | None = None) -> None:
+        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+
+        Args:
+            path: another checkpoint's folder; None for the same one.
+
+        Raises:
+            RequestError: if a request is unfinished; its keys and values are the old weights'.
+            RequestError: if the merged adapter cannot be merged into the new weights, which stay without it then.
+            ModelError: if the weights do not fit; the old ones stay.
+        """
+        if self.requests:
+            raise RequestError(f"{len(self.requests)} requests are unfinished", fix="finish or abort them first")
+        self.runner.model.reload_weights(path)
+        self.scheduler.cache.reset()
+        if self.encoding is not None:
+            self.encoding.reset()
+        if self.adapters is not None:
+            self.adapters.reloaded()
+
+    @names_plugins
+    @exclusive
+    def step(self) -> StepResult:
+        """Run one step over everything that is ready.
+
+        Raises:
+            CapacityError: if memory ends in the step.
+            RequestError: if the engine is in the middle of another step's bookkeeping, as in a signal's handler.
+        """
+        self._own_process.refuse_others()
+        if self._closed:
+            raise RequestError(
+                "a step inside another step's bookkeeping", fix="step from a function on logits, or later"
+            )
+        outermost, self.unsettled = not self.unsettled, True
+        outer_log = log_to(self._log)
+        try:
+            result = self._step_on_device() if ":" in self.device else self._step()
+            if self._log:
+                self._note_late()
+            if self.check and outermost:
+                self._check()
+            return result
+        except BaseException as error:
+            self._hurt |= not isinstance(error, IntegrityError)  # the checker looks at steps that are complete
+            if is_out_of_memory(error) and not isinstance(error, SlotlineError):
+                raise CapacityError(
+                    f"a step does not fit into memory beside the cache: {one_line(error)}",
+                    fix="lower cache.memory, scheduler.max_batched_tokens or scheduler.max_requests",
+                ) from error
+            raise
+        finally:
+            log_to(outer_log)
+            self._closed = False
+            if outermost and self._hurt:
+                self.settle()
+            elif outermost:
+                self.unsettled = False
+            if self._aborts:
+                self._abort_asked()
+
+    @on_device
+    def settle(self) -> None:
+        """Restore every unfinished request, after a call was interrupted; no step may be running."""
+        self._hurt = self.unsettled = self._closed = True
+        self._in_flight = None
+        self._ended += self.recovery.run()
+        self._hurt = self.unsettled = self._closed = False
+
+    @on_device
+    def _step_on_device(self) -> StepResult:
+        return self._step()
+
+    def _note_late(self) -> None:
+        """Note the kernels that the step had to wait for."""
+        late = self._log.copy()
+        self._log.clear()
+        waited_for(late)
+        self.late_kernels += late
+
+    def _step(self) -> StepResult:
+        """Schedule, launch and hand out; see `step`."""
+        self._closed = True
+        with self.profiler.scope("schedule"):
+            unfit = self._queue_compiled()
+            schedule = self.scheduler.schedule()
+        schedule, refused = self.joining.prepare(schedule)
+        self._ended += unfit + refused
+        generations = self.rows.generation.copy()
+        loads = self._start_transfers(schedule)
+        launched = self._launch(schedule, loads) if schedule.num_tokens else None
+        result = self._collect()  # of the step before, if it is still in flight
+        if launched is not None:
+            started = self._sample(launched, schedule, generations, loads)
+            if self._in_flight is not None:  # a step that was run by a callback of this one
+                self._collect()
+            self._in_flight = started
+            if not self.asynchronous:
+                result = self._collect()
+        result.finished, self._ended = self._ended, []
+        return result
+
+    def _check(self) -> None:
+        check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
+        for part in (self.encoding, self.adapters):
+            if part is not None:
+                part.check()
+
+    @exclusive
+    def output(self, requests: Sequence[Request]) -> RequestOutput:
+        """The public form of a prompt's requests (one per output)."""
+        return request_output(requests, self.rows, self.tokenizer)
+
+    @exclusive
+    def pooling_output(self, request: Request) -> PoolingRequestOutput[PoolingOutput]:
+        """The public form of a pooling request."""
+        return pooling_output(request)
+
+    def _queue_compiled(self) -> list[Request]:
+        """Queue the requests whose grammar has been compiled since; those whose cannot be end with an error."""
+        if self.grammars is None:
+            return []
+        idle = self._in_flight is None and not self.scheduler.running and not self.scheduler.num_waiting
+        failed = self.intake.queue_compiled(waits=idle, gives_way=lambda: bool(self.lock.line))
+        for request, error in failed:
+            logger.error("request %r: its grammar cannot be compiled: %s", request.request_id, error)
+        self.endings.fail(failed)
+        return [request for request, _ in failed]
+
+    def _start_transfers(self, schedule: SchedulerOutput) -> tuple[CacheBlock, ...]:
+        """Have the KV connector save and load what a step's forward pass needs; the blocks to load."""
+        transfers = self.scheduler.cache.transfers
+        if transfers is None or not schedule.num_tokens:
+            return ()
+        with self.profiler.scope("transfer"):
+            return transfers.start()
+
+    def _launch(self, schedule: SchedulerOutput, loads: Sequence[CacheBlock]) -> ForwardOutput:
+        """Gather a step's inputs and start its forward pass."""
+        if self.drafting is not None:
+            self.drafting.starting(schedule)
+        with self.profiler.scope("gather"):
+            prefixes = self._prefixes(schedule)
+            adapters = AdapterUse.NONE if self.adapters is None else self.adapters.use_by(schedule.rows)
+            shape = self._graph_shape(schedule, cascade=any(prefixes), adapters=adapters)
+            adapters = adapters if shape is None else shape.adapters
+            inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
+            if self.encoding is not None:
+                inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
+                if self.drafting is not None and self.drafting.needs_computed:
+                    inputs.following = self.encoding.following(schedule)
+        if (transfers := self.scheduler.cache.transfers) is not None:
+            transfers.wait(loads)
+        launched = self.runner.launch(inputs)
+        self.rows.num_computed_tokens[schedule.rows] += schedule.num_scheduled
+        if (checkpoints := self.scheduler.cache.checkpoints) is not None:
+            checkpoints.advance(schedule.rows, schedule.num_computed, schedule.num_scheduled)
+        return launched
+
+    def _prefixes(self, schedule: SchedulerOutput) -> tuple[int, ...]:
+        """The common prefixes to serve apart, by cache group."""
+        if not self.cascade.possible:
+            return self.cascade.none
+        computed = schedule.num_computed - np.maximum(self.rows.num_pending[schedule.rows] - 1, 0)  # at least
+        return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
+
+    def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
+        """The captured shape of a step; None to run eagerly, as the step does that gives the cache its scales."""
+        if self.graphs is None or self.runner.router.calculating is not None:
+            return None
+        if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
+            return None
+        return self.graphs.shapes.shape_for(schedule, cascade=cascade, adapters=adapters)
+
+    def _sample(
+        self, launched: ForwardOutput, schedule: SchedulerOutput, generations: Int, loads: tuple[CacheBlock, ...]
+    ) -> PendingStep:
+        """Start sampling behind a forward pass; the tokens before are known by now."""
+        inputs, overlap, proposal = launched.inputs, self.overlap, None
+        if overlap is None:
+            sampling, rows, verified = self._open_sample(launched), inputs.logits_rows, np.zeros(1, np.int64)
+        else:
+            if inputs.pending is not None:
+                fallen = np.where(inputs.pending, self.rows.num_fallen[schedule.rows], 0)
+                schedule = evolve(schedule, num_computed=schedule.num_computed - fallen)
+            settled = overlap.settle(inputs, generations)
+            sampling, rows, verified = self._open_sample(launched), settled.rows, settled.verified
+            assert isinstance(sampling, PendingSample)
+            with self.profiler.scope("draft"):
+                proposal = overlap.propose(settled, sampling)
+        if (last_tokens := self.runner.last_tokens) is not None:
+            going = self.rows.generation[rows] == generations[rows]
+            if not going.all():
+                rows, verified = rows[going], np.broadcast_to(verified, rows.shape)[going]
+            self.rows.expect(rows, last_tokens.stand_ins(rows), verified)
+        return PendingStep(
+            schedule=schedule, generations=generations, sampling=sampling, proposal=proposal, loads=loads
+        )
+
+    def _open_sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
+        """Start sampling; functions on logits may use the engine meanwhile."""
+        self._closed = False
+        sampling = self.runner.sample(launched)
+        self._closed = True
+        return sampling
+
+    def _abort_asked(self) -> None:
+        """End the requests that `abort` was called for, unless rows and requests are changing."""
+        if self._closed or not self._aborts:
+            return
+        before = self._hurt, self.unsettled
+        self._hurt = self.unsettled = self._closed = True
+        while self._aborts:
+            request = self._aborts.pop(0)
+            if self.requests.get(request.request_id) is request:
+                self.endings.finish([request], ["abort"], [None])
+        (self._hurt, self.unsettled), self._closed = before, False
+
+    def _collect(self) -> StepResult:
+        """Wait for the step in flight, if any, and hand its results out."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return StepResult()
+        output = self.runner.finish(step.sampling)
+        transfers = self.scheduler.cache.transfers
+        if transfers is not None:
+            self.scheduler.recompute(transfers.settle(step.loads))
+        with self.profiler.scope("hand_out"):
+            given_up = np.flatnonzero(self.rows.generation != step.generations)
+            result = self.hand_out(step.schedule.without(given_up), output.without(given_up))
+        if transfers is not None:
+            transfers.save_filled()
+        self._ended += result.finished
+        if self.overlap is not None:
+            if step.proposal is not None:
+                self.overlap.place(step.proposal)
+        elif self.drafting is not None:
+            with self.profiler.scope("draft"):
+                self._draft(self.drafting, output, step.generations)
+        return result
+
+    def _draft(self, drafting: DraftRunner, output: StepOutput, generations: Int) -> None:
+        """Ask for the drafts that the next step verifies."""
+        rows = output.rows
+        if output.draft_positions is not None:
+            rows = rows[output.draft_positions == 0]
+        going = self.rows.generation[rows] == generations[rows]
+        hidden = output.hidden_states
+        if hidden is not None and not going.all():
+            hidden = hidden.take(np.flatnonzero(going))
+        if output.computed is not None:
+            drafting.observe(output.computed)
+        drafting.propose(rows[going], hidden)
+        if self.grammars is not None:
+            self.grammars.draft(rows[going], drafting.num_tokens)

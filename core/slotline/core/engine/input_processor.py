@@ -1,0 +1,141 @@
+"""Requests coming in: checked before they take anything, then queued, or kept until their grammar is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import define
+
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.request import Request
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.admission import EngineLimits, check_capacity, check_request
+from slotline.core.scheduler.paired_requests import check_pair_capacity, pair, refuse_companion
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.registry.contracts import Companion
+from slotline.registry.errors import RequestError
+
+
+@define(kw_only=True, eq=False)
+class InputProcessor:
+    """The way from a caller to the scheduler's queue.
+
+    Attributes:
+        requests: the unfinished by id; this adds to them, and `Endings` takes them out.
+        arrivals: how many came so far.
+        drafts: whether a drafter is asked for drafts.
+    """
+
+    requests: dict[str, Request]
+    scheduler: Scheduler
+    limits: EngineLimits
+    tokenizer: Tokenizer | None
+    pipeline: ProcessorPipeline
+    encoding: EncoderRunner | None
+    grammars: StructuredOutputs | None
+    adapters: AdapterManager | None
+    drafts: bool
+    arrivals: int = 0
+
+    def add(self, request: Request, *, stream: bool) -> None:
+        """Check a request and queue it, its companion too; its text is read while it runs if it is a `stream`.
+
+        Raises:
+            RequestError: naming what is wrong; nothing is queued then.
+        """
+        self._validate(request)
+        params = request.params
+        if (companion := self.pipeline.companion(request)) is not None:
+            self._add_companion(request, companion)
+        if self.tokenizer is not None and (params.stop or (stream and params.detokenize)):
+            request.detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, params)
+        try:
+            for one in (request, request.companion):
+                if one is not None:
+                    self._take_adapter(one)
+                    self.requests[one.request_id] = one
+            if params.structured_outputs is not None and self.grammars is not None:
+                self.grammars.compiler.submit(request, params.structured_outputs.constraint)
+            else:
+                self._queue(request)
+        except BaseException:
+            self._withdraw(request)
+            raise
+        self.arrivals += 1 if request.companion is None else 2
+
+    def queue_compiled(
+        self, *, waits: bool, gives_way: Callable[[], bool] = lambda: False
+    ) -> list[tuple[Request, BaseException]]:
+        """Queue the requests whose grammar has been compiled since; those whose cannot be, and why.
+
+        Args:
+            waits: whether there is nothing else to do before one is.
+            gives_way: whether another thread has something to do by now.
+        """
+        if self.grammars is None or not self.grammars.compiler.num_waiting:
+            return []
+        ready, failed = self.grammars.compiler.collect(idle=waits, gives_way=gives_way)
+        for request in ready:
+            self._queue(request)
+        return failed
+
+    def _validate(self, request: Request) -> None:
+        check_request(request, self.limits, has_tokenizer=self.tokenizer is not None)
+        if request.request_id in self.requests:
+            raise RequestError(
+                f"request id {request.request_id!r} is in use", fix="use another id, or wait for the first to end"
+            )
+        check_capacity(request, self.scheduler.cache, self.limits.max_model_len)
+        if self.encoding is not None:
+            self.encoding.validate(request)
+        elif request.features:
+            raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
+        self.pipeline.validate(request)
+        if self.grammars is not None:
+            self.grammars.validate(request)
+
+    def _add_companion(self, request: Request, asked: Companion) -> None:
+        """Give a request the one that is computed beside it."""
+        refuse_companion(
+            request,
+            asked.asked,
+            self.scheduler.rows.max_requests,
+            drafts=self.drafts,
+            chunked_prefill=self.limits.chunked_prefill,
+        )
+        companion = pair(request, asked, self.tokenizer, self.limits.max_model_len)
+        try:
+            self._validate(companion)
+        except RequestError as error:
+            raise RequestError(f"{asked.name}: {error.message}", fix=error.fix) from error
+        check_pair_capacity(request, companion, asked.name, self.scheduler.cache)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, and its companion with it."""
+        self.scheduler.add(request)
+        if request.companion is not None:
+            self.scheduler.add(request.companion)
+
+    def _withdraw(self, request: Request) -> None:
+        """Take out a request that could not be queued, and its companion."""
+        if self.grammars is not None:
+            self.grammars.compiler.forget(request)
+        for one in (request, request.companion):
+            if one is not None and self.requests.get(one.request_id) is one:
+                del self.requests[one.request_id]
+                self.scheduler.remove(one)
+                if self.adapters is not None:
+                    self.adapters.leave(one)
+
+    def _take_adapter(self, request: Request) -> None:
+        """Check a request's adapter, which is read now if it is new."""
+        if self.adapters is not None:
+            self.adapters.enter(request)
+        elif request.lora_request is not None:
+            raise RequestError(
+                f"adapter {request.lora_request.lora_name!r} in an engine without adapters",
+                fix='name a LoRA plugin, for instance lora.name = "torch"',
+            )

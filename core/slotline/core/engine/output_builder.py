@@ -1,0 +1,52 @@
+"""What callers are given of requests, be they finished or on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slotline.core.api.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.logprobs import with_text
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+
+
+def request_output(requests: Sequence[Request], rows: RequestTable, tokenizer: Tokenizer | None) -> RequestOutput:
+    """The public form of a prompt's requests (one per output)."""
+    first = requests[0]
+    return RequestOutput(
+        request_id=first.request_id,
+        prompt=first.prompt,
+        prompt_token_ids=first.prompt_token_ids,
+        prompt_logprobs=first.prompt_logprobs and _with_text(first.prompt_logprobs, tokenizer),
+        outputs=[_completion(request, rows, tokenizer) for request in requests],
+        finished=all(request.finished for request in requests),
+        metrics=first.metrics,
+    )
+
+
+def _completion(request: Request, rows: RequestTable, tokenizer: Tokenizer | None) -> CompletionOutput:
+    tokens = request.output_token_ids
+    if not request.finished and request.row >= 0:
+        tokens = rows.output_token_ids(request.row)
+    logprobs: list[TokenLogprobs] | None = None
+    if request.logprobs is not None:
+        logprobs = [entry for entry in _with_text(request.logprobs, tokenizer) if entry is not None]
+    settled = request.params.detokenize and request.detokenizer is not None and not request.finished
+    text = request.detokenizer.settled if settled and request.detokenizer else request.text
+    return CompletionOutput(
+        index=request.index,
+        text=text,
+        token_ids=tokens,
+        logprobs=logprobs,
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        cumulative_logprob=None if logprobs is None else sum(next(iter(e.values())).logprob for e in logprobs),
+    )
+
+
+def _with_text(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None) -> list[TokenLogprobs | None]:
+    if tokenizer is None:
+        return list(entries)
+    tokens = {token for entry in entries if entry for token in entry}
+    return with_text(entries, {token: tokenizer.decode([token]) for token in tokens})

@@ -1,0 +1,153 @@
+"""Handing out what a step computed: into rows, cache and requests, some of which end with it."""
+
+from __future__ import annotations
+
+import logging
+from time import monotonic
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define, field
+
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.batch.step_output import StepOutput
+from slotline.core.engine.request_finalizer import RequestFinalizer
+from slotline.core.engine.stop_checker import Ended, StopChecker
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.paired_requests import leaders
+from slotline.core.scheduler.scheduler import Scheduler
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class StepResult:
+    """What a step handed out.
+
+    Attributes:
+        rows: [n] int64, rows that got a token, but for those of companions; `token_ids` [n] int32. Under
+            asynchronous scheduling those of the step that was started one call before.
+        finished: requests that ended in this step; they hold no row any more.
+    """
+
+    rows: Int = field(factory=lambda: np.zeros(0, np.int64))
+    token_ids: npt.NDArray[np.int32] = field(factory=lambda: np.zeros(0, np.int32))
+    finished: list[Request] = field(factory=list)
+
+
+@define(kw_only=True, eq=False)
+class OutputProcessor:
+    """Writes a step's results.
+
+    Attributes:
+        overlapped: whether steps overlap beside a drafter, so that a step in flight has counted this one's drafts.
+        num_known: [max_requests] int64, tokens of each row before the step that is being handed out; None between two.
+    """
+
+    rows: RequestTable
+    scheduler: Scheduler
+    stops: StopChecker
+    endings: RequestFinalizer
+    grammars: StructuredOutputs | None
+    overlapped: bool
+    num_known: Int | None = field(default=None, init=False)
+
+    def __call__(self, schedule: SchedulerOutput, output: StepOutput) -> StepResult:
+        """Write the step's results into rows, cache and requests, and let finished requests go."""
+        self.num_known = self.rows.num_tokens - self.rows.num_pending
+        self._count(schedule, output)
+        self._record(output)
+        ended = self._answer(output)
+        rows, token_ids = self._append(output, ended)
+        self._keep_logprobs(output)
+        for row, cause in output.failed.items():
+            if row not in ended:
+                logger.error("request %r failed: %s", self.rows.request(row).request_id, cause)
+                ended[row] = ("error", cause)
+        for row in output.spoiled:
+            self.scheduler.cache.forget(row)
+        finished = [self.rows.request(row) for row in ended]
+        self.endings.finish(finished, [reason for reason, _ in ended.values()], [cause for _, cause in ended.values()])
+        self.num_known = None
+        return StepResult(rows=rows, token_ids=token_ids, finished=leaders(finished))
+
+    def _count(self, schedule: SchedulerOutput, output: StepOutput) -> None:
+        """Tell rows, states and cache what is computed now; what was computed for rejected drafts does not count."""
+        rows, cache = self.rows, self.scheduler.cache
+        ends = computed = schedule.num_computed + schedule.num_scheduled
+        if output.draft_positions is not None:
+            computed = self._standing(schedule, output)
+            rows.num_computed_tokens[schedule.rows] -= ends - computed  # a step in flight may have added its own
+        if cache.checkpoints is not None and (self.overlapped or output.draft_positions is not None):
+            accepted, verified = computed - schedule.num_computed, ends > rows.num_known(schedule.rows)
+            cache.checkpoints.commit(schedule.rows, schedule.num_scheduled, accepted, verified, done=self.overlapped)
+        rows.num_fallen[schedule.rows] = ends - computed
+        cache.commit(rows, schedule.rows, computed)
+
+    def _standing(self, schedule: SchedulerOutput, output: StepOutput) -> Int:
+        """Tokens of a step's rows [num_requests] that are computed behind it: not those of drafts that fell."""
+        rows = self.rows
+        computed = rows.num_computed_tokens.copy()
+        computed[schedule.rows] = schedule.num_computed + schedule.num_scheduled
+        failed = np.array(list(output.failed), np.int64)
+        computed[failed] = rows.num_known(failed)
+        if (kept := output.draft_positions if output.num_kept is None else output.num_kept) is not None:
+            computed[output.rows] = rows.num_known(output.rows) + kept
+        standing: Int = computed[schedule.rows]
+        return standing
+
+    def _record(self, output: StepOutput) -> None:
+        """Keep prompt log-probabilities, NaN counts and first-token times; before the step's tokens are appended."""
+        rows = self.rows
+        for row, (first, entries) in output.prompt_logprobs.items():
+            rows.request(row).prompt_logprobs[first : first + len(entries)] = entries  # type: ignore[index]
+        for row, count in output.num_nans.items():
+            rows.request(row).metrics.num_nans += count
+        fresh = output.rows[rows.num_known(output.rows) == rows.num_prompt_tokens[output.rows]]
+        if len(fresh):
+            now = monotonic()
+            for row in fresh.tolist():
+                request = rows.request(row)
+                request.metrics.time_to_first_token = now - request.arrival_time
+
+    def _answer(self, output: StepOutput) -> Ended:
+        """Give pooling requests their answers; they end with them."""
+        for row, vector in output.pooled.items():
+            self.rows.request(row).pooled = vector.copy()
+        return dict.fromkeys(output.pooled, ("stop", None))
+
+    def _append(self, output: StepOutput, ended: Ended) -> tuple[Int, npt.NDArray[np.int32]]:
+        """Append tokens, as long as their rows have not ended, and add to `ended` the rows that do with them.
+
+        Returns:
+            The rows that got a token and the tokens [n], but for those of companions.
+        """
+        rows, given = self.rows, []
+        for which, tokens in output.rounds():
+            if ended:
+                goes_on = ~np.isin(which, list(ended))
+                which, tokens = which[goes_on], tokens[goes_on]
+            rows.append(which, tokens)
+            ended |= self.stops.ended(which, tokens)
+            if self.grammars is not None:
+                stopped = [row for row, (reason, _) in ended.items() if reason == "stop"]
+                over = self.grammars.advance(which, tokens, stopped)
+                ended |= {row: ("error" if cause else "stop", cause) for row, cause in over.items()}
+            if rows.paired:
+                asked = ~rows.follows[which]
+                which, tokens = which[asked], tokens[asked]
+            given.append((which, tokens))
+        if len(given) == 1:
+            return given[0]
+        which, tokens = map(np.concatenate, zip(*given, strict=True))
+        return which, tokens
+
+    def _keep_logprobs(self, output: StepOutput) -> None:
+        """Keep the log-probabilities of the tokens that were handed out."""
+        for row, entries in output.logprobs.items():
+            request = self.rows.request(row)
+            missing = int(self.rows.num_tokens[row] - self.rows.num_prompt_tokens[row]) - len(request.logprobs or ())
+            request.logprobs += entries[:missing]  # type: ignore[operator]

@@ -1,0 +1,127 @@
+"""Recovery: every unfinished request is put back after an exception escaped from the middle of a step.
+
+The exception may come from anywhere, Ctrl-C included, so nothing that the step was about to change is trusted. What is
+trusted are the unfinished requests, the rows that they hold, and the tokens that were handed out whole. All else is
+made again from these: blocks are given back, plugins that keep a state by row begin anew, and every request waits to
+be computed again, as after a preemption. Random numbers depend on seed and position, so the texts stay the same.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+from attrs import define
+
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.request import Request
+from slotline.core.engine.output_processor import OutputProcessor
+from slotline.core.engine.request_finalizer import RequestFinalizer
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.encoder_runner import EncoderRunner
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.core.speculation.draft_runner import DraftRunner
+
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class Recovery:
+    """Puts every unfinished request back into the queue. Running it twice does no harm.
+
+    Attributes:
+        requests: the unfinished by id.
+    """
+
+    requests: dict[str, Request]
+    scheduler: Scheduler
+    gatherer: InputPreparer
+    hand_out: OutputProcessor
+    endings: RequestFinalizer
+    tokenizer: Tokenizer | None
+    pipeline: ProcessorPipeline
+    encoding: EncoderRunner | None
+    grammars: StructuredOutputs | None
+    drafting: DraftRunner | None
+    adapters: AdapterManager | None
+
+    def run(self) -> list[Request]:
+        """Restore everything; returns the requests that ended because a plugin could not be restored."""
+        rows, scheduler = self.scheduler.rows, self.scheduler
+        for request in list(self.requests.values()):
+            if request.row >= 0 and rows.requests[request.row] is not request:
+                request.row = -1
+            if request.leader is not None and self.requests.get(request.leader.request_id) is not request.leader:
+                del self.requests[request.request_id]
+        if self.grammars is not None:
+            self.grammars.compiler.retain(self.requests)
+        known = rows.num_tokens - rows.num_pending
+        if self.hand_out.num_known is not None:
+            known = np.minimum(known, self.hand_out.num_known)
+        self._leave_unprepared()
+        rows.restore(known)
+        scheduler.restore(self._queued())
+        if self.gatherer.repeats is not None:
+            self.gatherer.repeats.forget()
+        if self.encoding is not None:
+            self.encoding.restore()
+        if self.drafting is not None:
+            self.drafting.forget()
+        if self.adapters is not None:
+            self.adapters.recount(list(self.requests.values()))
+        failed = [
+            (request, error) for request in list(self.requests.values()) if (error := self._resume(request)) is not None
+        ]
+        self.hand_out.num_known = None
+        self.endings.fail(failed)
+        return [request for request, _ in failed]
+
+    def _leave_unprepared(self) -> None:
+        """Have plugins forget the rows of requests that have ended, or that were not prepared to the end."""
+        for row, request in enumerate(self.scheduler.rows.requests):
+            if request is None:
+                continue
+            ended = self.requests.get(request.request_id) is not request
+            if ended or not request.joined:
+                self.pipeline.release(row)
+                if self.drafting is not None:
+                    self.drafting.release(row)
+                if self.grammars is not None:
+                    self.grammars.clear(row)
+                self.scheduler.withdraw(request, ended=ended)
+
+    def _queued(self) -> list[Request]:
+        """The unfinished requests, without those that wait for their grammar."""
+        compiler = None if self.grammars is None else self.grammars.compiler
+        unfinished = list(self.requests.values())
+        return [
+            request for request in unfinished if compiler is None or not compiler.is_waiting(request.leader or request)
+        ]
+
+    def _resume(self, request: Request) -> BaseException | None:
+        """Bring what is derived from a request's tokens back to them; returns why that fails, if it does."""
+        request.finish_reason = request.stop_reason = None
+        if request.row < 0:
+            return None
+        tokens = self.scheduler.rows.output_token_ids(request.row)
+        self._take_back(request, tokens)
+        try:
+            if self.grammars is not None and request.params.structured_outputs is not None:
+                self.grammars.resume(request, tokens)
+        except Exception as error:  # a plugin's code may raise anything
+            logger.exception("the grammar of request %r could not be restored", request.request_id)
+            return error
+        return None
+
+    def _take_back(self, request: Request, tokens: list[int]) -> None:
+        """Make text and log-probabilities those of the output `tokens`."""
+        if request.detokenizer is not None and self.tokenizer is not None:
+            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            for token in tokens:
+                detokenizer.append(token, may_stop=False)  # none of them completed a stop string
+            request.detokenizer = detokenizer
+        if request.logprobs is not None:
+            del request.logprobs[len(tokens) :]

@@ -1,0 +1,91 @@
+"""Requests ending: every plugin lets go of them, their rows are free, and their text is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+from attrs import define
+
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.request import Request, Status
+from slotline.core.engine.stop_checker import StopChecker
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.scheduler.paired_requests import with_partners
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.registry.attribution import BuiltPlugins
+
+
+@define(kw_only=True, eq=False)
+class RequestFinalizer:
+    """Ends requests, wherever they stand.
+
+    Attributes:
+        requests: the unfinished by id, as `InputProcessor` put them there; this takes them out.
+        plugins: by which errors are traced to plugins.
+    """
+
+    requests: dict[str, Request]
+    scheduler: Scheduler
+    stops: StopChecker
+    tokenizer: Tokenizer | None
+    pipeline: ProcessorPipeline
+    grammars: StructuredOutputs | None
+    drafting: DraftRunner | None
+    adapters: AdapterManager | None
+    plugins: BuiltPlugins
+
+    def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
+        """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
+        if not requests:
+            return
+        now = monotonic()
+        ending = with_partners(requests, reasons, causes)
+        for request, reason, cause in ending:
+            request.finish_reason, request.stop_reason = reason, cause
+            request.metrics.time_in_all = now - request.arrival_time
+            self._release(request)
+            self._finish_text(request)
+            if self.adapters is not None:
+                self.adapters.leave(request)
+            del self.requests[request.request_id]
+            if self.grammars is not None:
+                self.grammars.compiler.forget(request)
+        running = [request for request, _, _ in ending if request.status is Status.RUNNING]
+        for request, _, _ in ending:
+            if request.status is not Status.RUNNING:
+                self.scheduler.remove(request)
+        self.scheduler.remove_running(running)
+
+    def fail(self, failed: Sequence[tuple[Request, BaseException]]) -> None:
+        """End requests with finish reason `error`, unless they ended with the other one of their pair."""
+        for request, error in failed:
+            if not request.finished:
+                self.finish([request], ["error"], [self.plugins.described(error)])
+
+    def _release(self, request: Request) -> None:
+        """Have plugins forget a request, and keep the tokens that its row holds."""
+        if self.grammars is not None:
+            self.grammars.release(request)
+        if request.row >= 0:
+            request.output_token_ids = self.scheduler.rows.output_token_ids(request.row)
+            self.pipeline.release(request.row)
+            if self.drafting is not None:
+                self.drafting.release(request.row)
+
+    def _finish_text(self, request: Request) -> None:
+        """The whole text of a request that nobody read on the way, or the rest of one that was."""
+        detokenizer = request.detokenizer
+        if detokenizer is None:
+            if self.tokenizer is None or not request.params.detokenize:
+                return
+            detokenizer = self.tokenizer.detokenizer(request.prompt_token_ids, request.params)
+            tokens = request.output_token_ids
+            for token in tokens[:-1] if self.stops.ends_outside_text(request) else tokens:
+                detokenizer.append(token)
+        if not isinstance(request.stop_reason, str):
+            detokenizer.finish()
+        request.text = detokenizer.text if request.params.detokenize else ""

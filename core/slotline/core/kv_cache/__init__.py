@@ -1,0 +1,1 @@
+"""KV cache: block pool, block tables, prefix cache and sizing."""

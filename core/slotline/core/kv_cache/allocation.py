@@ -1,0 +1,108 @@
+"""The caches' memory: one piece on each device for all cache groups where their blocks share it, else one a layer.
+
+Shared, outermost first: blocks of the pool, the kernel blocks of the group that holds the block, the group's layers,
+one kernel block of one layer. So the kernel blocks of a layer lie at one distance over the whole pool, and each is
+contiguous.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from math import lcm
+
+import torch
+
+from slotline.planner.cache_specs import aligned
+from slotline.registry.contracts import AttentionLayer, KVCache, KVSpec
+from slotline.registry.negotiation import CacheGroupPlan, Plan
+from slotline.registry.negotiation.pages import ALIGNMENT
+
+DeviceOf = Callable[[AttentionLayer], str]
+
+
+def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dict[str, int]:
+    """What one block of the pool takes on each device."""
+    taken: dict[str, list[int]] = {}  # by cache group
+    for number, (group, spec) in enumerate(zip(plan.cache_groups, specs, strict=True)):
+        for layer in group.layers:
+            own = taken.setdefault(device_of(layer), [0] * len(specs))
+            own[number] += _page(plan, group, spec, layer)
+    if not _shared(plan):
+        return {device: sum(own) for device, own in taken.items()}
+    unit = ALIGNMENT * lcm(*map(_ratio, plan.cache_groups))
+    return {device: -(-max(own) // unit) * unit for device, own in taken.items()}
+
+
+def allocate_pages(
+    plan: Plan, specs: Sequence[KVSpec], num_blocks: int, device_of: DeviceOf
+) -> dict[int, torch.Tensor]:
+    """The zeroed memory of each layer that owns a cache, by the layer's index, as `KVSpec.bind` takes it."""
+    groups = list(zip(plan.cache_groups, specs, strict=True))
+    if not _shared(plan):
+        return {
+            layer.index: zeroed_bytes(num_blocks * spec.page_bytes(layer), device_of(layer))
+            for group, spec in groups
+            for layer in group.layers
+        }
+    sizes = block_bytes(plan, specs, device_of)
+    raw = {device: zeroed_bytes(num_blocks * size, device) for device, size in sizes.items()}
+    pages: dict[int, torch.Tensor] = {}
+    for group, spec in groups:
+        ratio, offsets = _ratio(group), dict.fromkeys(raw, 0)
+        for layer in group.layers:
+            device, size = device_of(layer), spec.page_bytes(layer) // ratio
+            rows, offset = raw[device].view(num_blocks * ratio, -1), offsets[device]  # [kernel blocks, their bytes]
+            pages[layer.index] = rows[:, offset : offset + size]
+            offsets[device] += aligned(size)
+    return pages
+
+
+def bind_caches(
+    plan: Plan, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
+) -> dict[int, KVCache]:
+    """The cache of each layer that owns one, by the layer's index, in the memory of `allocate_pages`."""
+    return {
+        layer.index: spec.bind(pages[layer.index], layer, num_blocks)
+        for group, spec in zip(plan.cache_groups, specs, strict=True)
+        for layer in group.layers
+    }
+
+
+def no_cache(layer: AttentionLayer, dtype: str, device: str) -> KVCache:
+    """What stands for the cache of a layer that has none: no blocks of one token."""
+    return KVCache(
+        *(
+            torch.empty((0, 1, layer.num_kv_heads, size), dtype=getattr(torch, dtype), device=device)
+            for size in (layer.head_size, layer.head_size_v)
+        )
+    )
+
+
+def _page(plan: Plan, group: CacheGroupPlan, spec: KVSpec, layer: AttentionLayer) -> int:
+    size, ratio = spec.page_bytes(layer), _ratio(group)
+    return ratio * aligned(size // ratio) if _shared(plan) else size
+
+
+def _shared(plan: Plan) -> bool:
+    return plan.pool is not None and plan.pool.shared and len(plan.cache_groups) > 1
+
+
+def _ratio(group: CacheGroupPlan) -> int:
+    return group.block_size // group.kernel_block_size
+
+
+def zeroed_bytes(count: int, device: str) -> torch.Tensor:
+    """[count] uint8 of zeros.
+
+    On a CPU the pages come zeroed from the system when they are first used, so that a large pool costs nothing until
+    then; in huge pages where the system has them, which halves the time that first use takes.
+    """
+    if device.startswith("cuda"):
+        return torch.zeros(count, dtype=torch.uint8, device=device)
+    pages = mmap.mmap(-1, max(count, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)[:count]

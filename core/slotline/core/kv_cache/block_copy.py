@@ -1,0 +1,180 @@
+"""Whole blocks between the caches and host memory, whatever their layout: a block is the bytes of its layers.
+
+The blocks are gathered on the device first, so that one copy carries each of them over, and not one for each layer. On
+a GPU these copies run in a stream of their own: the forward pass behind a save waits for the gathering alone, as long
+as the staging buffers last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from slotline.core.device.async_copy import to_device
+
+STAGING_BYTES = 128 * 2**20
+"""Of each of a device's two staging buffers, unless a single block is larger."""
+
+WORD = 8
+
+
+class Lane:
+    """A device's two staging buffers, taken in turn, and the stream whose copies run beside its work.
+
+    Args:
+        num_bytes: of each buffer; they are allocated when they are first used.
+    """
+
+    def __init__(self, device: torch.device, num_bytes: int) -> None:
+        self.device = device
+        self._num_bytes = num_bytes
+        self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with what the last use of it has to be over for
+
+    def from_device(self, count: int, size: int) -> torch.Tensor:
+        """A buffer [count, size] uint8 that the current stream may write."""
+        buffer, used = self._take()
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_event(used)
+        return buffer[: count * size].view(count, size)
+
+    def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
+        """Copy what the current stream has written into the rows of host memory."""
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+        with self._beside():
+            for row, block in zip(rows, staged, strict=True):
+                row.copy_(block, non_blocking=True)
+        self._put_back(self._side)
+
+    def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Rows of host memory for the current stream, [len(rows), size] uint8; `put_back` when it has read them."""
+        buffer, used = self._take()
+        size = rows[0].numel()
+        staged = buffer[: len(rows) * size].view(len(rows), size)
+        with self._beside():
+            if self._side is not None:
+                self._side.wait_event(used)
+            for row, block in zip(rows, staged, strict=True):
+                block.copy_(row, non_blocking=True)
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._side)
+        return staged
+
+    def put_back(self) -> None:
+        """The current stream has read what `from_rows` gave."""
+        self._put_back(None if self._side is None else torch.cuda.current_stream(self.device))
+
+    def _beside(self) -> Any:
+        return nullcontext() if self._side is None else torch.cuda.stream(self._side)
+
+    def _take(self) -> tuple[torch.Tensor, Any]:
+        """The buffer whose turn it is."""
+        if not self._buffers:
+            for _ in range(2):
+                buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
+                stream = None if self._side is None else torch.cuda.current_stream(self.device)
+                self._buffers.append((buffer, stream and stream.record_event()))
+        return self._buffers[0]
+
+    def _put_back(self, stream: Any) -> None:
+        """What `stream` does until now is the last use of the buffer; the other one's turn is next."""
+        buffer, _ = self._buffers.pop(0)
+        self._buffers.append((buffer, stream and stream.record_event()))
+
+
+@frozen(eq=False)
+class Segment:
+    """Neighbouring layers of a group on one device.
+
+    Attributes:
+        lane: of the device.
+        pages: of each layer, [num_blocks, ratio, words] int64, or uint8 where the pages are no whole words.
+        first, end: their bytes in a block.
+    """
+
+    lane: Lane
+    pages: tuple[torch.Tensor, ...]
+    first: int
+    end: int
+
+    def cut(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The segment's part of each row."""
+        return [row[self.first : self.end] for row in rows]
+
+    def parts(self, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's pages, and its columns of `staged` as [count, ratio, words]."""
+        words, first = staged.view(self.pages[0].dtype), 0
+        for pages in self.pages:
+            size = pages[0].numel()
+            yield pages, words[:, first : first + size].unflatten(1, pages.shape[1:])
+            first += size
+
+
+class CacheBlockCopy:
+    """Copies blocks of each cache group. Implements `BlockCopy`.
+
+    Args:
+        groups: of each group, each layer's memory [num_blocks, ratio, bytes] uint8, of which the last dimension is
+            contiguous.
+
+    Attributes:
+        block_bytes: of one block over all layers, by group.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
+        self.block_bytes = [sum(pages[0].numel() for pages in layers) for layers in groups]
+        devices = dict.fromkeys(pages.device for layers in groups for pages in layers)
+        largest = max(STAGING_BYTES, *self.block_bytes)
+        lanes = {device: Lane(device, largest) for device in devices}
+        self._segments = [_segments(layers, lanes) for layers in groups]
+
+    def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Read `blocks` into `rows`, as many."""
+        for segment, ids, own in self._pieces(group, blocks, rows):
+            staged = segment.lane.from_device(len(own), segment.end - segment.first)
+            for pages, part in segment.parts(staged):
+                part.copy_(pages.index_select(0, ids))
+            segment.lane.to_rows(staged, own)
+
+    def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """Write `rows` into `blocks`, as many; the blocks are distinct."""
+        for segment, ids, own in self._pieces(group, blocks, rows):
+            for pages, part in segment.parts(segment.lane.from_rows(own)):
+                pages.index_copy_(0, ids, part)
+            segment.lane.put_back()
+
+    def _pieces(
+        self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[Segment, torch.Tensor, list[torch.Tensor]]]:
+        """As many blocks as a staging buffer holds, segment by segment: the numbers on the device, parts of rows."""
+        most = STAGING_BYTES // self.block_bytes[group] or 1
+        for first in range(0, len(blocks), most):
+            own = slice(first, first + most)
+            for segment in self._segments[group]:
+                ids = to_device(np.array(blocks[own], np.int64), segment.lane.device)
+                yield segment, ids, segment.cut(rows[own])
+
+
+def _segments(layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane]) -> list[Segment]:
+    """Runs of layers on one device."""
+    whole = all(
+        layer.shape[-1] % WORD == 0
+        and layer.storage_offset() % WORD == 0
+        and all(stride % WORD == 0 for stride in layer.stride()[:-1])
+        for layer in layers
+    )
+    found: list[Segment] = []
+    for layer in layers:
+        pages, first = layer.view(torch.int64) if whole else layer, found[-1].end if found else 0
+        end = first + layer[0].numel()
+        if found and found[-1].lane.device == layer.device:
+            found[-1] = Segment(found[-1].lane, (*found[-1].pages, pages), found[-1].first, end)
+        else:
+            found.append(Segment(lanes[layer.device], (pages,), first, end))
+    return found

@@ -1,0 +1,91 @@
+"""Which prefix all requests of a step share: the blocks that stand first in the tables of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from attrs import frozen
+
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.registry.contracts import CascadeBackend
+
+Int = npt.NDArray[np.int64]
+
+
+def common_prefix_len(table: npt.NDArray[np.int32], rows: Int, num_computed: Int, block_size: int) -> int:
+    """Tokens that lie in the same blocks at the start of all `rows` and were computed before this step.
+
+    A multiple of the block size. Looks at the first blocks alone where those differ.
+
+    Args:
+        table: [max_requests, max_blocks], block ids by row.
+        rows: [n] of the step's requests; num_computed: [n] tokens they had in the cache before it.
+        block_size: tokens of a block of the table.
+    """
+    if len(rows) < 2 or not _begin_alike(table, rows):
+        return 0
+    blocks = int(num_computed.min()) // block_size
+    same = (table[rows, :blocks] == table[rows[0], :blocks]).all(axis=0)
+    return (blocks if same.all() else int(same.argmin())) * block_size
+
+
+def _begin_alike(table: npt.NDArray[np.int32], rows: Int) -> bool:
+    """Whether all rows have the same first block."""
+    return bool((table[rows, 0] == table[rows[0], 0]).all())
+
+
+@frozen(eq=False)
+class CascadeGroup:
+    """A cache group whose layers see all keys, and the backends that serve them."""
+
+    cache: CacheGroup
+    kernel_block_size: int
+    backends: tuple[CascadeBackend, ...]
+
+
+class Cascade:
+    """Finds a step's common prefixes, and asks the backends whether serving them apart pays.
+
+    Args:
+        groups: by cache group; None for those that have no cascade.
+    """
+
+    def __init__(self, groups: Sequence[CascadeGroup | None]) -> None:
+        self._groups = tuple(groups)
+        self.none = (0,) * len(self._groups)
+        self.possible = any(group is not None for group in self._groups)
+        self._apart: Int | None = None  # a step's rows that begin with blocks of their own
+
+    def prefixes(self, rows: Int, num_computed: Int, num_scheduled: Int) -> tuple[int, ...]:
+        """The length to serve apart in each cache group, 0 for none."""
+        if not self.possible or rows is self._apart:  # the same array in steps that repeat
+            return self.none
+        if not any(group is not None and _begin_alike(group.cache.table, rows) for group in self._groups):
+            self._apart = rows
+            return self.none
+        return tuple(
+            0 if group is None else self._prefix(group, rows, num_computed, num_scheduled) for group in self._groups
+        )
+
+    def longest(self, query_lens: Int, seq_len: int) -> tuple[int, ...]:
+        """The longest prefixes of a batch of requests of one length, 0 where the backends would decline."""
+        before = seq_len - int(query_lens.max())
+        return tuple(
+            0
+            if group is None
+            else _agreed(
+                group, before // group.kernel_block_size * group.kernel_block_size, query_lens, seq_len + 0 * query_lens
+            )
+            for group in self._groups
+        )
+
+    def _prefix(self, group: CascadeGroup, rows: Int, num_computed: Int, num_scheduled: Int) -> int:
+        length = common_prefix_len(group.cache.table, rows, num_computed, group.kernel_block_size)
+        return _agreed(group, length, num_scheduled, num_computed + num_scheduled)
+
+
+def _agreed(group: CascadeGroup, length: int, query_lens: Int, seq_lens: Int) -> int:
+    wanted = length > 0 and all(backend.use_cascade(length, query_lens, seq_lens) for backend in group.backends)
+    return length if wanted else 0

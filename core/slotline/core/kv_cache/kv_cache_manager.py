@@ -1,0 +1,456 @@
+"""The cache manager: block tables of the rows, and which prefixes are cached.
+
+One `CacheGroup` per set of layers that share a block table; what a group needs is asked of its `kv_spec` plugin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from math import gcd, lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.api.multimodal_inputs import hash_extra
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import NO_LIMIT, RequestTable
+from slotline.core.kv_cache.block_pool import NULL_BLOCK, BlockPool
+from slotline.core.kv_cache.kv_transfer import Transfers
+from slotline.core.kv_cache.state_checkpoints import Checkpoints
+from slotline.registry.contracts import BlockHash, CacheBlock, KVSpec
+from slotline.registry.errors import IntegrityError
+
+Int = npt.NDArray[np.int64]
+
+HASHED_TOGETHER = 8
+"""Full stretches of a row that are hashed at a time, unless somebody looks for a prefix before: one by one they cost
+several times as much."""
+TO_LOAD = -1
+"""Stands in a prefix for a block that is not in the pool, and that a connector holds."""
+
+
+class CacheGroup:
+    """The block tables of one cache group.
+
+    Attributes:
+        spec: the kv_spec plugin's object.
+        block_size: tokens of a manager block; `ratio` kernel blocks make one.
+        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none,
+            and throughout the last row, which padded requests have.
+        versions: [max_requests + 1] int64, how often each row of the table changed; a copy is behind where it has
+            seen another number.
+        blocks: manager blocks of each row, in order.
+        capacity: [max_requests] int64, tokens that the row's blocks can hold.
+        num_freed: [max_requests] int64, leading blocks given back early.
+        encoder_len: [max_requests] int64, an encoder's tokens that each row has blocks for, all from its first step on;
+            None where the blocks are for the sequence's own.
+        num_held: [max_requests] int64, manager blocks of each row.
+        needed, freeable: [max_model_len + 1] int64, what the spec says of each number of tokens, and of computed ones;
+            asked once, so that a step does not ask.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: KVSpec,
+        block_size: int,
+        kernel_block_size: int,
+        max_requests: int,
+        max_model_len: int,
+        encoder_len: Int | None = None,
+    ):
+        self.index = index
+        self.encoder_len = encoder_len
+        self.spec = spec
+        self.block_size = block_size
+        self.ratio = block_size // kernel_block_size
+        self.table = np.zeros((max_requests + 1, spec.blocks_needed(max_model_len) * self.ratio), np.int32)
+        self.versions = np.zeros(max_requests + 1, np.int64)
+        self.blocks: list[list[int]] = [[] for _ in range(max_requests)]
+        self.num_held = np.zeros(max_requests, np.int64)
+        self.capacity = np.zeros(max_requests, np.int64)
+        self.num_freed = np.zeros(max_requests, np.int64)
+        self.needed: Int = np.fromiter(map(spec.blocks_needed, range(max_model_len + 1)), np.int64)
+        self.frees_early = spec.blocks_freeable(max_model_len) > 0
+        lengths = range(max_model_len + 1 if self.frees_early else 0)
+        self.freeable: Int = np.fromiter(map(spec.blocks_freeable, lengths), np.int64)
+        self._blocks_at_most = int(self.needed[-1])
+        self._offsets = np.arange(self.ratio, dtype=np.int32)
+
+    def missing(self, rows: Int, num_tokens: Int) -> Int:
+        """Blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
+        if self.encoder_len is None:
+            needed = self.needed[num_tokens]
+        else:
+            needed = np.array([self.spec.blocks_needed(length) for length in self.encoder_len[rows].tolist()])
+        lacking: Int = np.maximum(needed - self.num_held[rows], 0)
+        return lacking
+
+    def blocks_needed(self, row: int, num_tokens: int) -> int:
+        """Blocks in the row's table when its sequence has `num_tokens`."""
+        return self.spec.blocks_needed(num_tokens if self.encoder_len is None else int(self.encoder_len[row]))
+
+    def columns(self, longest: int, kernel_block_size: int) -> int:
+        """Columns of the table that sequences of up to `longest` tokens need."""
+        return -(-longest // kernel_block_size) if self.encoder_len is None else self.table.shape[1]
+
+    def extend(self, row: int, blocks: Sequence[int]) -> None:
+        """Append manager blocks to the row's table."""
+        held = self.blocks[row]
+        start = len(held) * self.ratio
+        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # the step's path: no array for a block or two
+        self.table[row, start : start + len(blocks) * self.ratio] = ids
+        self.versions[row] += 1
+        held.extend(blocks)
+        self.num_held[row] = len(held)
+        self.capacity[row] = self._capacity(len(held))
+
+    def extend_all(self, rows: Int, counts: Int, blocks: list[int]) -> None:
+        """`extend` of each of `rows` [n], which are distinct, by `counts` [n] of the blocks, in order."""
+        if self.ratio > 1 or self.encoder_len is not None or (counts > 1).any():
+            for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
+                self.extend(row, blocks[:count])
+                blocks = blocks[count:]
+            return
+        rows = rows[counts > 0]
+        for row, block in zip(rows.tolist(), blocks, strict=True):
+            self.blocks[row].append(block)
+        self.table[rows, self.num_held[rows]] = blocks
+        self.versions[rows] += 1
+        self.num_held[rows] += 1
+        self.capacity[rows] = self._capacity(self.num_held[rows])
+
+    def _capacity(self, num_blocks: Int | int) -> Int:
+        """Tokens that so many blocks of a row hold."""
+        everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.encoder_len is not None)
+        return np.where(everything, NO_LIMIT, np.asarray(num_blocks) * self.block_size)
+
+    def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
+        """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
+        manager = np.asarray(blocks, np.int32)[:, None]
+        kernel = manager * self.ratio + self._offsets  # [len(blocks), ratio]
+        return np.where(manager == NULL_BLOCK, np.int32(NULL_BLOCK), kernel).reshape(-1)
+
+    def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
+        """Blocks that no later token reads; the table points to the null block in their place."""
+        first, last = int(self.num_freed[row]), int(self.freeable[num_computed_tokens])
+        freed = self.blocks[row][first:last]
+        self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
+        self.table[row, first * self.ratio : last * self.ratio] = NULL_BLOCK
+        self.versions[row] += 1
+        self.num_freed[row] = last
+        return freed
+
+    def restore(self) -> None:
+        """Empty the tables of all rows, whatever was being written to them."""
+        self.table[:] = NULL_BLOCK
+        self.versions += 1
+        self.blocks[:] = [[] for _ in self.blocks]
+        self.capacity[:] = self.num_freed[:] = self.num_held[:] = 0
+
+    def clear(self, row: int) -> list[int]:
+        """Empty the row's table and return what it held."""
+        held, self.blocks[row] = self.blocks[row], []
+        self.table[row, : len(held) * self.ratio] = NULL_BLOCK
+        self.versions[row] += 1
+        self.capacity[row] = self.num_freed[row] = self.num_held[row] = 0
+        return held
+
+
+class KVCacheManager:
+    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable.
+
+    Prefixes are hashed in stretches of `hash_block_size` tokens, which divides each group's block size; a group's block
+    is found by the hash of its last stretch. All groups must agree on a prefix, so it is whole blocks of each:
+    a multiple of `prefix_unit` tokens. Where the model keeps states, one of its checkpoints must stand at its end too.
+
+    Args:
+        prefix_unit: of a model without cache groups.
+        checkpoints: of the model's states; None where it keeps none.
+        transfers: to and from a connector; None where there is none.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        groups: Sequence[CacheGroup],
+        *,
+        prefix_caching: bool,
+        prefix_unit: int = 1,
+        checkpoints: Checkpoints | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        self.pool = pool
+        self.groups = tuple(groups)
+        self.prefix_caching = prefix_caching
+        self.hash_block_size = gcd(*(g.block_size for g in groups)) or prefix_unit
+        self.prefix_unit = lcm(*(g.block_size for g in groups)) if groups else prefix_unit
+        self.checkpoints = checkpoints
+        self.transfers = transfers
+        if transfers is not None:
+            pool.on_evict = transfers.evicted
+        # What is given back early, or saved elsewhere, must be findable by then.
+        at_once = transfers is not None or any(group.frees_early for group in groups)
+        self._together = 1 if at_once else HASHED_TOGETHER
+        num_rows = max((len(group.capacity) for group in groups), default=0)
+        self._full, self._findable = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)  # stretches, by row
+        self._rows: RequestTable | None = None  # of what was committed
+
+    def rows_short(self, rows: Int, num_tokens: Int) -> Int:
+        """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
+        short = np.zeros(len(rows), bool)
+        for group in self.groups:
+            short |= group.capacity[rows] < num_tokens
+        return np.flatnonzero(short)
+
+    def try_grow(self, row: int, num_tokens: int) -> bool:
+        """Give the row blocks for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        return self.try_grow_all(np.array([row]), np.array([num_tokens]))
+
+    def try_grow_all(self, rows: Int, num_tokens: Int, *, spare: int = 0) -> bool:
+        """`try_grow` of `rows` [n], which are distinct, to `num_tokens` [n] each; all of them, or none.
+
+        Where the pool would have fewer than `spare` blocks left, none.
+        """
+        missing = [group.missing(rows, num_tokens) for group in self.groups]
+        totals = [int(counts.sum()) for counts in missing]
+        if sum(totals) + spare > self.pool.num_free:
+            return False
+        blocks = self.pool.allocate(sum(totals))
+        for group, counts, total in zip(self.groups, missing, totals, strict=True):
+            group.extend_all(rows, counts, blocks[:total])
+            blocks = blocks[total:]
+        return True
+
+    def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
+        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks, with
+        `TO_LOAD` for those that the connector has."""
+        if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
+            return 0, [[] for _ in self.groups]
+        self._remember_full(np.flatnonzero(self._full > self._findable))
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        hashes = self._hashes(request, token_ids, length // self.hash_block_size)
+        while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
+            if self.checkpoints is not None:
+                length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
+            hits = [self._hit(group, hashes, length, loads=request.loads) for group in self.groups]
+            agreed = min((len(hit) * g.block_size for hit, g in zip(hits, self.groups, strict=True)), default=length)
+            if agreed == length:
+                return length, hits
+            length = agreed // self.prefix_unit * self.prefix_unit
+
+    def whole_units(self, request: Request, token_ids: npt.NDArray[np.int32]) -> Sequence[BlockHash]:
+        """The hashes of all prefixes of `token_ids`, short of the last token, that can be gone on from."""
+        if not self.prefix_caching or request.whole_prompt:
+            return ()
+        length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
+        return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
+
+    def keep_states(self, rows: RequestTable, running: Int) -> list[tuple[int, Exception]]:
+        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from.
+
+        Returns:
+            Rows whose state could not be copied, and why.
+        """
+        failed: list[tuple[int, Exception]] = []
+        if self.checkpoints is None:
+            return failed
+        for row in self.checkpoints.due(running).tolist():
+            count = int(rows.num_computed_tokens[row]) // self.hash_block_size
+            try:
+                self.checkpoints.keep(row, self._hashes(rows.request(row), rows.token_ids[row], count)[count - 1])
+            except Exception as error:  # a plugin's code may raise anything
+                self.checkpoints.restore()
+                failed.append((row, error))
+        return failed
+
+    def reset(self) -> None:
+        """Forget all cached prefixes; what requests hold stays theirs."""
+        self._findable[:] = self._full
+        self.pool.reset()
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
+        if self.transfers is not None:
+            self.transfers.reset()
+
+    def restore(self) -> None:
+        """Take all blocks from all rows, whatever was going on; what is known to be computed stays findable."""
+        for group in self.groups:
+            group.restore()
+        self._full[:] = self._findable[:] = 0
+        if self.transfers is not None:
+            self.pool.drop(self.transfers.give_up())
+        self.pool.restore()
+        if self.checkpoints is not None:
+            self.checkpoints.restore()
+
+    def lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
+        """Forget blocks whose load failed; the rows that hold one, each with the tokens in front of its first one."""
+        dropped, found = set(self.pool.drop(lost)), dict[int, int]()
+        for group in self.groups if dropped else ():
+            for row, blocks in enumerate(group.blocks):
+                index = next((i for i, block in enumerate(blocks) if block in dropped), None)
+                if index is not None:
+                    found[row] = min(found.get(row, NO_LIMIT), index * group.block_size)
+        return found
+
+    def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int, hashes: Sequence[BlockHash] = ()) -> bool:
+        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few.
+
+        Args:
+            hashes: of the stretches of the row's tokens, as far as the prefix has blocks to load.
+        """
+        wake = sum(1 for blocks in prefix for b in set(blocks) if b > NULL_BLOCK and self.pool.ref_count[b] == 0)
+        new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
+        if wake + new + sum(blocks.count(TO_LOAD) for blocks in prefix) > self.pool.num_free:
+            return False
+        for blocks in prefix:
+            self.pool.share(block for block in blocks if block != TO_LOAD)
+        for group, blocks in zip(self.groups, prefix, strict=True):
+            group.extend(row, self._loading(group, blocks, hashes) if TO_LOAD in blocks else blocks)
+            self._full[row] = self._findable[row] = len(blocks) * group.block_size // self.hash_block_size
+        return self.try_grow(row, num_tokens)
+
+    def tokens_to_load(self, prefix: list[list[int]]) -> int:
+        """Tokens of a prefix whose blocks come from the connector, in the group where they are most."""
+        counts = (blocks.count(TO_LOAD) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
+        return max(counts, default=0)
+
+    def commit(self, rows: RequestTable, changed: Int, after: Int) -> None:
+        """After a step: make blocks that became full findable, give back what no later token reads.
+
+        Args:
+            changed: the step's rows.
+            after: tokens that are computed with it, by entry of `changed`.
+        """
+        if self.prefix_caching and self.groups:
+            self._rows = rows
+            self._full[changed] = full = after // self.hash_block_size
+            self._remember_full(changed[full >= self._findable[changed] + self._together])
+        for group in self.groups:
+            if group.frees_early:
+                for i in np.flatnonzero(group.freeable[after] > group.num_freed[changed]).tolist():
+                    self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
+
+    def forget(self, row: int) -> None:
+        """Let nobody find the blocks of a row whose keys, values or states are wrong, nor any checkpoint."""
+        if self.groups:
+            self._findable[row] = self._full[row]
+        for group in self.groups:
+            self.pool.forget(group.blocks[row])
+        if self.checkpoints is not None:
+            self.checkpoints.reset()
+
+    def release(self, row: int) -> None:
+        """Give back all blocks of the row; cached ones stay findable until taken."""
+        if self.groups:
+            if self._full[row] > self._findable[row]:
+                self._remember_full(np.array([row]))
+            self._full[row] = self._findable[row] = 0
+        for group in self.groups:
+            self.pool.release(group.clear(row))
+
+    def blocks_for_one(self, num_tokens: int, encoder_len: int = 0) -> int:
+        """Blocks that a request of `num_tokens` needs at a time, alone in the pool."""
+        lengths = [num_tokens if group.encoder_len is None else encoder_len for group in self.groups]
+        pairs = zip(self.groups, lengths, strict=True)
+        return sum(min(g.spec.blocks_needed(length), g.spec.max_blocks_held()) for g, length in pairs)
+
+    def check(self, rows: RequestTable) -> None:
+        """Raise IntegrityError unless tables, reference counts and rows agree."""
+        held = np.zeros(self.pool.num_blocks, np.int64)
+        for group in self.groups:
+            for row, blocks in enumerate(group.blocks):
+                self._check_row(group, row, blocks, rows)
+                np.add.at(held, [b for b in blocks if b != NULL_BLOCK], 1)
+        if not np.array_equal(held, self.pool.ref_count):
+            wrong = np.flatnonzero(held != self.pool.ref_count)[:8]
+            raise IntegrityError(f"blocks {wrong.tolist()} are held {held[wrong].tolist()} times but count otherwise")
+        self.pool.check()
+        if self.checkpoints is not None:
+            self.checkpoints.check()
+
+    def _check_row(self, group: CacheGroup, row: int, blocks: list[int], rows: RequestTable) -> None:
+        expected = group.kernel_blocks(blocks)
+        table = group.table[row]
+        if not np.array_equal(table[: expected.size], expected) or table[expected.size :].any():
+            raise IntegrityError(f"the table of row {row} differs from its blocks")
+        if rows.requests[row] is None and blocks:
+            raise IntegrityError(f"row {row} is free but holds blocks")
+        if rows.num_computed_tokens[row] > group.capacity[row]:
+            raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
+
+    def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int, *, loads: bool) -> list[int]:
+        """What the group's spec finds of the first `length` tokens, where `loads` says so in the connector too."""
+        step = group.block_size // self.hash_block_size
+        own = hashes[step - 1 : length // self.hash_block_size : step]
+        elsewhere: Collection[BlockHash] = ()
+        if self.transfers is not None and loads:
+            elsewhere = self.transfers.held(
+                group.index, [one for one in own if self.pool.lookup(group.index, one) is None]
+            )
+
+        def lookup(block_hash: BlockHash) -> int | None:
+            found = self.pool.lookup(group.index, block_hash)
+            return TO_LOAD if found is None and block_hash in elsewhere else found
+
+        return group.spec.prefix_hit(own, lookup)
+
+    def _loading(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """`blocks` of a prefix with new ones in place of those to load, findable from now on."""
+        assert self.transfers is not None
+        step, new = group.block_size // self.hash_block_size, iter(self.pool.allocate(blocks.count(TO_LOAD)))
+        own, given = hashes[step - 1 :: step], list(blocks)
+        for index, block in enumerate(blocks):
+            if block == TO_LOAD:
+                given[index] = next(new)
+                # Wanted before it can be found: whoever finds it may rely on it being loaded, or given up.
+                self.transfers.want(CacheBlock(group.index, own[index], given[index]))
+                self.pool.remember(group.index, [given[index]], [own[index]])
+        return given
+
+    def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
+        """Of the stretches' hashes, those at whole units up to `length` tokens."""
+        step = self.prefix_unit // self.hash_block_size
+        return hashes[step - 1 : length // self.hash_block_size : step]
+
+    def _hashes(self, request: Request, token_ids: npt.NDArray[np.int32], count: int) -> list[BlockHash]:
+        """Extend the request's chain of block hashes to `count` blocks and return it."""
+        chain, size = request.block_hashes, self.hash_block_size
+        parent, first, features = chain[-1] if chain else _root(request), len(chain) * size, request.features
+        data, width = token_ids[first : max(first, count * size)].tobytes(), size * token_ids.itemsize
+        for at in range(0, len(data), width):
+            content = parent + data[at : at + width]
+            if features:
+                start = first + at // token_ids.itemsize
+                content += hash_extra(features, start, start + size)
+            parent = hashlib.sha256(content).digest()
+            chain.append(parent)
+        return chain
+
+    def _remember_full(self, which: Int) -> None:
+        """Make what is full of the rows `which` [n] findable."""
+        if len(which) == 0 or self._rows is None:
+            return
+        firsts, ends = self._findable[which], self._full[which]
+        for row, first, last in zip(which.tolist(), firsts.tolist(), ends.tolist(), strict=True):
+            self._remember(self._rows, row, first, last)
+        self._findable[which] = ends
+
+    def _remember(self, rows: RequestTable, row: int, first: int, last: int) -> None:
+        """Make the row's blocks that are full with the stretches `first` .. `last` - 1 findable."""
+        hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
+        for group in self.groups:
+            step = group.block_size // self.hash_block_size
+            blocks = group.blocks[row][first // step : last // step]
+            known = hashes[first // step * step + step - 1 : last : step]
+            self.pool.remember(group.index, blocks, known)
+            if self.transfers is not None:
+                self.transfers.filled(group.index, blocks, known)
+
+
+def _root(request: Request) -> bytes:
+    """Where a request's chain of hashes begins: prefixes are shared with equal salts and equal adapters."""
+    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # which was checked at admission
+    return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

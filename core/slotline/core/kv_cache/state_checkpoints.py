@@ -1,0 +1,251 @@
+"""Checkpoints: copies of states where prefixes end, so that a request can go on from a state as from cached blocks.
+
+A state is destructive: it can be kept only at the moment when a request has computed exactly a prefix. So the scheduler
+ends a request's tokens in a step where the cache specs of states want a checkpoint (`StateSpec.stops`), and before the
+next step the states that stand at such a place (`StateSpec.keeps`) are copied into slots that no row owns.
+
+A slot belongs to its row or to the checkpoints, never to both: a state enters and leaves them as a copy. What the
+state in each slot covers is counted apart from what the rows say, so that the integrity checker can compare the two.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define
+
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.kv_cache.state_rules import StateRules
+from slotline.registry.contracts import BlockHash
+from slotline.registry.contracts.kv_spec import UNDIVIDED
+from slotline.registry.errors import ContractError, IntegrityError
+
+Int = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+MOST_SEEN = 1 << 16
+"""Prefixes that are remembered to tell where requests part; of units of 16 tokens, those of a million."""
+
+
+class States(Protocol):
+    """What is done to the states themselves; see `slotline.core.model_runner.state_dispatcher.StateRouter`."""
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in all."""
+        ...
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot, in every layer."""
+        ...
+
+    def commit(self, rows: Int, accepted: Int) -> None:
+        """Make the states those after the accepted tokens; `rows` of -1 stay."""
+        ...
+
+
+@define
+class CheckpointCounts:
+    """What happened, summed over a run: states that were kept, taken up again, and dropped for newer ones."""
+
+    kept: int = 0
+    restored: int = 0
+    evicted: int = 0
+
+
+class Checkpoints:
+    """Which states are kept in which slots, and where the next ones are to be taken.
+
+    Args:
+        rows: whose slots come first.
+        states: in as many slots; those behind the rows' are for checkpoints.
+        unit: tokens; a checkpoint stands at a multiple.
+        rules: of the cache specs that hold the states.
+        names: of these specs, for messages.
+
+    Attributes:
+        lengths: [num_slots] int64, tokens that the state in each slot covers, counted step by step.
+        prefixes: [num_slots] int64, tokens of the prefix that each checkpoint is found by.
+        counts: see `CheckpointCounts`.
+    """
+
+    def __init__(
+        self, rows: RequestTable, states: States, unit: int, rules: StateRules, names: Sequence[str] = ()
+    ) -> None:
+        num_slots = states.num_slots
+        self.rows = rows
+        self.unit = unit
+        self.rules = rules
+        self._names = tuple(names)
+        self.lengths = np.zeros(num_slots, np.int64)
+        self.counts = CheckpointCounts()
+        self.prefixes = np.zeros(num_slots, np.int64)
+        self._states = states
+        self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
+        self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
+        self._seen: OrderedDict[BlockHash, None] = OrderedDict()
+        # By row, in tokens: where a step is to end, UNDIVIDED where it may not be cut; and what was copied last.
+        self._last = np.full(rows.max_requests, UNDIVIDED, np.int64)
+        self._branch = np.full(rows.max_requests, UNDIVIDED, np.int64)
+        self._kept = np.zeros(rows.max_requests, np.int64)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots for checkpoints."""
+        return len(self.lengths) - self.rows.max_requests
+
+    def find(self, hashes: Sequence[BlockHash]) -> int:
+        """Return the longest prefix, in units, whose state is kept.
+
+        Args:
+            hashes: those of whole units from the first on.
+
+        Raises:
+            ContractError: if a cache spec answers with a prefix that is not kept.
+        """
+        hit = self.rules.prefix_hit(hashes, self._slot_of.__contains__)
+        if hit and not (0 < hit <= len(hashes) and hashes[hit - 1] in self._slot_of):
+            raise self._unfit(f"goes on from a prefix of {hit} units, whose state is not kept")
+        return hit
+
+    def aim(self, row: int, hashes: Sequence[BlockHash], hit: int, count: int, *, divisible: bool) -> int:
+        """Choose where a request leaves checkpoints, and cut its first `count` tokens accordingly.
+
+        Args:
+            hashes: of the whole units of its tokens, short of the last token.
+            hit: tokens that it need not compute.
+            divisible: whether its tokens may be divided over steps wherever it helps.
+        """
+        self._kept[row] = hit
+        self._last[row] = len(hashes) * self.unit if divisible else UNDIVIDED
+        shared = next((n for n, block_hash in enumerate(hashes) if block_hash not in self._seen), len(hashes))
+        self._branch[row] = shared * self.unit if divisible else UNDIVIDED
+        return int(self.cut(np.array([row]), np.array([hit]), np.array([count]))[0])
+
+    def begin(self, row: int, hashes: Sequence[BlockHash], hit: int) -> None:
+        """A request takes its row, and goes on from the state behind its first `hit` tokens."""
+        if hit:
+            slot = self._slot_of[hashes[hit // self.unit - 1]]
+            self._slot_of.move_to_end(hashes[hit // self.unit - 1])
+            self._states.copy(slot, row)
+            self.lengths[row] = self.lengths[slot]
+            self.counts.restored += 1
+        for block_hash in hashes:
+            self._seen[block_hash] = None
+            self._seen.move_to_end(block_hash)
+        while len(self._seen) > MOST_SEEN:
+            self._seen.popitem(last=False)
+
+    def cut(self, rows: Int, computed: Int, counts: Int) -> Int:
+        """Return the `counts` [n] tokens of `rows`, cut where a checkpoint is to be taken.
+
+        Args:
+            rows: [n] row numbers.
+            computed: [n] tokens that are computed.
+            counts: [n] tokens that a step would compute.
+
+        Raises:
+            ContractError: if a cache spec ends a request's tokens where it computes none, or too many.
+        """
+        if not self.num_slots or not (several := counts > 1).any():
+            return counts
+        first, ends, rows = computed[several], (computed + counts)[several], rows[several]
+        stops = self.rules.stops(first, ends, self._last[rows], self._branch[rows])
+        if (wrong := (stops <= first) | (stops > ends)).any():
+            at = int(np.argmax(wrong))
+            raise self._unfit(f"ends a step at {stops[at]} tokens, of which {first[at]} are computed, up to {ends[at]}")
+        cut = counts.copy()
+        cut[several] = stops - first
+        return cut
+
+    def due(self, rows: Int) -> Int:
+        """Those of `rows` whose states stand where one is to be kept."""
+        if not self.num_slots:
+            return rows[:0]
+        computed = self.rows.num_computed_tokens[rows]
+        wanted = self.rules.keeps(computed, self._last[rows], self._branch[rows])
+        wanted &= self.rows.num_pending[rows] < 2  # behind drafts in flight nobody knows yet how far a state has come
+        due: Int = rows[wanted & (computed > 0) & (computed != self._kept[rows])]
+        return due
+
+    def keep(self, row: int, block_hash: BlockHash) -> None:
+        """Keep a copy of the row's state, unless there is one of its prefix.
+
+        Raises:
+            ContractError: if a cache spec wants a state that does not stand at a whole unit.
+        """
+        self._kept[row] = self.rows.num_computed_tokens[row]
+        if self._kept[row] % self.unit:
+            raise self._unfit(f"keeps a state at {self._kept[row]} tokens, which is no multiple of {self.unit}")
+        if block_hash in self._slot_of:
+            self._slot_of.move_to_end(block_hash)
+            return
+        if self._free:
+            slot = self._free.pop()
+        else:
+            _, slot = self._slot_of.popitem(last=False)
+            self.counts.evicted += 1
+        try:
+            self._states.copy(row, slot)
+        except BaseException:
+            self._free.append(slot)
+            raise
+        self.lengths[slot], self.prefixes[slot] = self.lengths[row], self._kept[row]
+        self._slot_of[block_hash] = slot
+        self.counts.kept += 1
+
+    def advance(self, rows: Int, computed: Int, counts: Int) -> None:
+        """A step was started that computes `counts` tokens of each of `rows` behind its `computed` ones."""
+        self.lengths[rows] = np.where(computed > 0, self.lengths[rows], 0) + counts
+        self.rows.num_accepted[rows] = 1
+
+    def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask, *, done: bool = False) -> None:
+        """Of a step's tokens of its `rows`, in its order, only the first `accepted` of `counts` stand.
+
+        Args:
+            verified: [n] bool, which of the rows had drafts.
+            done: whether the states have been brought there behind the step's sampling, as where steps overlap.
+        """
+        self.rows.num_accepted[rows] = np.where(verified, accepted, 1)
+        if (back := self.rules.rolls_back(counts, accepted)).any():
+            if not done:
+                self._states.commit(np.where(back, rows, -1), accepted)
+            self.lengths[rows] -= counts - accepted
+
+    def _unfit(self, text: str) -> ContractError:
+        return ContractError(
+            f"kv_spec {', '.join(self._names)}: a cache spec of states {text}",
+            fix="run `slotline conform` on the plugin, or name another one in cache.kv_spec",
+        )
+
+    def reset(self) -> None:
+        """Forget every checkpoint."""
+        self._free += self._slot_of.values()
+        self._slot_of.clear()
+        self._seen.clear()
+
+    def restore(self) -> None:
+        """Free all slots that no checkpoint is found in, whatever was being kept."""
+        used = set(self._slot_of.values())
+        self._free = [slot for slot in range(len(self.lengths) - 1, self.rows.max_requests - 1, -1) if slot not in used]
+
+    def check(self) -> None:
+        """Raise IntegrityError unless slots, rows and checkpoints agree."""
+        first, kept = self.rows.max_requests, list(self._slot_of.values())
+        if shared := sorted(slot for slot in kept if slot < first):
+            raise IntegrityError(f"checkpoints hold slots {shared}, which are those of live rows")
+        if sorted(kept + self._free) != list(range(first, len(self.lengths))):
+            raise IntegrityError("the checkpoints' slots are not each either free or of one checkpoint")
+        if wrong := [slot for slot in kept if self.lengths[slot] != self.prefixes[slot]]:
+            raise IntegrityError(
+                f"the states kept in slots {wrong} cover {self.lengths[wrong].tolist()} tokens, and the prefixes that "
+                f"they are found by have {self.prefixes[wrong].tolist()}"
+            )
+        for row, request in enumerate(self.rows.requests):
+            computed = self.rows.num_computed_tokens[row]
+            if request is not None and computed > 0 and self.lengths[row] != computed:
+                raise IntegrityError(f"row {row} computed {computed} tokens and its state covers {self.lengths[row]}")

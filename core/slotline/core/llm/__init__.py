@@ -1,0 +1,1 @@
+"""LLM: the offline API, beam search and best_of."""

@@ -1,0 +1,70 @@
+"""Beam search under a constraint: which tokens may come next behind each beam, and the most likely of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field
+
+from slotline.core.api.outputs import Logprob, TokenLogprobs
+from slotline.registry.contracts import StructuredOutputsParams
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import typed_failures
+
+if TYPE_CHECKING:
+    from slotline.core.engine.engine import Engine
+
+
+@define(eq=False)
+class Candidates:
+    """A request's function on its logits that changes nothing and keeps the most likely of the `allowed` tokens.
+
+    Attributes:
+        allowed: [vocab_size] bool.
+        count: tokens to keep.
+        entry: them, with the model's log-probabilities, once it was called.
+    """
+
+    allowed: npt.NDArray[np.bool_]
+    count: int
+    entry: TokenLogprobs = field(factory=dict)
+
+    def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        banned = torch.from_numpy(~self.allowed).to(logits.device)
+        scores = logits.log_softmax(dim=-1).masked_fill(banned, -torch.inf)
+        values, ids = scores.topk(min(self.count, int(self.allowed.sum())))
+        found = zip(ids.tolist(), values.tolist(), strict=True)
+        self.entry = {token: Logprob(value, rank) for rank, (token, value) in enumerate(found, 1)}
+        return logits
+
+
+class BeamGrammar:
+    """A compiled constraint, asked about all beams of a round at once."""
+
+    def __init__(self, engine: Engine, wanted: StructuredOutputsParams) -> None:
+        if engine.grammars is None:
+            reason, fix = engine.limits.no_structured_output or ("this engine has none", None)
+            raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
+        engine.grammars.check(wanted.constraint)
+        self._backend = engine.grammars.compiler.backend
+        self._vocab_size = engine.limits.vocab_size
+        with typed_failures(
+            f"structured-output plugin {engine.grammars.name!r} failed on structured_outputs.{wanted.constraint.kind}",
+            fix="change the constraint, or name another plugin with structured_output.backend",
+        ):
+            self._grammar = self._backend.compile(wanted.constraint)
+
+    def candidates(self, outputs: Sequence[Sequence[int]], count: int) -> list[Candidates]:
+        """For each of some outputs so far, a function that keeps the `count` most likely tokens that may follow."""
+        states = [self._backend.start(self._grammar) for _ in outputs]
+        for state, output in zip(states, outputs, strict=True):
+            if state.accept(output) != len(output):
+                raise ContractError("a structured-output plugin refuses the tokens that its masks allowed")
+        words = np.full((len(outputs), -(-self._vocab_size // 32)), -1, np.int32)
+        self._backend.fill(states, [[] for _ in outputs], list(range(len(outputs))), words)
+        bits = np.unpackbits(words.view(np.uint8), axis=1, count=self._vocab_size, bitorder="little")
+        return [Candidates(row, count) for row in bits.astype(bool)]

@@ -1,0 +1,520 @@
+"""`LLM`: the offline front end. Prompts in, `RequestOutput` out."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from attrs import evolve
+
+from slotline.chat.messages import as_conversations
+from slotline.chat.template import chat_options
+from slotline.core.api.lora_request import AdapterChoice, LoRARequest, as_lora_requests
+from slotline.core.api.multimodal_inputs import items_of
+from slotline.core.api.outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    RequestOutput,
+)
+from slotline.core.api.progress import Progress, as_progress, progress_bar
+from slotline.core.api.prompts import Prompt, as_params, as_prompts, of_task
+from slotline.core.api.tokenizer import Tokenizer
+from slotline.core.batch.request import Request
+from slotline.core.builder.engine_builder import build_engine
+from slotline.core.engine.engine import Engine
+from slotline.core.llm.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
+from slotline.core.llm.best_of import best_of, check_best_of, single
+from slotline.core.llm.options import known_options
+from slotline.core.llm.prompt_fields import prompt_fields
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.registry.config import LoadedConfig, load_config
+from slotline.registry.contracts import PoolingParams
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import ConfigError, RequestError
+from slotline.registry.named_path import as_path
+from slotline.registry.negotiation import Plan
+from slotline.registry.safe_repr import safe_repr
+
+_SHORT = {
+    "backend": "attention.backend",
+    "block_size": "cache.block_size",
+    "kv_cache_dtype": "cache.dtype",
+    "memory": "cache.memory",
+    "enable_prefix_caching": "cache.prefix_caching",
+    "max_model_len": "scheduler.max_model_len",
+    "max_num_seqs": "scheduler.max_requests",
+    "max_num_batched_tokens": "scheduler.max_batched_tokens",
+    "seed": "sampling.seed",
+}
+
+
+class LLM:
+    """A model behind its slots, ready to generate.
+
+    Example:
+        >>> llm = LLM()  # the small model that ships with slotline
+        >>> llm.generate("def main(", SamplingParams(temperature=0, max_tokens=8))[0].outputs[0].text
+
+    Args:
+        config: a TOML file, a checkpoint folder, or None.
+        overrides: settings in the form `a.b=value`, as on the command line.
+        settings: settings by name: `model=...`, `backend="torch"`, `max_model_len=...`, or any dotted key through a
+            mapping, `**{"cache.block_size": 32}`.
+
+    Several threads may call the methods of one `LLM`: each gets its own outputs, and their requests share the steps.
+
+    Raises:
+        SlotlineError: of the kind that fits: configuration, plugin, negotiation, model or capacity.
+    """
+
+    def __init__(self, config: str | Path | None = None, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+        values = {_SHORT.get(key, key): value for key, value in settings.items()}
+        if config is not None and (folder := as_path(config)) is not None and os.path.isdir(folder):
+            if values.get("model"):
+                raise ConfigError(
+                    f"{folder!r} and model={safe_repr(values['model'])} name two models", fix="name one of them"
+                )
+            values["model"], config = folder, None
+        self.loaded: LoadedConfig = load_config(config, overrides=overrides, values=values)
+        self.engine: Engine = build_engine(self.loaded)
+        self._ids = itertools.count()
+        self._weights: Path | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What runs and why."""
+        return self.engine.plan
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer.
+
+        Raises:
+            RequestError: if the model has none.
+        """
+        if self.engine.tokenizer is None:
+            raise RequestError("this model has no tokenizer, so text prompts cannot be read", fix="give token ids")
+        return self.engine.tokenizer
+
+    def update_config(self, **settings: Any) -> None:
+        """Change what the next `reload_weights` reads: `model`, the checkpoint's folder. The plan stays as it is.
+
+        Raises:
+            ConfigError: for any other setting, since what it decided has been built; nothing is changed then.
+        """
+        fixed = sorted(settings.keys() - {"model"})
+        if fixed:
+            raise ConfigError(f"{', '.join(fixed)} cannot change while the engine runs", fix="build a new LLM")
+        if "model" in settings:
+            folder = as_path(settings["model"])
+            if folder is None:
+                raise ConfigError(f"model={safe_repr(settings['model'])} is no path", fix="name a checkpoint's folder")
+            self._weights = Path(folder)
+
+    @known_options
+    def reload_weights(self) -> None:
+        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+
+        They come from the folder that `update_config` named last, else from the model's own.
+
+        Raises:
+            RequestError: if a request is unfinished; or if the merged adapter cannot be merged into the new weights,
+                which stay without it then.
+            ModelError: if they are missing or do not fit; the old ones stay.
+        """
+        self.engine.reload_weights(self._weights)
+
+    @known_options
+    def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter before it is needed; False if it was known already.
+
+        It takes a slot on the device if one is free or idle, else when its first request joins the batch.
+
+        Raises:
+            RequestError: if it cannot be held, or another one has its name or number.
+        """
+        if not isinstance(lora_request, LoRARequest):
+            raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
+        with self.engine.plugins.naming():
+            known = self.engine.exclusively(self._know, lora_request)
+        return not known
+
+    @known_options
+    def remove_lora(self, lora_id: int) -> bool:
+        """Unload an adapter; False if there is none of that number.
+
+        Raises:
+            RequestError: if a request uses it.
+        """
+        with self.engine.plugins.naming():
+            return self.engine.exclusively(self._adapters.remove, lora_id)
+
+    @known_options
+    def pin_lora(self, lora_id: int) -> bool:
+        """Have a known adapter keep its slot on the device until it is removed.
+
+        Raises:
+            RequestError: if it is not known, or no slot can be had for it.
+        """
+        with self.engine.plugins.naming():
+            self.engine.exclusively(self._adapters.pin, lora_id)
+        return True
+
+    @known_options
+    def list_loras(self) -> set[int]:
+        """The numbers of the known adapters, on the device or in host memory."""
+        return self.engine.exclusively(lambda: self._adapters.numbers)
+
+    @known_options
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: one or many; each a text, token ids, or a mapping with `prompt` or `prompt_token_ids` and
+                optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
+                modality such as ``image`` to an item or to a list, one for each of its placeholders in the prompt.
+            sampling_params: one for all, or one for each.
+            lora_request: the adapter for all, or one or None for each; the name of a loaded one will do.
+            progress: show a progress bar; by default as `observability.progress` says, on a terminal.
+            use_tqdm: vLLM's name for the same; or a class that makes the bar, as `tqdm.tqdm` does.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
+        """
+        shown = as_progress(progress, use_tqdm)
+        given = as_prompts(prompts)
+        params = self._params(sampling_params, len(given))
+        return self.generate_as_given(given, params, as_lora_requests(lora_request, len(given)), shown)
+
+    def generate_as_given(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        adapters: Sequence[AdapterChoice],
+        progress: Progress,
+    ) -> list[RequestOutput]:
+        """Generate for each prompt with its parameters, without the model's defaults for what they leave out."""
+        check_best_of(params, self.loaded.config.sampling.logprobs_mode)
+        groups = self._add_all(prompts, params, adapters)
+        self._run(groups, progress)
+        return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request that names none: the model's own defaults where it has some."""
+        return SamplingParams().with_defaults(self.engine.sampling_defaults)
+
+    def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+        """The parameters of each prompt, with the model's defaults for what they leave out."""
+        params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
+        if not defaults or not all(isinstance(one, SamplingParams) for one in params):
+            return params
+        return [one.with_defaults(defaults) for one in params]
+
+    @known_options
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[BeamSearchOutput]:
+        """The most likely continuations of each prompt that a beam search finds, best first.
+
+        Every round is one step for all beams of all prompts; with prefix caching a beam computes its newest token and
+        what its last block lacks.
+
+        Args:
+            prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
+            params: the same for all.
+            lora_request: as for `generate`.
+            progress, use_tqdm: as for `generate`; a round is a step of the bar.
+
+        Raises:
+            RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise RequestError(
+                f"params={safe_repr(params)} is no BeamSearchParams", fix="give BeamSearchParams(beam_width=..., ...)"
+            )
+        shown = as_progress(progress, use_tqdm)
+        fields = [self._fields(prompt) for prompt in as_prompts(prompts)]
+        for one, adapter in zip(fields, as_lora_requests(lora_request, len(fields)), strict=True):
+            if adapter is not None:
+                one["lora_request"] = self._adapter(adapter)
+        with self.engine.plugins.naming():
+            return BeamSearch(self, params, fields).run(shown)
+
+    @known_options
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling_task: str | None = None,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Pool the hidden states of each prompt; the outputs come in the prompts' order.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: one for all, or one for each.
+            pooling_task: the task of parameters that name none; one of both must name it.
+            lora_request, progress, use_tqdm: as for `generate`.
+
+        Raises:
+            RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
+                call runs then.
+        """
+        given = as_prompts(prompts)
+        params = as_params(pooling_params, len(given), PoolingParams())
+        tasked = [of_task(one, pooling_task) for one in params]
+        shown = as_progress(progress, use_tqdm)
+        groups = self._add_all(given, tasked, as_lora_requests(lora_request, len(given)))
+        self._run(groups, shown)
+        return [self.engine.pooling_output(request) for (request,) in groups]
+
+    @known_options
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task="embed",
+            lora_request=lora_request,
+            progress=progress,
+            use_tqdm=use_tqdm,
+        )
+        return cast(list[EmbeddingRequestOutput], outputs)
+
+    @known_options
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+    ) -> list[ClassificationRequestOutput]:
+        """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
+        outputs = self.encode(
+            prompts,
+            pooling_params,
+            pooling_task="classify",
+            lora_request=lora_request,
+            progress=progress,
+            use_tqdm=use_tqdm,
+        )
+        return cast(list[ClassificationRequestOutput], outputs)
+
+    def _run(self, groups: list[list[Request]], progress: Progress) -> None:
+        """Step until the requests have ended; abort them if that is interrupted.
+
+        They may end in another thread's step, or be aborted by a callback, so each is asked whether it has ended.
+        """
+        unfinished = [request for group in groups for request in group]
+        enabled = self.loaded.config.observability.progress
+        try:
+            with progress_bar(len(unfinished), enabled=enabled, asked=progress) as bar:
+                while unfinished:
+                    if unfinished[-1].finished:
+                        unfinished.pop()
+                        continue
+                    result = self.engine.step()
+                    bar.advance(len(result.finished), tokens=len(result.token_ids))
+        except BaseException:
+            self._abort(unfinished)
+            raise
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        lora_request: AdapterChoice | Sequence[AdapterChoice] = None,
+        progress: bool | None = None,
+        use_tqdm: Progress = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | str = False,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Generate the assistant's turn of one conversation or of many.
+
+        A message's content may be a list of parts, such as ``{"type": "text", "text": "..."}`` and
+        ``{"type": "image", "image": image}``, as in transformers. A template that prints the content as one text gets
+        the parts joined by line breaks, as in vLLM.
+
+        Args:
+            messages: one conversation or many.
+            sampling_params, lora_request, progress, use_tqdm: as for `generate`.
+            chat_template: a template in place of the tokenizer's, or the name of one of several.
+            chat_template_content_format: ``string`` or ``openai`` for templates that read a content as one text or as
+                a list of parts; ``auto`` looks at the template.
+            add_generation_prompt: begin the assistant's turn; the default, unless the last message is continued.
+            continue_final_message: leave the last message open, so that the output goes on with it; or the name of the
+                field to go on with, instead of its content.
+            tools: functions with type hints, or JSON schemas.
+            documents: what the template shows besides messages.
+            chat_template_kwargs, template_options: variables that the template reads, such as ``enable_thinking``.
+
+        Raises:
+            RequestError: if a message cannot be read, an option is none that the template reads, or the template
+                refuses the messages or does not come to an end; no request of the call runs then.
+        """
+        options = chat_options(
+            chat_template_kwargs,
+            template_options,
+            chat_template=chat_template,
+            content_format=chat_template_content_format,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            documents=documents,
+        )
+        reader = None if self.engine.encoding is None else self.engine.encoding.reader
+        items = {} if reader is None else reader.placeholders
+        cross = frozenset[str]() if reader is None else reader.cross
+        prompts = [
+            {
+                "prompt_token_ids": self.tokenizer.chat_prompt(conversation, options, items=items, cross=cross),
+                "multi_modal_data": items_of(conversation),
+            }
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, lora_request=lora_request, progress=progress, use_tqdm=use_tqdm)
+
+    @known_options
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
+    ) -> Iterator[RequestOutput]:
+        """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
+        params = self._params(sampling_params, 1)
+        if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
+            raise RequestError(
+                f"best_of={params[0].best_of} in a stream: which outputs are best is known at the end",
+                fix="leave best_of out, or use generate()",
+            )
+        (group,) = self._add_all(
+            [prompt], params, as_lora_requests(lora_request, 1), stream=True
+        )  # at once, so that a mistake shows here
+        return self._stream(group)
+
+    def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
+        try:
+            finished = False
+            while not finished:
+                if not all(request.finished for request in group):  # another caller's steps may have ended it
+                    self.engine.step()
+                output = self.engine.output(group)
+                finished = output.finished
+                yield output
+        finally:
+            self._abort(group)
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        adapters: Sequence[AdapterChoice],
+        *,
+        stream: bool = False,
+    ) -> list[list[Request]]:
+        """Queue every prompt, or none if one is wrong."""
+        groups: list[list[Request]] = []
+        try:
+            for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
+                groups.append([])
+                self._add(prompt, one, adapter, groups[-1], stream=stream)
+        except BaseException as error:
+            self._abort(itertools.chain.from_iterable(groups))
+            if isinstance(error, RequestError) and len(prompts) > 1:
+                raise RequestError(f"prompt {len(groups) - 1}: {error.message}", fix=error.fix) from error
+            raise
+        return groups
+
+    def _add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        adapter: AdapterChoice,
+        group: list[Request],
+        *,
+        stream: bool,
+    ) -> None:
+        """Queue one prompt; sampling ones `params.n` times, with seeds of their own."""
+        fields = self._fields(prompt)
+        if adapter is not None:
+            fields["lora_request"] = self._adapter(adapter)
+        given = fields.pop("request_id", None)
+        request_id = f"request-{next(self._ids)}" if given is None or given == "" else given
+        if isinstance(params, PoolingParams):
+            group.append(self.engine.add(request_id, params=params, **fields))
+            return
+        for index in range(count := params.best_of or params.n):
+            seed = None if params.seed is None else (params.seed + index + 2**63) % 2**64 - 2**63
+            one = evolve(single(params), seed=seed) if count > 1 else params
+            name = f"{request_id}/{index}" if index else request_id
+            group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        """Abort those of a call's requests that have not ended."""
+        for request in requests:
+            if self.engine.requests.get(request.request_id) is request:
+                self.engine.abort(request.request_id)
+
+    def _know(self, lora_request: LoRARequest) -> bool:
+        """Load an adapter; whether it was known before."""
+        known = lora_request.lora_int_id in self._adapters.numbers
+        self._adapters.add(lora_request)
+        return known
+
+    def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
+        """An adapter that may be named by the name of a loaded one."""
+        if isinstance(adapter, str):
+            return self.engine.exclusively(self._adapters.named, adapter)
+        return adapter
+
+    @property
+    def _adapters(self) -> AdapterManager:
+        """The engine's adapters.
+
+        Raises:
+            RequestError: if it has none.
+        """
+        if self.engine.adapters is None:
+            raise RequestError("this engine takes no adapters", fix='name a LoRA plugin, as in lora.name = "torch"')
+        return self.engine.adapters
+
+    def _fields(self, prompt: Prompt) -> dict[str, Any]:
+        with self.engine.plugins.naming():
+            return prompt_fields(prompt, lambda text: self.tokenizer.encode(text), self.engine.encoding)

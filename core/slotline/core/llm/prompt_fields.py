@@ -1,0 +1,62 @@
+"""From a prompt as users give it to the arguments of `Engine.add`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from slotline.core.api.multimodal_inputs import refuse_items
+from slotline.core.api.prompts import PROMPT_KEYS, Prompt, as_token_ids
+from slotline.registry.errors import RequestError
+from slotline.registry.plain_values import plain_number
+from slotline.registry.safe_repr import safe_repr
+
+if TYPE_CHECKING:
+    from slotline.core.model_runner.encoder_runner import EncoderRunner
+
+
+def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: EncoderRunner | None) -> dict[str, Any]:
+    """The arguments of `Engine.add` that a prompt stands for.
+
+    Args:
+        encode: makes token ids of a text; called where the prompt has none.
+        encoding: reads items; None for a model of text alone.
+
+    Raises:
+        RequestError: if the prompt cannot be read.
+    """
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "prompt_token_ids": _encoded(prompt, encode)}
+    if not isinstance(prompt, Mapping):
+        return {"prompt_token_ids": prompt}
+    fields = {key: plain_number(value) for key, value in prompt.items()}
+    unknown = set(fields) - PROMPT_KEYS
+    if unknown or not {"prompt", "prompt_token_ids"} & set(fields):
+        raise RequestError(
+            f"a prompt with the keys {safe_repr(list(fields), 200)} cannot be read",
+            fix="give 'prompt' or 'prompt_token_ids', and optionally 'multi_modal_data', 'priority', 'cache_salt', "
+            "'request_id'",
+        )
+    if "prompt_token_ids" not in fields:
+        fields["prompt_token_ids"] = _encoded(fields["prompt"], encode)
+    data = fields.pop("multi_modal_data", None)
+    return fields | _with_items(fields["prompt_token_ids"], data, encoding) if data else fields
+
+
+def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], encoding: EncoderRunner | None) -> dict[str, Any]:
+    """The prompt with its items in the place of their placeholders."""
+    if not isinstance(data, Mapping):
+        raise RequestError(f"multi_modal_data={safe_repr(data)} is no mapping", fix="give {'image': ...}")
+    if encoding is None:
+        refuse_items(data)
+        return {}
+    expanded, features = encoding.reader.read(as_token_ids(token_ids), data)
+    return {"prompt_token_ids": expanded, "features": features}
+
+
+def _encoded(text: str, encode: Callable[[str], list[int]]) -> list[int]:
+    if not isinstance(text, str):
+        raise RequestError(f"prompt={safe_repr(text)} is no text", fix="give a string, or 'prompt_token_ids'")
+    if not text:
+        raise RequestError("the prompt is empty", fix="give at least one character")
+    return encode(text)

@@ -1,0 +1,201 @@
+"""One adapter in the base model's own weights: steps cost nothing more, and no other adapter can be had beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.api.lora_request import LoRARequest
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.request import Request
+from slotline.core.lora.slot_manager import forget_copies, load_key
+from slotline.registry.contracts import AdaptableModel, Lora
+from slotline.registry.errors import ModelError, RequestError
+
+
+class MergedAdapter:
+    """Implements `adapter_source.AdapterSource` with at most one adapter at a time.
+
+    What an adapter adds to a weight is what the plugin makes of the identity, so any plugin will do.
+
+    Args:
+        lora: the built plugin.
+        model: whose weights change.
+        modules: the linear layers and embeddings that may carry an adapter; `embeddings` those that are such.
+        max_tokens: rows of the identity at a time.
+        device_of: path of each of the modules -> where it lies.
+        dtype: of the model.
+    """
+
+    def __init__(
+        self,
+        lora: Lora,
+        model: AdaptableModel,
+        modules: Mapping[str, tuple[int, int]],
+        *,
+        embeddings: Collection[str] = (),
+        max_tokens: int,
+        device_of: Mapping[str, str],
+        dtype: torch.dtype,
+    ) -> None:
+        self._lora = lora
+        self._model = model
+        self._modules, self._embeddings = modules, embeddings
+        self._max_tokens = max_tokens
+        self._device_of, self._dtype = device_of, dtype
+        self._users = 0  # unfinished requests
+        self._merged: LoRARequest | None = None
+        self._key = ""
+
+    @property
+    def numbers(self) -> set[int]:
+        """The merged adapter's number, if there is one."""
+        return set() if self._merged is None else {self._merged.lora_int_id}
+
+    def named(self, name: str) -> LoRARequest:
+        """See `Adapters.named`."""
+        if self._merged is None or self._merged.lora_name != name:
+            raise RequestError(f"there is no adapter {name!r}", fix="give a LoRARequest")
+        return self._merged
+
+    def add(self, request: LoRARequest) -> object:
+        """Merge an adapter, unless it is.
+
+        Raises:
+            RequestError: if another one is merged, requests are unfinished, or it cannot be merged.
+        """
+        if self._merged == request:
+            return request
+        if self._merged is not None:
+            raise RequestError(
+                f"adapter {request.lora_name!r}: the weights hold {self._merged.lora_name!r}, and lora.merge = true "
+                "holds one",
+                fix="remove the first adapter, or set lora.merge = false",
+            )
+        self._refuse_users(f"adapter {request.lora_name!r} cannot be merged")
+        self._merge(request)
+        return request
+
+    def remove(self, number: int) -> bool:
+        """Read the base model's weights again, without the adapter.
+
+        Raises:
+            RequestError: if requests are unfinished.
+        """
+        if number not in self.numbers:
+            return False
+        self._refuse_users(f"adapter {number} is in use")
+        self._model.reload_weights()
+        if self._merged is not None:
+            forget_copies(self._lora, self._merged)
+        self._merged = None
+        return True
+
+    def pin(self, number: int) -> None:
+        """It stays in any case.
+
+        Raises:
+            RequestError: if it is not the merged one.
+        """
+        if number not in self.numbers:
+            raise RequestError(f"there is no adapter {number}", fix=f"loaded are {sorted(self.numbers)}")
+
+    def enter(self, request: Request) -> None:
+        """Refuse a request for what the weights are not.
+
+        Raises:
+            RequestError: as `add`, or for a request without an adapter once one is merged.
+        """
+        if request.lora_request is not None:
+            self.add(request.lora_request)
+            request.adapter_key = self._key
+        elif self._merged is not None:
+            raise RequestError(
+                f"a request without an adapter: the weights hold {self._merged.lora_name!r}, since lora.merge = true",
+                fix=f"pass lora_request={self._merged.lora_name!r}, or set lora.merge = false",
+            )
+        self._users += 1
+
+    def leave(self, request: Request) -> None:
+        """See `Adapters.leave`."""
+        self._users -= 1
+
+    def recount(self, unfinished: Sequence[Request]) -> None:
+        """See `AdapterManager.recount`."""
+        self._users = len(unfinished)
+
+    def acquire(self, request: Request) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def activate(self, request: Request) -> None:
+        """The weights are the adapter."""
+
+    def release(self, request: Request) -> None:
+        """Nothing is held."""
+
+    def reloaded(self) -> None:
+        """Merge the adapter into the new weights.
+
+        Raises:
+            RequestError: if it cannot be merged; no adapter is merged any more then.
+        """
+        merged, self._merged = self._merged, None
+        if merged is not None:
+            self._merge(merged)
+
+    def check(self) -> None:
+        """There is nothing to disagree."""
+
+    def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
+        """No row has a slot."""
+        return AdapterUse.NONE
+
+    def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
+        """Nothing to plan."""
+
+    def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
+        """Nothing to plan."""
+
+    def _refuse_users(self, what: str) -> None:
+        if self._users:
+            raise RequestError(f"{what}: {self._users} requests are unfinished", fix="finish or abort them first")
+
+    @torch.inference_mode()
+    def _merge(self, request: LoRARequest) -> None:
+        """Add an adapter to the base model's weights, or leave these as they were."""
+        key = load_key(request)
+        slot = self._lora.load(request.lora_name, request.lora_path)
+        try:
+            for name, (inner, outer) in self._modules.items():
+                delta = self._delta(slot, name, inner, outer)
+                if bool(delta.any()):
+                    self._model.add_to_weight(name, delta)
+        except BaseException as error:  # a plugin's code may raise anything, with half of the layers done
+            self._model.reload_weights()
+            if isinstance(error, ModelError):
+                raise RequestError(f"adapter {request.lora_name!r}: {error.message}", fix=error.fix) from error
+            raise
+        finally:
+            self._lora.unload(request.lora_name)
+        self._merged, self._key = request, key
+
+    def _delta(self, slot: int, name: str, inner: int, outer: int) -> torch.Tensor:
+        """What the adapter adds to a weight [out_features, in_features], or to an embedding's, the other way round."""
+        parts, embeds, device = [], name in self._embeddings, self._device_of[name]
+        for start in range(0, inner, self._max_tokens):
+            count = min(self._max_tokens, inner - start)
+            if embeds:
+                inputs = torch.arange(start, start + count, device=device)
+            else:
+                inputs = torch.zeros(count, inner, device=device, dtype=self._dtype)
+                inputs[:, start : start + count].fill_diagonal_(1)
+            out = torch.zeros(count, outer, device=device, dtype=self._dtype)
+            self._lora.plan(torch.full((count,), slot, dtype=torch.int64, device=device))
+            self._lora.apply(name, inputs, out)
+            parts.append(out)
+        delta = torch.cat(parts)
+        return delta if embeds else delta.T

@@ -1,0 +1,1 @@
+"""Model runner: inputs, attention dispatch, graphs and the forward pass."""

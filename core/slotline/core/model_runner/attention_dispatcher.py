@@ -1,0 +1,368 @@
+"""Attention as the model sees it: one callable that routes each layer to its group's backend and cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from attrs import define, evolve
+
+from slotline.core.batch.attend import Attend
+from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
+from slotline.core.device.scope import device_scope
+from slotline.core.kv_cache.kv_scales import KVScaleTable
+from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
+from slotline.kernels.graph_capture_state import is_captured
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, CacheSlots, KVCache
+from slotline.registry.errors import ModelError
+
+
+def alias_without_ownership(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory without a share in it, for what the memory pool of captured graphs may use again.
+
+    Replays run in the order of their capture, so memory that the forward gives back in the middle of a capture can
+    serve the rest of it, and every later capture, as it does in an eager run.
+    """
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    storage = torch._C._construct_storage_from_data_pointer(
+        tensor.data_ptr(), tensor.device, span * tensor.element_size()
+    )
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+@define(kw_only=True, eq=False)
+class AttentionGroup:
+    """Layers with equal needs on one device, and the backend that was built for them.
+
+    Attributes:
+        name: as in the plan.
+        plugin: the backend's name and who brings it.
+        backend: the built object.
+        writes_cache: whether `forward` stores the new keys and values itself.
+        batch: index of its batch in a step's, which hold the tables of its cache group on its device.
+        layers: in call order.
+        device: torch device string.
+        cascade: whether it serves common prefixes apart; `cascade_captured` if that can be inside a graph.
+        plain_writes: whether the model may store new keys and values in the backend's place.
+        fast_prefill: whether its layers get a step's wanted tokens alone, where the step says which.
+        last_queries: whether a layer may get the queries of these alone, beside all keys and values.
+        any_captured: whether the attention of any step may be inside a graph, whatever the plan captures.
+        plan_once: whether what was planned at a capture serves every replay, but for common prefixes.
+    """
+
+    name: str
+    backend: AttentionBackend
+    writes_cache: bool
+    batch: int
+    layers: tuple[AttentionLayer, ...]
+    device: str = "cpu"
+    cascade: bool = False
+    cascade_captured: bool = False
+    plain_writes: bool = False
+    fast_prefill: bool = False
+    last_queries: bool = False
+    any_captured: bool = False
+    plan_once: bool = False
+    plugin: str = ""
+
+
+class StepPlans(NamedTuple):
+    """What the groups planned for a step's batches, None where it was not wanted, and for which of its tokens alone a
+    layer may attend."""
+
+    plans: list[Any]
+    batches: Sequence[AttentionBatch]
+    wanted: FastPrefillBatch | None = None
+
+
+@define(eq=False)
+class DispatchedAttention:
+    """What a model gets as `attend`. Implements `slotline.registry.contracts.model_family.StoringAttend`."""
+
+    _router: AttentionDispatcher
+    _serve: Callable[..., torch.Tensor]
+    _broken: Container[int] = ()
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        *,
+        written: bool = False,
+        wanted: bool = False,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v]."""
+        if wanted:
+            return self._router.attend_wanted(layer, query, key, value, sinks, written)
+        return self._serve(layer, query, key, value, sinks, written)
+
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
+        return self._router.takes_wanted(layer)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
+
+        None where a graph is broken at the layer, since what its attention reads may lie elsewhere in each replay.
+        """
+        return None if layer.index in self._broken else self._router.slots(layer, key)
+
+
+class AttentionDispatcher:
+    """Plans each group once per step and then serves the layers' calls.
+
+    Attributes:
+        calculating: the scales that the next step's keys and values give; None once they are there.
+        fast_prefill: whether any group's layers get a step's wanted tokens alone.
+        checks: of what backends give in eager steps; None for none.
+    """
+
+    def __init__(
+        self, groups: Sequence[AttentionGroup], caches: dict[int, KVCache], checks: OutputChecks | None = None
+    ) -> None:
+        self.groups = tuple(groups)
+        self.checks = checks
+        self.calculating: KVScaleTable | None = None
+        self.fast_prefill = any(group.fast_prefill for group in groups)
+        self._step = StepPlans([], ())
+        self._one_device = len({group.device for group in groups}) < 2
+        self._routes = {
+            layer.index: (self._write(group, layer), group.backend.forward, caches[layer.index], position)
+            for position, group in enumerate(groups)
+            for layer in group.layers
+        }
+        self._may_be_captured = any(cache.key.is_cuda for cache in caches.values())
+
+    def part(self, layers: Sequence[AttentionLayer]) -> tuple[AttentionDispatcher, list[int]]:
+        """A router of some layers over the same caches, and which of a step's batches it is planned with, in order."""
+        groups = [group for group in self.groups if set(group.layers) & set(layers)]
+        read = sorted({group.batch for group in groups})
+        groups = [
+            evolve(g, layers=tuple(layer for layer in g.layers if layer in layers), batch=read.index(g.batch))
+            for g in groups
+        ]
+        caches = {layer.index: self._routes[layer.index][2] for layer in layers}
+        return AttentionDispatcher(groups, caches, self.checks), read
+
+    def caches(self) -> list[KVCache]:
+        """The caches of all layers, in the layers' order."""
+        return [route[2] for _, route in sorted(self._routes.items())]
+
+    def plan(
+        self,
+        batches: Sequence[AttentionBatch],
+        wanted: FastPrefillBatch | None = None,
+        standing: Container[str] = (),
+    ) -> Attend:
+        """Host work of every group for this step; returns the callable that the model's layers call.
+
+        Args:
+            batches: of the step, as the groups count them.
+            wanted: the tokens whose logits are wanted, where the model may leave out the others at its end.
+            standing: groups by name that the callable will not be called for.
+
+        Raises:
+            ModelError: if a graph is being captured: host work would be missing from each of its replays.
+        """
+        return self.under(self.plans(batches, wanted, standing))
+
+    def plans(
+        self,
+        batches: Sequence[AttentionBatch],
+        wanted: FastPrefillBatch | None = None,
+        standing: Container[str] = (),
+    ) -> StepPlans:
+        """As `plan`, for `under` to use later."""
+        if self._may_be_captured and torch.cuda.is_current_stream_capturing():
+            raise ModelError(
+                "a step was called while a CUDA graph is captured",
+                fix="capture nothing around the engine: it captures its own graphs when it is built",
+            )
+        shown = None if self.checks is None else [ShownBatch.of(batch) for batch in batches]
+        if wanted is not None and self.fast_prefill:
+            plans = [self._plan_some(group, batches, wanted) for group in self.groups]
+        else:
+            plan = _plan_here if self._one_device else self._plan  # one device: the step's own
+            plans = [
+                None if group.name in standing else plan(group, _seen_by(group, batches[group.batch]))
+                for group in self.groups
+            ]
+        if shown is not None:
+            for group in self.groups:
+                shown[group.batch].check(group.plugin, "plan")
+        return StepPlans(plans, batches, wanted)
+
+    def under(self, plans: StepPlans) -> Attend:
+        """Attention under plans that were made before; those of the last call count."""
+        self._step = plans
+        return DispatchedAttention(self, self.attend if self.checks is None else self._attend_checked)
+
+    def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
+        """Where a model may store new keys like `key` and the values of a layer in the backend's place."""
+        write, _, cache, position = self._routes[layer.index]
+        if write is None or not self.groups[position].plain_writes or cache.key.dtype != key.dtype:
+            return None
+        return CacheSlots(cache, self._step.batches[self.groups[position].batch].slot_mapping)
+
+    def takes_wanted(self, layer: AttentionLayer) -> bool:
+        """See `slotline.registry.contracts.model_family.StoringAttend.takes_wanted`."""
+        return self._step.wanted is not None and self.groups[self._routes[layer.index][3]].last_queries
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of one layer under the step's plans: [num_tokens, num_heads, head_size_v].
+
+        `written` says that the new keys and values are in the cache.
+        """
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        self._serve(layer, query, key, value, sinks, out, written)
+        return out
+
+    def _attend_checked(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """As `attend`; what the backend does not write is NaN, and its output and its batch are looked at."""
+        if self.checks is None or is_captured():
+            return self.attend(layer, query, key, value, sinks, written)
+        position = self._routes[layer.index][3]
+        group = self.groups[position]
+        batch = self._step.batches[group.batch]
+        if self._step.wanted is not None and group.fast_prefill:
+            batch = self._step.wanted.batch(batch)
+        out = query.new_full((query.shape[0], layer.num_heads, layer.head_size_v), torch.nan)
+        shown = ShownBatch.of(batch)
+        returned = self._serve(layer, query, key, value, sinks, out, written)
+        shown.check(group.plugin, "forward")
+        self.checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
+        return out
+
+    def attend_wanted(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        written: bool = False,
+    ) -> torch.Tensor:
+        """Attention of the wanted tokens [n, num_heads, head_size_v], where the layer `takes_wanted`.
+
+        All keys and values are stored first. To the backend it then is a step of the wanted tokens alone, behind a
+        cache that holds the others.
+        """
+        write, forward, cache, position = self._routes[layer.index]
+        group, step = self.groups[position], self._step
+        assert step.wanted is not None
+        if self.calculating is not None:
+            self.calculating.calculate(layer, key, value)
+        if write is not None and not written:
+            write(layer, key, value, cache, step.plans[position])
+        out = query.new_empty((query.shape[0], layer.num_heads, layer.head_size_v))
+        checks = None if self.checks is None or is_captured() else self.checks
+        if checks is not None:
+            out.fill_(torch.nan)
+        if step.wanted.num_tokens:
+            plan = self._plan(group, step.wanted.batch(step.batches[group.batch]))
+            key, value = key[step.wanted.index], value[step.wanted.index]
+            returned = forward(layer, query, key, value, cache, plan, out, sinks)
+            if checks is not None:
+                batch = step.wanted.batch(step.batches[group.batch])
+                checks.attention(group.plugin, layer, (query, key, value), batch, out, returned)
+        return out
+
+    def breaking(
+        self, names: Container[str], cut: Callable[[Callable[[], None]], None], *, zeroed: bool = False
+    ) -> Attend:
+        """An `attend` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later.
+
+        Args:
+            zeroed: whether outputs start as zeros: of a mixed batch, no request owns the padded tokens, so that a
+                captured backend writes nothing there.
+        """
+        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
+
+        def attend(
+            layer: AttentionLayer,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            sinks: torch.Tensor | None = None,
+            written: bool = False,
+        ) -> torch.Tensor:
+            make = query.new_zeros if zeroed and layer.index not in broken else query.new_empty
+            out = make((query.shape[0], layer.num_heads, layer.head_size_v))
+            if layer.index in broken:
+                q, k, v, o = (alias_without_ownership(tensor) for tensor in (query, key, value, out))
+
+                def call() -> None:
+                    self._serve(layer, q, k, v, sinks, o)
+
+                cut(call)
+            else:
+                self._serve(layer, query, key, value, sinks, out, written)
+            return out
+
+        return DispatchedAttention(self, attend, broken)
+
+    def _serve(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+        written: bool = False,
+    ) -> object:
+        write, forward, cache, position = self._routes[layer.index]
+        plan = self._step.plans[position]
+        if self.calculating is not None:
+            self.calculating.calculate(layer, key, value)
+        if write is not None and not written:
+            write(layer, key, value, cache, plan)
+        return forward(layer, query, key, value, cache, plan, out, sinks)
+
+    def _plan_some(self, group: AttentionGroup, batches: Sequence[AttentionBatch], wanted: FastPrefillBatch) -> Any:
+        """The plan of a group in a step with fast prefill; None where none of its tokens is wanted."""
+        if not group.fast_prefill:
+            return self._plan(group, _seen_by(group, batches[group.batch]))
+        return self._plan(group, wanted.batch(batches[group.batch])) if wanted.num_tokens else None
+
+    @staticmethod
+    def _plan(group: AttentionGroup, batch: AttentionBatch) -> Any:
+        with device_scope(group.device):
+            return _plan_here(group, batch)
+
+    @staticmethod
+    def _write(group: AttentionGroup, layer: AttentionLayer) -> Callable[..., None] | None:
+        """The backend's `write`, unless it writes inside `forward` or the layer reads another layer's cache."""
+        return None if group.writes_cache or layer.shares_kv_with is not None else group.backend.write
+
+
+def _plan_here(group: AttentionGroup, batch: AttentionBatch) -> Any:
+    """A group's plan, on the current device."""
+    return group.backend.plan(batch)
+
+
+def _seen_by(group: AttentionGroup, batch: AttentionBatch) -> AttentionBatch:
+    """The batch without its common prefix where the group serves none, as layers with a window over the same cache."""
+    if not batch.common_prefix_len or group.cascade:
+        return batch
+    return evolve(batch, common_prefix_len=0, common_prefix=None)

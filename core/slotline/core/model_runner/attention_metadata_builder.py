@@ -1,0 +1,292 @@
+"""A step's inputs on their way to the devices: one upload, and the batches that attention and states see of it.
+
+What has the sizes of a captured shape is uploaded first and in one order, so that it has the same address in each step
+of that shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from attrs import evolve
+
+from slotline.core.batch.draft_tree import DraftTree
+from slotline.core.batch.fast_prefill_batch import FastPrefillBatch
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int, Int32
+from slotline.core.batch.logprobs import ScoredPlaces
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.rejections import PLACE_WIDTH, Rejections, drafted
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.sampling_metadata import PACKED_WIDTH, SamplingMetadata
+from slotline.core.device.transfer_buffer import reserved_bytes
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.model_runner.pipeline_stage_inputs import StageInputs, UploadedInputs
+from slotline.core.model_runner.rejected_token_correction import subtract_rejected, upload_bounds
+from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
+
+
+class DraftMetadata(NamedTuple):
+    """The drafts of a step as `ModelInputs` has them, and what attention sees of a tree."""
+
+    tree: DraftTree | None = None
+    draft_positions: Int | None = None
+    drafts: Int | None = None
+    rejections: Rejections | None = None
+    mask: TreeMask | None = None
+
+
+class AttentionMetadataBuilder:
+    """Makes `ModelInputs` of `InputBatchCPU`; owns the ways to the devices.
+
+    Args:
+        feeds: to each pipeline stage.
+        max_tokens, max_drafts: of a step, and of each request in it.
+        has_states, has_uncached: whether layers keep states, and whether layers keep nothing.
+        lora_slots: of adapters; 0 for an engine without.
+        cuts_wanted: whether the model may leave out tokens that are not wanted at its end.
+    """
+
+    def __init__(
+        self,
+        rows: RequestTable,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        feeds: Sequence[StageInputs],
+        last_tokens: PlaceholderTokens | None,
+        *,
+        max_tokens: int,
+        max_drafts: int,
+        has_states: bool,
+        has_uncached: bool,
+        lora_slots: int,
+        cuts_wanted: bool,
+    ) -> None:
+        self.feeds = tuple(feeds)
+        self._rows = rows
+        self._groups = tuple(groups)
+        self._kernel_block_sizes = tuple(kernel_block_sizes)
+        self._encoder_groups = tuple(i for i, group in enumerate(groups) if group.encoder_len is not None)
+        self._last_tokens = last_tokens
+        self._has_states = has_states
+        self._has_uncached = has_uncached
+        self._reserve(max_tokens, max_drafts, adapters=lora_slots > 0, cuts_wanted=cuts_wanted)
+
+    def _reserve(self, max_tokens: int, max_drafts: int, *, adapters: bool, cuts_wanted: bool) -> None:
+        """Make room for the largest step."""
+        requests = self._rows.max_requests
+        logits = requests * (1 + max_drafts)
+        by_token = reserved_bytes((max(max_tokens, logits),), np.int64)
+        by_request = reserved_bytes((requests + 1,), np.int64)
+        by_group = reserved_bytes((len(self._groups),), np.int32)
+        by_encoder = sum(
+            reserved_bytes((requests * self._groups[i].table.shape[1] * self._kernel_block_sizes[i],), np.int64)
+            for i in self._encoder_groups
+        )
+        by_logits = reserved_bytes((logits,), np.int64)
+        packed = reserved_bytes((logits, PACKED_WIDTH), np.int32)
+        packed += reserved_bytes((max_drafts, max_drafts), np.bool_) + reserved_bytes((max_drafts,), np.int64)  # a tree
+        packed += reserved_bytes((requests * max_drafts, PLACE_WIDTH), np.int64)
+        bounds = self._last_tokens is not None and self._last_tokens.max_drafts > 0
+        for feed in self.feeds:
+            by_feed = (2 + len(feed.cache_groups)) * by_token + by_group
+            feed.staging.reserve(
+                by_feed
+                + adapters * by_token
+                + (2 + 3 * self._has_states + bool(self._encoder_groups) + cuts_wanted) * by_request
+                + by_encoder
+                + 3 * by_logits
+                + bounds * (by_request + by_token)
+                + packed
+                + feed.tables.num_bytes
+            )
+
+    def mark(self) -> None:
+        """All copies of the step's inputs have been started, those of plans too; the next step's wait for them."""
+        for feed in self.feeds:
+            feed.staging.mark()
+
+    def assemble(self, host: InputBatchCPU, shape: GraphShape | None) -> ModelInputs:
+        """Pad to the shape, if there is one, and upload."""
+        if shape is not None:
+            host.pad(shape, null_row=self._rows.max_requests)
+        positions, seq_lens = host.positions, host.seq_lens32
+        if host.pending is not None:  # on a CPU what is sent is a view, and the device changes it
+            positions, seq_lens = positions.copy(), seq_lens.copy()
+        encoder_lens = (host.encoder_lens if self._encoder_groups else host.encoder_lens[:0]).astype(np.int32)
+        first, last = self.feeds[0].staging, self.feeds[-1].staging
+        for feed in self.feeds:
+            feed.staging.begin()
+        input_ids = first.upload(host.input_ids)
+        sent = [
+            feed.send(positions, host.slots, host.starts32, seq_lens, encoder_lens, host.prefixes)
+            for feed in self.feeds
+        ]
+        states = self._states(host, sent[0]) if self._has_states else None
+        for feed in self.feeds:  # last of what graphs read: as long as what changed in the tables
+            feed.tables.stage(host.table_rows)
+        logits_indices = last.upload(host.logits_indices)
+        lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)
+        bounds = None
+        if host.pending is not None and host.pending.any():
+            bounds = upload_bounds(host, host.pending, self._rows.max_requests, first)
+        stand_ins = None
+        if self._last_tokens is not None and host.pending is None:
+            stand_ins = first.upload(self._last_tokens.stand_ins(host.logits_rows))
+        judged, sampling, params = self._sampling(host)
+        scored = ScoredPlaces.of(self._rows.num_logprobs[host.logits_rows], last.upload)
+        wanted = None
+        if host.cuts_wanted and shape is None and len(host.logits_indices) < host.num_tokens:
+            wanted = FastPrefillBatch.of(host.starts, host.logits_indices, logits_indices, last.upload)
+        for feed in self.feeds:
+            feed.staging.flush()
+        tables = [feed.tables.take(host.max_seq_len) for feed in self.feeds]
+        if bounds is not None and self._last_tokens is not None:
+            fallen = self._last_tokens.fallen
+            subtract_rejected(fallen, bounds, sent[0], tables[0], states, self._groups, self._kernel_block_sizes)
+        batches = self._batches(host, sent, tables, encoder_lens, judged.mask)
+        if self._has_uncached:
+            batches += (_uncached(host, sent[0]),)
+        return ModelInputs(
+            rows=host.rows,
+            num_scheduled=host.counts,
+            num_tokens=host.num_tokens,
+            num_padded_tokens=len(host.input_ids),
+            input_ids=input_ids,
+            positions=sent[0].positions,
+            logits_indices=logits_indices,
+            logits_indices_cpu=host.logits_indices,
+            logits_rows=host.logits_rows,
+            draft_positions=judged.draft_positions,
+            draft_nodes=host.draft_nodes,
+            tree=judged.tree,
+            drafts=judged.drafts,
+            rejections=judged.rejections,
+            query_start_loc=sent[-1].query_start_loc,
+            query_start_loc_cpu=host.starts32,
+            seq_lens_cpu=host.seq_lens32,
+            batches=batches,
+            states=states,
+            shape=shape,
+            stand_ins=stand_ins,
+            sampling=sampling,
+            sampling_params=params,
+            scored=scored,
+            lora_slots=lora_slots,
+            single_slot=host.single_slot,
+            wanted=wanted,
+            pending=host.pending,
+        )
+
+    def _states(self, host: InputBatchCPU, sent: UploadedInputs) -> StateBatch:
+        """What state layers see; padded requests have no slot."""
+        upload, requests = self.feeds[0].staging.upload, len(host.rows)
+        padding = (0, len(host.seq_lens) - requests)
+        accepted = self._rows.num_accepted[host.rows].astype(np.int32)
+        if host.pending is not None:
+            accepted = np.where(host.pending, self._rows.num_pending[host.rows], accepted).astype(np.int32)
+        return StateBatch(
+            num_requests=requests,
+            num_tokens=host.num_tokens,
+            max_query_len=host.max_query_len,
+            query_start_loc=sent.query_start_loc,
+            slots=upload(np.pad(host.state_slots.astype(np.int32), padding, constant_values=PAD_SLOT)),
+            has_initial_state=upload(np.pad(host.seq_lens[:requests] > host.counts, padding)),
+            num_accepted=upload(np.pad(accepted, padding, constant_values=1)),
+            query_start_loc_cpu=host.starts32[: requests + 1],
+            num_decodes=min(host.num_decodes, requests),
+        )
+
+    def _sampling(self, host: InputBatchCPU) -> tuple[DraftMetadata, SamplingMetadata, torch.Tensor | None]:
+        """The drafts to judge, and the sampling parameters of the logits' rows, packed on the device where they matter.
+
+        Where a step in flight verifies drafts, both are on the device or gathered once it was handed out.
+        """
+        upload = self.feeds[-1].staging.upload
+        nodes, tree = host.draft_nodes, None if host.num_nodes is None else self._rows.tree
+        positions = nodes if tree is None or nodes is None else tree.positions(nodes)
+        batch = SamplingMetadata.gather(self._rows, host.logits_rows, positions)
+        params = None if batch.all_greedy or host.pending is not None else upload(batch.packed())
+        if positions is None or nodes is None or host.pending is not None:
+            return DraftMetadata(tree, positions), batch, params
+        if tree is not None and host.num_nodes is not None:
+            rows = host.logits_rows
+            drafts = self._rows.token_ids[rows, self._rows.num_tokens[rows] + nodes - 1]
+            mask = TreeMask(upload(tree.sees), upload(tree.depths - 1), host.num_nodes.astype(np.int32))
+            return DraftMetadata(tree, positions, drafts, None, mask), batch, params
+        drafts = drafted(self._rows, host.logits_rows, positions)
+        rejections = Rejections.gather(self._rows, batch, positions, drafts, upload)
+        return DraftMetadata(None, positions, drafts, rejections), batch, params
+
+    def _batches(
+        self,
+        host: InputBatchCPU,
+        sent: Sequence[UploadedInputs],
+        tables: Sequence[Sequence[torch.Tensor]],
+        encoder_lens: Int32,
+        tree: TreeMask | None,
+    ) -> tuple[AttentionBatch, ...]:
+        """What attention sees, by stage and cache group."""
+        prefixes = host.prefixes
+        return tuple(
+            self._of_group(
+                group,
+                there,
+                encoder_lens,
+                AttentionBatch(
+                    num_requests=len(host.seq_lens),
+                    num_tokens=host.batch_tokens,
+                    max_query_len=host.max_query_len,
+                    max_seq_len=host.max_seq_len,
+                    query_start_loc=there.query_start_loc,
+                    seq_lens=there.seq_lens,
+                    block_table=table,
+                    slot_mapping=slot_mapping,
+                    positions=there.positions,
+                    query_start_loc_cpu=host.starts32,
+                    seq_lens_cpu=host.seq_lens32,
+                    num_decodes=host.num_decodes,
+                    common_prefix_len=prefixes[group] if prefixes else 0,
+                    common_prefix=there.common_prefixes[group : group + 1] if prefixes and prefixes[group] else None,
+                    tree=tree,
+                ),
+            )
+            for feed, there, taken in zip(self.feeds, sent, tables, strict=True)
+            for group, table, slot_mapping in zip(feed.cache_groups, taken, there.slot_mappings, strict=True)
+        )
+
+    def _of_group(self, group: int, sent: UploadedInputs, encoder_lens: Int32, batch: AttentionBatch) -> AttentionBatch:
+        """The batch as the cache group sees it: all keys of an encoder, where it holds those."""
+        if group not in self._encoder_groups:
+            return batch
+        return evolve(
+            batch,
+            max_seq_len=int(encoder_lens.max(initial=0)),
+            seq_lens=sent.encoder_lens,
+            seq_lens_cpu=encoder_lens,
+            causal=False,
+            tree=None,
+        )
+
+
+def _uncached(host: InputBatchCPU, sent: UploadedInputs) -> AttentionBatch:
+    """The batch of layers that keep nothing: a request's keys are its tokens of this step, and all see all."""
+    device, requests, tokens = sent.positions.device, len(host.seq_lens), host.batch_tokens
+    return AttentionBatch(
+        num_requests=requests,
+        num_tokens=tokens,
+        max_query_len=host.max_seq_len,
+        max_seq_len=host.max_seq_len,
+        query_start_loc=sent.query_start_loc,
+        seq_lens=sent.seq_lens,
+        block_table=torch.empty((requests, 0), dtype=torch.int32, device=device),
+        slot_mapping=torch.full((tokens,), PAD_SLOT, dtype=torch.int64, device=device),
+        positions=sent.positions,
+        query_start_loc_cpu=host.starts32,
+        seq_lens_cpu=host.seq_lens32,
+        causal=False,
+    )

@@ -1,0 +1,209 @@
+"""Decode context parallelism: the keys of one request over several shards of the cache, each with attention of its own.
+
+A block of the pool is as many kernel blocks as there are shards, or a multiple; they go to the shards in turn, so that
+shard s of n holds a request's kernel blocks s, s + n, s + 2n, ... Each shard attends to the keys that it holds, and its
+log-sum-exp says how much that counts: outputs o_s with LSEs l_s merge to sum(exp(l_s) o_s) / sum(exp(l_s)), exactly
+(as in ring attention, Liu et al., arXiv 2310.01889; for decoding, Helix parallelism, arXiv 2507.07120).
+
+To a shard each query token is a request of its own with one query token, whose length counts the keys of that shard
+alone. In a step of single tokens these are all keys. Where a request has more, its tokens' own keys are attended to
+apart, in a small cache that holds a step, and the shards' keys are those of the steps before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, evolve, frozen
+
+from slotline.core.device.async_copy import to_device
+from slotline.core.device.scope import device_scope
+from slotline.registry.contracts import AttentionBackend, AttentionBatch, AttentionLayer, KVCache
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(eq=False)
+class Shard:
+    """Where a part of the keys lies, and who attends to it."""
+
+    backend: AttentionBackend
+    device: str
+
+
+@frozen(eq=False)
+class ShardedPlan:
+    """One step.
+
+    Attributes:
+        parts: each shard's plan.
+        has_keys: of each shard, [num_tokens] bool on the device, which tokens see a key there; None where none does.
+        fresh: the plan of the step's own keys; None where every request has one token.
+    """
+
+    parts: list[Any]
+    has_keys: list[torch.Tensor | None]
+    fresh: Any
+
+
+def local_lens(num_keys: Int, shard: int, num_shards: int, size: int) -> Int:
+    """How many of the first `num_keys` tokens [n] lie in a shard that has every `num_shards`-th piece of `size`."""
+    rounds, rest = np.divmod(num_keys, num_shards * size)
+    lens: Int = rounds * size + np.clip(rest - shard * size, 0, size)
+    return lens
+
+
+@define(eq=False)
+class ContextShards:
+    """The backend of an attention group whose cache lies in shards. Implements `AttentionBackend`.
+
+    Attributes:
+        shards: in the order in which they hold kernel blocks.
+        own: attends to a step's own keys, in `scratch`.
+        device: of queries and outputs.
+        size: tokens of a kernel block.
+        base: of the backends' LSE.
+        writes_cache: whether the backends store keys inside `forward`.
+        caches: of each shard, by the layer's index.
+    """
+
+    shards: Sequence[Shard]
+    own: AttentionBackend
+    scratch: KVCache
+    device: str
+    size: int
+    base: str
+    writes_cache: bool
+    caches: Sequence[Mapping[int, KVCache]] = ()
+
+    def plan(self, batch: AttentionBatch) -> ShardedPlan:
+        """Plans of all shards, and of the step's own keys."""
+        count = batch.num_requests
+        starts = batch.query_start_loc_cpu[: count + 1].astype(np.int64)
+        lens = np.diff(starts)
+        before = batch.seq_lens_cpu[:count].astype(np.int64) - lens
+        several = bool((lens > 1).any())
+        of = np.repeat(np.arange(count), lens)
+        seen = np.maximum(before, 0)[of] if several else before[of] + 1
+        parts: list[Any] = []
+        has_keys: list[torch.Tensor | None] = []
+        for index, shard in enumerate(self.shards):
+            local = local_lens(seen, index, len(self.shards), self.size)
+            with device_scope(shard.device):
+                parts.append(shard.backend.plan(self._of_shard(batch, index, of, local)))
+            has_keys.append(to_device(local > 0, torch.device(self.device)) if local.any() else None)
+        fresh = self.own.plan(self._of_step(batch, starts, lens)) if several else None
+        return ShardedPlan(parts, has_keys, fresh)
+
+    def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Any) -> None:
+        """Store the new keys, each in its shard."""
+        for index, shard in enumerate(self.shards):
+            own = self.caches[index][layer.index]
+            with device_scope(shard.device):
+                shard.backend.write(layer, key.to(shard.device), value.to(shard.device), own, plan.parts[index])
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cache: KVCache,
+        plan: Any,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention over all shards' keys and the step's own, merged; its natural LSE [num_heads, num_tokens]."""
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if plan.fresh is not None:
+            if not self.writes_cache:
+                self.own.write(layer, key, value, self.scratch, plan.fresh)
+            part = torch.empty_like(out)
+            found.append((part, self._lse(self.own, layer, query, key, value, self.scratch, plan.fresh, part, sinks)))
+            sinks = None  # it counts once, beside keys that every token has
+        for index, shard in enumerate(self.shards):
+            has_keys, where = plan.has_keys[index], shard.device
+            if has_keys is None and not self.writes_cache:
+                continue
+            tensors = [tensor.to(where) for tensor in (query, key, value)]
+            part = torch.empty_like(out, device=where)
+            beside = sinks if index == 0 or sinks is None else None  # the first shard has every request's first key
+            with device_scope(where):
+                lse = self._lse(
+                    shard.backend,
+                    layer,
+                    *tensors,
+                    self.caches[index][layer.index],
+                    plan.parts[index],
+                    part,
+                    None if beside is None else beside.to(where),
+                )
+            if has_keys is not None:
+                part, lse = part.to(self.device), lse.to(self.device)
+                found.append((part.where(has_keys[:, None, None], 0), lse.where(has_keys, -torch.inf)))
+        return _merge(found, out)
+
+    def _lse(self, backend: AttentionBackend, *arguments: Any) -> torch.Tensor:
+        """What a backend's forward returns, in base e."""
+        lse = backend.forward(*arguments)
+        assert lse is not None  # it declares one, or negotiation would have refused it
+        return lse if self.base == "e" else lse * float(np.log(2))
+
+    def _of_shard(self, batch: AttentionBatch, index: int, of: Int, local: Int) -> AttentionBatch:
+        """The step as a shard sees it: tokens as requests."""
+        count, where, num_shards = len(of), torch.device(self.shards[index].device), len(self.shards)
+        table = batch.block_table[:, index::num_shards] // num_shards  # the null block stays the null block
+        if not table.shape[1]:  # no request is so long
+            table = batch.block_table.new_zeros((len(batch.block_table), 1))
+        slots = batch.slot_mapping[:count]
+        block = slots // self.size
+        mine = (slots >= 0) & (block % num_shards == index)
+        slots = torch.where(mine, block // num_shards * self.size + slots % self.size, -1)
+        lens, starts = local.astype(np.int32), np.arange(count + 1, dtype=np.int32)
+        return AttentionBatch(
+            num_requests=count,
+            num_tokens=count,
+            max_query_len=1,
+            max_seq_len=max(1, int(local.max(initial=0))),
+            query_start_loc=to_device(starts, where),
+            seq_lens=to_device(lens, where),
+            block_table=table[to_device(of, table.device)].contiguous().to(where),
+            slot_mapping=slots.to(where),
+            positions=batch.positions[:count].to(where),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=lens,
+            num_decodes=count,
+        )
+
+    def _of_step(self, batch: AttentionBatch, starts: Int, lens: Int) -> AttentionBatch:
+        """The step's own keys, as if they were all: request after request in the blocks of the scratch cache."""
+        blocks = -(-lens // self.size)
+        first = 1 + np.cumsum(blocks) - blocks  # behind the null block
+        columns = np.arange(max(1, int(blocks.max(initial=0))))
+        table = np.where(columns < blocks[:, None], first[:, None] + columns, 0).astype(np.int32)
+        of = np.repeat(np.arange(len(lens)), lens)
+        slots = first[of] * self.size + np.arange(len(of)) - starts[of]
+        where, own = batch.seq_lens.device, lens.astype(np.int32)
+        return evolve(
+            batch,
+            max_seq_len=int(lens.max(initial=1)),
+            seq_lens=to_device(own, where),
+            block_table=to_device(table, where),
+            slot_mapping=to_device(slots, where),
+            seq_lens_cpu=own,
+        )
+
+
+def _merge(found: Sequence[tuple[torch.Tensor, torch.Tensor]], out: torch.Tensor) -> torch.Tensor:
+    """Join outputs [T, H, D] by their natural LSEs [H, T] into `out`; the LSE of all."""
+    whole = torch.stack([lse for _, lse in found]).logsumexp(0) if found else out.new_zeros(0)
+    total = torch.zeros_like(out, dtype=torch.float32)
+    for part, lse in found:
+        weight = torch.where(lse == -torch.inf, 0.0, (lse - whole).exp())  # [H, T]
+        total += weight.T[..., None] * part.float()
+    out.copy_(total)
+    return whole

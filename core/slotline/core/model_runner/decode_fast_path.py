@@ -1,0 +1,213 @@
+"""Decode fast path: steps with the same requests as the step before, in the same order, one token each.
+
+Only the blocks that its requests were given since are uploaded. Its tokens are placeholders, the same in each step
+(`PlaceholderTokens`). Positions, lengths and the counter of each random number grow by one. The device advances the
+inputs that it holds in place, so that graphs find them at the same addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import evolve, frozen
+
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.sampling_metadata import PACKED_WIDTH
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.device.scope import device_scope
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.kv_cache.block_table import BlockTables, DeviceTables
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.kernels.triton_support import has_triton
+
+Int = npt.NDArray[np.int64]
+
+
+@frozen(eq=False)
+class _Last:
+    """A step whose inputs the device holds."""
+
+    schedule: SchedulerOutput
+    inputs: ModelInputs
+    prefixes: Sequence[int]
+    adapters: AdapterUse
+
+
+class DecodeFastPath:
+    """Makes `ModelInputs` of a step that repeats the one before.
+
+    What changed in the tables is read by the kernel where the host writes it, since it is little, and a copy of its own
+    would hold the device up for longer.
+
+    Args:
+        tables: of the device; the only ones.
+        last_tokens: without drafts.
+        device: torch device string.
+        before: waits until the device has read what the step before left on the host, its plans too.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        tables: DeviceTables,
+        last_tokens: PlaceholderTokens,
+        device: str,
+        before: Callable[[], None],
+    ) -> None:
+        self._groups, self._sizes = tuple(groups), tuple(kernel_block_sizes)
+        self._tables, self._last_tokens, self._device = tables, last_tokens, device
+        self._wait = before
+        size = sum(len(group.versions) + group.table.size for group in groups)
+        self._sent = torch.zeros(size, dtype=torch.int32, pin_memory=device.startswith("cuda"))
+        self._host = self._sent.numpy()
+        self._launches: list[Callable[[int, int], None]] = []  # of the steps since the last one that was kept
+        self._last: _Last | None = None
+        self._warm_up()
+
+    def keep(
+        self,
+        schedule: SchedulerOutput,
+        inputs: ModelInputs,
+        token_ids: Int,
+        prefixes: Sequence[int],
+        adapters: AdapterUse,
+    ) -> None:
+        """The device holds the inputs of a step, among them `token_ids` [num_padded_tokens]; what was there is gone."""
+        self._last, self._launches = None, []
+        count = len(schedule.rows)
+        if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
+            return
+        if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
+            self._last = _Last(schedule, inputs, prefixes, adapters)
+
+    def forget(self) -> None:
+        """What the device holds is no step's."""
+        self._last = None
+
+    def next(
+        self, schedule: SchedulerOutput, shape: GraphShape | None, prefixes: Sequence[int], adapters: AdapterUse
+    ) -> ModelInputs | None:
+        """The inputs of a step that repeats the last one that was kept; None, and nothing done, for any other step."""
+        last = self._last
+        if last is None or schedule.rows is not last.schedule.rows:
+            return None
+        if (shape, adapters) != (last.inputs.shape, last.adapters):
+            return None
+        ahead = schedule.num_computed - last.schedule.num_computed
+        if schedule.num_tokens != len(ahead) or not (ahead == 1).all() or tuple(prefixes) != tuple(last.prefixes):
+            return None
+        self._wait()
+        self._advance(last.inputs, len(ahead))
+        self._last = _Last(schedule, last.inputs, prefixes, adapters)
+        return last.inputs
+
+    def _advance(self, inputs: ModelInputs, count: int) -> None:
+        """Make inputs of `count` requests those of a token further, on the device and on the host.
+
+        The step before is launched and its draws are, so nobody reads what it said of places and lengths any more. What
+        a backend was given stays as it is: it gets another batch.
+        """
+        changes = self._changes(inputs.rows)
+        longest = inputs.batches[0].max_seq_len + 1
+        inputs.seq_lens_cpu = seq_lens = inputs.seq_lens_cpu.copy()
+        seq_lens[:count] += 1  # not of padded requests
+        inputs.sampling.positions = inputs.sampling.positions + 1
+        inputs.batches = tuple(
+            evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
+            for batch, table in zip(inputs.batches, self._tables.views(longest), strict=True)
+        )
+        if not self._launches:
+            sent = inputs.positions, inputs.batches[0].seq_lens, inputs.sampling_params
+            self._launches = [
+                self._launcher(index, count, *sent, batch.slot_mapping) for index, batch in enumerate(inputs.batches)
+            ]
+        for launch, changed in zip(self._launches, changes, strict=True):
+            launch(*changed)
+
+    def _launcher(
+        self,
+        index: int,
+        count: int,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        params: torch.Tensor | None,
+        slots: torch.Tensor,
+    ) -> Callable[[int, int], None]:
+        """Launches the kernel for one cache group; given where its changes begin, and their columns."""
+        from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
+        from slotline.kernels.triton_launcher import as_pointer
+
+        counters = positions if params is None else params.view(torch.int64)
+        tensors = (positions, seq_lens, counters, self._sent, *self._tables.held(index), slots)
+        rest = (self._groups[index].table.shape[1], self._sizes[index], index == 0, params is not None, BLOCK)
+        addresses = tuple(map(as_pointer, tensors))
+        bound: Callable[..., None] | None = None
+
+        def launch(at: int, num_values: int) -> None:
+            nonlocal bound
+            with device_scope(self._device):
+                if bound is not None:
+                    bound(*addresses, at, num_values, *rest)
+                    return
+                advance_decode_batch((count,), *tensors, at, num_values, *rest, num_warps=1)
+                bound = advance_decode_batch.remembered((count,), *tensors, at, num_values, *rest, num_warps=1)
+
+        return launch
+
+    def _warm_up(self) -> None:
+        """Launch the kernel for a made-up request, so that no step waits for it; the null row's table is read."""
+        numbers = torch.zeros(1, dtype=torch.int64, device=self._device)
+        params = torch.zeros(1, PACKED_WIDTH, dtype=torch.int32, device=self._device)
+        lens = torch.zeros(1, dtype=torch.int32, device=self._device)
+        for index in range(len(self._groups)):
+            for given in (None, params):
+                self._launcher(index, 1, numbers, lens, given, numbers.clone())(0, 0)
+
+    def _changes(self, rows: Int) -> list[tuple[int, int]]:
+        """Write down for the kernel which tables changed; by cache group, where that begins, and their columns."""
+        found: list[tuple[int, int]] = []
+        count, at = len(rows), 0
+        for index, group in enumerate(self._groups):
+            changed = self._tables.changed(index, rows)
+            if len(changed) == 0:
+                found.append((0, 0))
+                continue
+            which = rows[changed]
+            width = max(len(group.blocks[row]) for row in which.tolist()) * group.ratio
+            found.append((at, width))
+            places, end = self._host[at : at + count], at + count + len(which) * width
+            places[:] = -1
+            places[changed] = np.arange(len(which))
+            self._host[at + count : end].reshape(-1, width)[...] = group.table[which, :width]
+            at = end
+        return found
+
+
+def repeats_for(
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+    staging: TransferBuffer,
+    tables: BlockTables,
+    last_tokens: PlaceholderTokens | None,
+    devices: Sequence[str],
+) -> DecodeFastPath | None:
+    """What serves repeated steps of an engine over `devices`, by stage; None where each step is gathered anew.
+
+    `staging` is what sends the steps that do not repeat. None as where the host knows a step's tokens, or an upper
+    bound of their number alone; on a CPU, where nothing has to travel; over several devices; and where layers read what
+    an encoder gave.
+    """
+    if last_tokens is None or last_tokens.max_drafts or not groups or len(devices) > 1:
+        return None
+    if any(group.encoder_len is not None for group in groups) or not isinstance(tables, DeviceTables):
+        return None
+    if not has_triton():
+        return None
+    return DecodeFastPath(groups, kernel_block_sizes, tables, last_tokens, devices[0], staging.begin)

@@ -1,0 +1,256 @@
+"""Captured graphs: how a forward is captured, and its replay.
+
+A step's forward is plain Python that calls the model's layers one after the other, so a graph can be broken anywhere:
+where a layer's attention or state cannot be captured, the capture ends before it, the call is kept, and a new one
+begins behind it. The other groups keep theirs. All captures share one memory pool, the largest first, results
+included: a replay overwrites those of the one before.
+
+What changes from step to step is read from the staging buffers, whose addresses never change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import frozen
+
+from slotline.core.api.progress import counted
+from slotline.core.batch.attend import Attend
+from slotline.core.batch.graph_dispatcher import GraphDispatcher, GraphShape
+from slotline.core.batch.hidden_states import LayerTaps
+from slotline.core.batch.model_inputs import ModelInputs, even_split
+from slotline.core.kv_cache.cascade_attention import Cascade
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, alias_without_ownership
+from slotline.core.model_runner.graph_capture import WARM_UPS, CaptureReport, GraphCapture, Recorder, note_lacking
+from slotline.core.model_runner.input_preparer import InputPreparer
+from slotline.core.model_runner.state_dispatcher import Advance, StateDispatcher
+from slotline.kernels import triton_precompile as compiling
+from slotline.registry.contracts import Model
+from slotline.registry.errors import IntegrityError, ModelError
+from slotline.registry.negotiation import GroupPlan, Plan, StateGroupPlan
+
+
+@frozen(eq=False)
+class CapturedGraph:
+    """One captured shape: what to call in order, and where the results lie.
+
+    Attributes:
+        parts: replays of graphs and eager calls between them.
+        addresses: of what the graphs read of a step's inputs.
+        hidden_states: [num_tokens, hidden_size]; logits: [num_tokens, vocab_size], or None for a mixed batch, whose
+            wanted tokens differ from step to step.
+        layers: [num_tokens, layers * hidden_size], the inputs of the layers that a drafter reads, if any.
+    """
+
+    parts: tuple[Callable[[], None], ...]
+    addresses: tuple[int, ...]
+    hidden_states: torch.Tensor
+    logits: torch.Tensor | None
+    layers: torch.Tensor | None
+
+
+class GraphRunner:
+    """Captures shapes and replays them.
+
+    Attributes:
+        shapes: what is captured.
+        report: what capturing took.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        router: AttentionDispatcher,
+        gatherer: InputPreparer,
+        plan: Plan,
+        shapes: GraphDispatcher,
+        cascade: Cascade,
+        token_ids: Callable[[ModelInputs], torch.Tensor],
+        taps: LayerTaps | None = None,
+        states: StateDispatcher | None = None,
+        adapters: AdapterManager | None = None,
+    ) -> None:
+        self.shapes = shapes
+        self.report = CaptureReport()
+        self._model = model
+        self._router = router
+        self._gatherer = gatherer
+        self._plan = plan
+        self._cascade = cascade
+        self._token_ids = token_ids
+        self._taps = taps
+        self._states = states
+        self._adapters = adapters
+        self._captured: dict[GraphShape, CapturedGraph] = {}
+        self._standing: dict[GraphShape, frozenset[str]] = {}
+
+    @property
+    def memory(self) -> int:
+        """Bytes of device memory that the captures took."""
+        return self.report.memory
+
+    @torch.inference_mode()
+    def capture(self, *, progress: bool = False) -> None:
+        """Capture every shape, once, before the first request.
+
+        Raises:
+            CapacityError: if the device runs out of memory; names what to lower.
+            ModelError: if a forward cannot be captured, or if the graphs are there already.
+        """
+        if self._captured:
+            raise ModelError("the graphs are captured already", fix="capture once, when the engine is built")
+        count = 0
+        with GraphCapture('set graphs.mode = "none", and tell the author of the model family or backend') as capturing:
+            for shape in counted(self.shapes.largest_first, "capturing graphs", show=progress):
+                capturing.what = f"the forward of {shape.num_tokens} tokens"
+                self._captured[shape], graphs = self._capture(shape, capturing.pool)
+                count += graphs
+        self.report = capturing.report(len(self._captured), count)
+
+    def note_lacking(self, missing: compiling.MissingKernels) -> None:
+        """Note the kernels that captures will launch and that are not loaded, see `compiling.leaving_out`."""
+        note_lacking(map(self._recorded, self.shapes.largest_first), missing, "captured steps", replayed=True)
+
+    def replay(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Run a step whose inputs have a captured shape: what `CapturedGraph` has of all tokens.
+
+        The attention of the step must have been planned; the results are overwritten by the next replay.
+
+        Raises:
+            IntegrityError: if the shape was not captured, or the inputs are not where its graph reads them.
+        """
+        captured = None if inputs.shape is None else self._captured.get(inputs.shape)
+        if captured is None:
+            raise IntegrityError(f"no graph of {inputs.shape} was captured")
+        if self.addresses(inputs) != captured.addresses:
+            raise IntegrityError(f"the inputs of {inputs.shape} are not where its graph reads them")
+        for part in captured.parts:
+            part()
+        return captured.hidden_states, captured.logits, captured.layers
+
+    def standing(self, shape: GraphShape) -> frozenset[str]:
+        """Attention groups, by name, that a replay of a shape runs by what was planned at its capture."""
+        found = self._standing.get(shape)
+        if found is None:
+            names = frozenset(group.name for group in self._router.groups if group.plan_once)
+            found = self._standing[shape] = frozenset() if shape.cascade else names - self._broken(shape)
+        return found
+
+    def states(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where a replay leaves hidden states and the inputs of layers, as in `CapturedGraph`."""
+        captured = self._captured[shape]
+        return captured.hidden_states, captured.layers
+
+    def made_up(self, shape: GraphShape) -> tuple[ModelInputs, Attend]:
+        """Inputs of a shape that write to no block, at the addresses of any step's, and their planned attention."""
+        rows = self._gatherer.rows
+        # The longest sequences: what a backend sizes by them, such as splits of the keys, must serve every replay.
+        # Short ones where no attention is captured and no state: all keys of so many requests would be read in vain. A
+        # prefix that they share is as long as it may be, though, and they are longer.
+        lens, broken = self._query_lens(shape), self._broken(shape)
+        captured = any(group.name not in broken for group in self._groups())
+        prefixes = self._cascade.longest(np.asarray(lens), rows.max_model_len) if shape.cascade else ()
+        inputs = self._gatherer.dummy(
+            lens,
+            seq_len=rows.max_model_len if captured or prefixes else None,
+            shape=shape,
+            prefixes=prefixes,
+            adapters=shape.adapters,
+        )
+        attend = self._router.plan(inputs.batches)
+        self._gatherer.assembler.mark()
+        return inputs, attend
+
+    def _capture(self, shape: GraphShape, pool: Any) -> tuple[CapturedGraph, int]:
+        """One shape, and the number of its graphs."""
+        inputs, attend, advance = self._planned(shape)
+        for _ in range(WARM_UPS):
+            self._forward(inputs, attend, advance)
+        torch.cuda.synchronize()
+        recorder = Recorder(pool, [])
+        recorder.begin()
+        hidden, logits, layers = self._record(recorder, shape, inputs, attend, advance)
+        recorder.end()
+        # Only one replay's results count at a time, so all shapes share the memory of theirs.
+        captured = CapturedGraph(
+            tuple(recorder.parts),
+            self.addresses(inputs),
+            alias_without_ownership(hidden),
+            None if logits is None else alias_without_ownership(logits),
+            None if layers is None else alias_without_ownership(layers),
+        )
+        return captured, recorder.graphs
+
+    def _planned(self, shape: GraphShape) -> tuple[ModelInputs, Attend, Advance | None]:
+        """Made-up inputs of a shape, with the attention, adapters and states of the step planned."""
+        (inputs, attend), advance = self.made_up(shape), None
+        if self._adapters is not None:
+            self._adapters.plan(inputs.lora_slots, inputs.single_slot)
+        if self._states is not None and inputs.states is not None:
+            advance = self._states.plan(inputs.states)
+        self._gatherer.assembler.mark()
+        return inputs, attend, advance
+
+    def _recorded(self, shape: GraphShape) -> Callable[[Recorder], object]:
+        """What captures a shape's forward, planned."""
+        inputs, attend, advance = self._planned(shape)
+        return lambda recorder: self._record(recorder, shape, inputs, attend, advance)
+
+    def _record(
+        self, recorder: Recorder, shape: GraphShape, inputs: ModelInputs, attend: Attend, advance: Advance | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Capture a forward, broken where the shape's groups ask for it; what it returns is in the graphs' memory."""
+        broken = self._broken(shape)
+        attend = self._router.breaking(broken, recorder.cut, zeroed=shape.num_requests > 0)
+        if self._states is not None:
+            advance = self._states.breaking(broken, recorder.cut)
+        return self._forward(inputs, attend, advance)
+
+    def _query_lens(self, shape: GraphShape) -> list[int]:
+        """Query tokens of the made-up requests.
+
+        Of a mixed batch whose attention is captured: as few and long requests as can be, beside requests without
+        query tokens, since a launch for these serves any other division of as many tokens. Each has a past, which a
+        backend might serve in another way than a prompt that begins.
+        """
+        rows = self._gatherer.rows
+        if shape.num_requests:
+            return even_split(shape.num_tokens, -(-shape.num_tokens // max(1, rows.max_model_len - 1)))
+        return even_split(shape.num_tokens, min(shape.num_tokens // (shape.query_len or 1), rows.max_requests))
+
+    def _forward(
+        self, inputs: ModelInputs, attend: Attend, advance: Advance | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        assert inputs.shape is not None
+        further: dict[str, Any] = {} if self._taps is None else {"tap": self._taps}
+        if advance is not None:
+            further["advance"] = advance
+        hidden = self._model.forward(self._token_ids(inputs), inputs.positions, attend, **further)
+        logits = self._model.compute_logits(hidden) if inputs.shape.query_len else None
+        return hidden, logits, None if self._taps is None else self._taps.take()
+
+    def addresses(self, inputs: ModelInputs) -> tuple[int, ...]:
+        """Where the tokens lie, and what captured attention and states read: that is not in every mixed batch."""
+        read, states = [inputs.input_ids, inputs.positions], inputs.states
+        if inputs.shape is not None and inputs.shape.padded_requests:
+            if states is not None:
+                read += [states.query_start_loc, states.slots, states.has_initial_state, states.num_accepted]
+            for batch in inputs.batches:
+                read += [batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.block_table]
+                read += [] if batch.common_prefix is None else [batch.common_prefix]
+        return tuple(tensor.data_ptr() for tensor in read)
+
+    def _broken(self, shape: GraphShape) -> frozenset[str]:
+        """The groups that break the graph of a shape."""
+        phase = {0: "mixed", 1: "decode"}.get(shape.query_len, "verify")
+        cut = {group.name for group in self._groups() if not group.captured(phase)}
+        if shape.cascade:
+            cut |= {group.name for group in self._router.groups if group.cascade and not group.cascade_captured}
+        return frozenset(cut)
+
+    def _groups(self) -> tuple[GroupPlan | StateGroupPlan, ...]:
+        return (*self._plan.groups, *self._plan.state_groups)

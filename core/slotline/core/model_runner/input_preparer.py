@@ -1,0 +1,222 @@
+"""Gathering a step's inputs from the rows.
+
+Example: requests with 2, 5 and 3 scheduled tokens give query_start_loc [0, 2, 7, 10]; the token at index 4 belongs to
+request 1, its position is that request's computed tokens plus 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slotline.core.batch.adapter_usage import AdapterUse
+from slotline.core.batch.graph_dispatcher import GraphShape
+from slotline.core.batch.input_batch_cpu import PAD_SLOT, InputBatchCPU, Int
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.kv_cache.block_table import BlockTables
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.model_runner.attention_metadata_builder import AttentionMetadataBuilder
+from slotline.core.model_runner.decode_fast_path import DecodeFastPath
+from slotline.core.model_runner.pipeline_stage_inputs import StageInputs
+
+
+class InputPreparer:
+    """Builds `ModelInputs` with array operations alone; no loop over requests or tokens."""
+
+    def __init__(
+        self,
+        rows: RequestTable,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        staging: TransferBuffer,
+        tables: BlockTables,
+        max_tokens: int,
+        max_drafts: int = 0,
+        last_tokens: PlaceholderTokens | None = None,
+        later: Sequence[StageInputs] = (),
+        *,
+        has_states: bool = False,
+        lora_slots: int = 0,
+        has_uncached: bool = False,
+        max_encoder_len: int = 0,
+        cuts_wanted: bool = False,
+        repeats: DecodeFastPath | None = None,
+    ) -> None:
+        self.rows = rows
+        self.repeats = repeats
+        self.groups = tuple(groups)
+        self.kernel_block_sizes = tuple(kernel_block_sizes)
+        self._overlaps_drafts = last_tokens is not None and last_tokens.max_drafts > 0
+        self.lora_slots = lora_slots
+        self.max_encoder_len = max_encoder_len
+        self.cuts_wanted = cuts_wanted
+        # int64, so that token offsets cannot overflow: [max(tokens, requests + 1, model length)]
+        most = max(max_tokens, rows.max_requests + 1, rows.max_model_len, rows.max_requests * max_encoder_len)
+        self._arange = np.arange(most, dtype=np.int64)
+        self.assembler = AttentionMetadataBuilder(
+            rows,
+            groups,
+            kernel_block_sizes,
+            (StageInputs(staging, tables, tuple(range(len(groups)))), *later),
+            last_tokens,
+            max_tokens=max_tokens,
+            max_drafts=max_drafts,
+            has_states=has_states,
+            has_uncached=has_uncached,
+            lora_slots=lora_slots,
+            cuts_wanted=cuts_wanted,
+        )
+
+    def gather(
+        self,
+        schedule: SchedulerOutput,
+        shape: GraphShape | None = None,
+        prefixes: Sequence[int] = (),
+        *,
+        adapters: AdapterUse = AdapterUse.NONE,
+    ) -> ModelInputs:
+        """The inputs of a scheduled step, padded to a captured shape if given.
+
+        `prefixes` are the common prefixes to serve apart, by cache group; empty for none. `adapters` tells
+        for how many adapters the step is run.
+
+        Where a step in flight verifies drafts of a request, the host knows upper bounds alone. The device takes off
+        what fell, in place (`bounds.py`); what sampling reads is gathered once that step was handed out
+        (`speculation/async_spec_decode.py`).
+        """
+        rows, counts, computed = schedule.rows, schedule.num_scheduled, schedule.num_computed
+        if self.repeats is not None and (again := self.repeats.next(schedule, shape, prefixes, adapters)) is not None:
+            return again
+        seq_lens = computed + counts
+        token_rows, positions, starts = self._expand(rows, counts, computed, schedule.num_tokens)
+        known = self.rows.num_tokens[rows]
+        complete = seq_lens >= known
+        logits_indices, logits_rows, draft_nodes = (starts[1:] - 1)[complete], rows[complete], None
+        if (drafts := (seq_lens - known)[complete]).any():
+            logits_rows, draft_nodes = self._with_drafts(logits_rows, drafts)
+            logits_indices = np.repeat(logits_indices - drafts, drafts + 1) + draft_nodes
+        places = positions  # in the cache; nodes of a tree share positions, not places
+        slots = [
+            self._slots(g, k, token_rows, places)
+            if g.encoder_len is None
+            else self._encoder_slots(g, k, rows[computed == 0], g.encoder_len)
+            for g, k in zip(self.groups, self.kernel_block_sizes, strict=True)
+        ]
+        num_nodes = None
+        if draft_nodes is not None and (tree := self.rows.tree) is not None:
+            num_nodes = np.maximum(seq_lens - known, 0)
+            nodes = places - self.rows.num_tokens[token_rows]
+            positions = np.where(nodes < 0, places, places - nodes + tree.depths[np.maximum(nodes, 0)] - 1)
+        host = InputBatchCPU(
+            rows=rows,
+            table_rows=rows,
+            state_slots=rows,
+            counts=counts,
+            starts=starts,
+            seq_lens=seq_lens,
+            encoder_lens=self.rows.encoder_len[rows],
+            input_ids=self.rows.token_ids[token_rows, places].astype(np.int64),
+            positions=positions,
+            slots=slots,
+            logits_indices=logits_indices,
+            logits_rows=logits_rows,
+            draft_nodes=draft_nodes,
+            num_nodes=num_nodes,
+            num_decodes=schedule.num_decodes,
+            prefixes=prefixes,
+            lora_slots=self.rows.lora_slot[token_rows] if adapters else None,
+            single_slot=int(self.rows.lora_slot[rows].max()) if adapters == AdapterUse.ONE else None,
+            cuts_wanted=self.cuts_wanted and not adapters and not self.rows.score_prompts(rows),
+            pending=self.rows.num_pending[rows] > 0 if self._overlaps_drafts else None,
+        )
+        inputs = self.assembler.assemble(host, shape)
+        if self.repeats is not None:
+            self.repeats.keep(schedule, inputs, host.input_ids, prefixes, adapters)
+        return inputs
+
+    def dummy(
+        self,
+        query_lens: Sequence[int],
+        *,
+        seq_len: int | None = None,
+        vocab_size: int = 1,
+        shape: GraphShape | None = None,
+        prefixes: Sequence[int] = (),
+        adapters: AdapterUse = AdapterUse.NONE,
+        beginning: bool = False,
+    ) -> ModelInputs:
+        """Inputs of the given shape that write to no block, for profiling, warm-up and capture.
+
+        State layers write the first slots, so that their work is measured too: no request may live then.
+
+        Args:
+            query_lens: tokens of each made-up request.
+            seq_len: tokens each pretends to have in the cache; its own query by default.
+            vocab_size: token ids are drawn below it, the same in each call, so that a mixture of experts meets all
+                of them; 1 gives token 0 alone.
+            shape, prefixes: as in `gather`.
+            adapters: how many the tokens use: the first slot, or one slot after the other, whatever these hold.
+            beginning: whether all requests begin, so that cross-attention is given as many keys as there can be.
+        """
+        counts = np.asarray(query_lens, np.int64)
+        num_tokens = int(counts.sum())
+        seq_lens = counts if seq_len is None else np.maximum(counts, seq_len)
+        rows = np.zeros(len(counts), np.int64)
+        num_keys = len(counts) * self.max_encoder_len if beginning else 0
+        mixed = shape is not None and shape.num_requests > 0
+        used_slots = 1 if adapters == AdapterUse.ONE else self.lora_slots
+        _, positions, starts = self._expand(rows, counts, seq_lens - counts, num_tokens)
+        host = InputBatchCPU(
+            rows=rows,
+            table_rows=np.full(len(counts), self.rows.max_requests),
+            state_slots=self._arange[: len(counts)],
+            counts=counts,
+            starts=starts,
+            seq_lens=seq_lens,
+            encoder_lens=np.full(len(counts), self.max_encoder_len),
+            input_ids=np.random.default_rng(0).integers(0, vocab_size, num_tokens),
+            positions=positions,
+            slots=[np.full(num_tokens if g.encoder_len is None else num_keys, PAD_SLOT, np.int64) for g in self.groups],
+            logits_indices=starts[1:] - 1,
+            logits_rows=rows,
+            draft_nodes=None,
+            num_nodes=None,
+            num_decodes=int((counts == 1).sum()) if not mixed and (np.diff(counts) >= 0).all() else 0,
+            prefixes=prefixes,
+            lora_slots=self._arange[:num_tokens] % used_slots if adapters else None,
+            single_slot=0 if adapters == AdapterUse.ONE else None,
+        )
+        if self.repeats is not None:
+            self.repeats.forget()
+        return self.assembler.assemble(host, shape)
+
+    def _expand(self, rows: Int, counts: Int, computed: Int, num_tokens: int) -> tuple[Int, Int, Int]:
+        """Row and position of each token [num_tokens], and query_start_loc [num_requests + 1]."""
+        starts = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=starts[1:])
+        if num_tokens == len(counts):  # one token each
+            return rows, computed, starts
+        offsets = np.repeat(computed - starts[:-1], counts)
+        return np.repeat(rows, counts), self._arange[:num_tokens] + offsets, starts
+
+    def _with_drafts(self, rows: Int, drafts: Int) -> tuple[Int, Int]:
+        """Each row once for its last known token and once for each draft, and the drafts that each assumes."""
+        counts = drafts + 1
+        ends = np.cumsum(counts)
+        return np.repeat(rows, counts), np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+
+    def _slots(self, group: CacheGroup, kernel_block_size: int, token_rows: Int, positions: Int) -> Int:
+        blocks, offsets = np.divmod(positions, kernel_block_size)
+        slots: Int = group.table[token_rows, blocks] * np.int64(kernel_block_size) + offsets
+        return slots
+
+    def _encoder_slots(self, group: CacheGroup, kernel_block_size: int, rows: Int, encoder_len: Int) -> Int:
+        """The slots of all the encoder's tokens of `rows`, which begin in this step."""
+        counts = encoder_len[rows]
+        token_rows, places, _ = self._expand(rows, counts, np.zeros_like(rows), int(counts.sum()))
+        return self._slots(group, kernel_block_size, token_rows, places)

@@ -1,0 +1,431 @@
+"""The runner: from a step's inputs to sampled tokens. It knows no plugin by name; what it calls was built for it.
+
+A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
+starts what follows it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
+log-probabilities of a prompt are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.api.outputs import TokenLogprobs
+from slotline.core.batch.attend import Attend
+from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
+from slotline.core.batch.logprobs import LogprobTable, PendingLogprobs, ScoredPlaces, pack_logprobs
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.placeholder_tokens import PlaceholderTokens
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
+from slotline.core.model_runner.graph_runner import GraphRunner
+from slotline.core.model_runner.microbatches import Microbatches, cut, places_in
+from slotline.core.model_runner.state_dispatcher import StateDispatcher
+from slotline.core.model_runner.step_profiler import StepProfiler
+from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
+from slotline.core.sampling.paired_logits import pairs_of
+from slotline.core.sampling.pooling import Pooling
+from slotline.core.sampling.sampler import sample_checked
+from slotline.core.sampling.structured_output import StructuredOutputs
+from slotline.core.speculation.draft_runner import DraftRunner
+from slotline.core.speculation.verification import reject, standing
+from slotline.registry.contracts import Model, MultimodalModel
+
+if TYPE_CHECKING:
+    from slotline.core.sampling.triton_fast_sampler import FastSampler
+
+Int = npt.NDArray[np.int64]
+NONE_SPOILED: frozenset[int] = frozenset()
+_PROMPT_LOGITS_AT_A_TIME = 256  # bounds the memory of prompt log-probabilities: so many rows of the vocabulary
+
+
+class ModelRunner:
+    """Runs steps; the same functions serve profiling, warm-up and real requests.
+
+    Attributes:
+        staging: of the device where tokens are sampled.
+        mark: says that all copies of a step's inputs have been started, see `AttentionMetadataBuilder.mark`.
+        last_tokens: where the tokens of a step in flight are found; None where no step is prepared before them.
+        pooling: what is done with hidden states where nothing is sampled, else None.
+        states: serves the model's state layers, where it has any.
+        grammars: says which tokens structured output lets come next, where a plugin for it is there.
+        adapters: joins adapters to the model, where any may be used.
+        microbatches: which steps' forward passes are cut into pieces.
+        plain_draws: draws the tokens of steps that ask for nothing else, where Triton runs and nothing drafts.
+        nan_cause: says who may have made the NaN of a request's logits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        router: AttentionDispatcher,
+        rows: RequestTable,
+        pipeline: ProcessorPipeline,
+        staging: TransferBuffer,
+        profiler: StepProfiler,
+        drafting: DraftRunner | None = None,
+        last_tokens: PlaceholderTokens | None = None,
+        pooling: Pooling | None = None,
+        states: StateDispatcher | None = None,
+        grammars: StructuredOutputs | None = None,
+        adapters: AdapterManager | None = None,
+        *,
+        mark: Callable[[], None],
+        logprobs_mode: str = "raw_logprobs",
+        count_nans: bool = False,
+        microbatches: Microbatches | None = None,
+        plain_draws: FastSampler | None = None,
+    ) -> None:
+        self.model = model
+        self.router = router
+        self.rows = rows
+        self.pipeline = pipeline
+        self.staging = staging
+        self.mark = mark
+        self.microbatches = microbatches or Microbatches()
+        self.profiler = profiler
+        self.drafting = drafting
+        self.last_tokens = last_tokens
+        self.pooling = pooling
+        self.states = states
+        self.grammars = grammars
+        self.adapters = adapters
+        self.plain_draws = plain_draws
+        self.graphs: GraphRunner | None = None
+        self.taps = None if drafting is None else drafting.taps
+        when, _, what = logprobs_mode.partition("_")
+        self.raw_logprobs = when == "raw"
+        self.normalise_logprobs = what == "logprobs"
+        self.count_nans = count_nans
+        self.nan_cause: Callable[[], str] = lambda: "PluginError: the model gave NaN"
+
+    def run(self, inputs: ModelInputs) -> StepOutput:
+        """One step from end to end."""
+        return self.finish(self.sample(self.launch(inputs)))
+
+    @torch.inference_mode()
+    def launch(self, inputs: ModelInputs) -> ForwardOutput:
+        """Plan attention and start the forward pass."""
+        scope = self.profiler.scope
+        with scope("plan"):
+            pieces = self._pieces(inputs)
+            plans = [self.router.plans([cut(batch, piece) for batch in inputs.batches]) for piece in pieces]
+            attend = self.plan(inputs, plans)
+        masks = None
+        if self.grammars is not None and self.last_tokens is None:  # all tokens before are known
+            with scope("grammar"):
+                masks = self.grammars.begin(inputs, beside=True)
+        whole = self.rows.score_prompts(inputs.rows)
+        whole |= self.drafting is not None and self.drafting.observing
+        with scope("forward"):
+            if pieces:
+                hidden, logits, layers = self._forward_pieces(inputs, pieces, plans, whole=whole), None, None
+            else:
+                hidden, logits, layers = self._forward_or_replay(inputs, attend, whole=whole)
+        return ForwardOutput(
+            inputs=inputs, attend=attend, hidden=hidden, logits=logits, layers=layers, whole=whole, masks=masks
+        )
+
+    def plan(self, inputs: ModelInputs, plans: Sequence[StepPlans] = ()) -> Attend:
+        """Plan a step's attention, unless its pieces' `plans` are there, its states and its adapters."""
+        if plans:
+            attend = self.router.under(plans[0])
+        else:
+            attend = self.router.plan(inputs.batches, inputs.wanted, self._standing(inputs))
+        if self.states is not None and inputs.states is not None:
+            self.states.plan(inputs.states)
+        if self.adapters is not None:
+            self.adapters.plan(inputs.lora_slots, inputs.single_slot)
+        self.mark()
+        return attend
+
+    @torch.inference_mode()
+    def sample(self, launched: ForwardOutput) -> PendingSample | PendingPooling:
+        """Start what follows the forward pass: logits, processors, the draws, and their way to the host; or pooling.
+
+        All tokens before must be known: processors look at them.
+        """
+        inputs, scope = launched.inputs, self.profiler.scope
+        if self.pooling is not None:
+            with scope("pool"):
+                return self.pooling.run(inputs, launched.hidden)
+        if (draws := self._plain_draws(inputs, whole=launched.whole)) is not None:
+            return self._drawn_plainly(launched, draws)
+        with scope("logits"):
+            states, logits = self._wanted(launched)
+        batch = inputs.sampling
+        with scope("process"):
+            pairs = pairs_of(self.rows, batch.rows, logits.device)
+            processed = self.pipeline.apply(
+                logits,
+                batch.rows,
+                inputs.draft_nodes,
+                companions=None if pairs is None else pairs.companions,
+                all_greedy=batch.all_greedy,
+            )
+        if self.grammars is not None:
+            with scope("grammar"):
+                masks = launched.masks or self.grammars.begin(inputs)
+                keep_raw = inputs.scored is not None or self.count_nans
+                processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
+        with scope("sample"):
+            drawn = sample_checked(
+                processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
+            )
+            tokens, final = self._reject(drawn.tokens, drawn.final, inputs), drawn.final
+            if pairs is not None:
+                tokens = pairs.follow(tokens)
+            drafters = {} if self.drafting is None else self._states_for(self.drafting, launched, states)
+            if self.last_tokens is not None and inputs.stand_ins is not None:
+                self.last_tokens.record(inputs.stand_ins, tokens)
+            plain_greedy = inputs.sampling_params is None and inputs.rejections is None
+            sampled = processed.mark(tokens, all_greedy=plain_greedy)
+            if drawn.holds_nan is not None:
+                sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
+            sampling = PendingSample(
+                batch=batch,
+                draft_positions=inputs.draft_positions,
+                drafts=inputs.drafts,
+                tree=inputs.tree,
+                draft_nodes=inputs.draft_nodes,
+                tokens=self.staging.download(sampled),
+                sampled=sampled,
+                guesses=self.rows.num_guesses[batch.rows],
+                errors=processed.errors,
+                **drafters,
+                num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
+            )
+        with scope("output"):
+            if inputs.scored is not None:
+                sampling.logprobs = self._logprobs(
+                    logits if self.raw_logprobs or final is None else final, tokens, inputs.scored
+                )
+            if launched.whole:
+                sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
+        return sampling
+
+    def finish(self, sampling: PendingSample | PendingPooling) -> StepOutput:
+        """Wait for a step's answers, or for its tokens, and see which of them stand."""
+        if isinstance(sampling, PendingPooling):
+            with self.profiler.scope("wait"):
+                return sampling.wait(count_nans=self.count_nans, nan_cause=self.nan_cause)
+        with self.profiler.scope("wait"):
+            token_ids = sampling.tokens.wait()
+        rows, positions = sampling.batch.rows, sampling.draft_positions
+        places = np.arange(len(rows))
+        if positions is not None and sampling.drafts is not None and self.drafting is not None:
+            stands = standing(token_ids, sampling.drafts, positions, sampling.tree, sampling.draft_nodes)
+            self.drafting.count(rows, positions, stands, sampling.guesses)
+            places = np.flatnonzero(stands)
+            rows, token_ids, positions = rows[places], token_ids[places], positions[places]
+        failed: dict[int, str] = {}
+        judged, spoiled = (places, rows), NONE_SPOILED
+        if (token_ids < 0).any():
+            errors = [sampling.errors.get(place) for place in places.tolist()]
+            grammars = None if self.grammars is None else self.grammars.active
+            failed = self.pipeline.failures(rows, token_ids, errors, grammars, self.nan_cause())
+            spoiled = frozenset(rows[token_ids == NAN_LOGITS].tolist())
+            given = token_ids >= 0
+            places, rows, token_ids = places[given], rows[given], token_ids[given]
+            positions = None if positions is None else positions[given]
+        output = StepOutput(
+            rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed, spoiled=spoiled
+        )
+        if sampling.tree is not None and sampling.draft_nodes is not None:
+            output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
+        output.prompt_logprobs = sampling.prompt_logprobs
+        if sampling.states is not None:
+            last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
+            output.hidden_states = sampling.states.take(last)
+        output.computed = sampling.computed
+        if sampling.logprobs is not None:
+            entries = sampling.logprobs.wait()
+            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+                if place in entries:
+                    output.logprobs.setdefault(row, []).append(entries[place])
+        if sampling.num_nans is not None:
+            places, rows = judged  # those that failed are counted too
+            counts = sampling.num_nans.wait()[places]
+            output.num_nans = {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
+        return output
+
+    def forward(self, inputs: ModelInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
+        """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
+        if wanted is not None and len(wanted) == inputs.num_padded_tokens:
+            wanted = None  # each request has one token: all are wanted, in order
+        token_ids = self.token_ids(inputs)
+        states: dict[str, Any] = {} if self.states is None else {"advance": self.states.advancing}
+        if self.taps is not None:
+            states["tap"] = self.taps
+        if inputs.encoder_states is not None:
+            states["encoder_states"] = inputs.encoder_states
+        if inputs.wanted is not None and self.router.fast_prefill:
+            states["fast_prefill"] = True
+        if inputs.embeds is None:
+            return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
+        model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
+        embeds = inputs.embeds.merged(model.embed, token_ids)
+        return model.forward(token_ids, inputs.positions, attend, wanted, embeds, **states)
+
+    def token_ids(self, inputs: ModelInputs) -> torch.Tensor:
+        """The step's tokens [num_padded_tokens] int64, those of a step in flight included."""
+        return inputs.input_ids if self.last_tokens is None else self.last_tokens.resolve(inputs.input_ids)
+
+    def _forward_or_replay(
+        self, inputs: ModelInputs, attend: Attend, *, whole: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Hidden states, and logits where a graph holds them: of all num_padded_tokens when replayed or `whole`.
+
+        And the inputs of the layers that a drafter reads, always of all tokens.
+        """
+        if inputs.shape is not None and self.graphs is not None:
+            return self.graphs.replay(inputs)
+        wanted = None if whole else inputs.logits_indices
+        hidden = self.forward(inputs, attend, wanted if self.pooling is None else self.pooling.wanted(inputs))
+        self.router.calculating = None  # this step's keys and values gave the scales, if any were asked for
+        return hidden, None, None if self.taps is None else self.taps.take()
+
+    def _standing(self, inputs: ModelInputs) -> frozenset[str]:
+        """Attention groups whose plans were made at the capture: a drafter attends behind the replay too."""
+        if inputs.shape is None or self.graphs is None or self.drafting is not None:
+            return frozenset()
+        return self.graphs.standing(inputs.shape)
+
+    def _pieces(self, inputs: ModelInputs) -> tuple[slice, ...]:
+        """The token slices that the forward pass is cut into; empty for a replay, and where it gives scales."""
+        if self.router.calculating is not None or (inputs.shape is not None and self.graphs is not None):
+            return ()
+        return self.microbatches.pieces(inputs.num_tokens, inputs.num_padded_tokens)
+
+    def _forward_pieces(
+        self, inputs: ModelInputs, pieces: Sequence[slice], plans: Sequence[StepPlans], *, whole: bool
+    ) -> torch.Tensor:
+        """Hidden states as of `forward`: of the wanted tokens, or of all if `whole`, piece after piece."""
+        token_ids, hidden, embeds = self.token_ids(inputs), [], None
+        if inputs.embeds is not None:
+            model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
+            embeds = inputs.embeds.merged(model.embed, token_ids)
+        for piece, own in zip(pieces, plans, strict=True):
+            there = places_in(inputs.logits_indices_cpu, piece)
+            wanted = None if whole else inputs.logits_indices[there] - piece.start
+            some = () if embeds is None else (embeds[piece],)
+            attend = self.router.under(own)
+            hidden.append(self.model.forward(token_ids[piece], inputs.positions[piece], attend, wanted, *some))
+        return torch.cat(hidden)
+
+    def _states_for(self, drafting: DraftRunner, launched: ForwardOutput, states: torch.Tensor) -> dict[str, Any]:
+        """What a drafter reads of the model: of the logits rows, and of all tokens where it reads these."""
+        inputs, layers = launched.inputs, launched.layers
+        own = HiddenStates(
+            last=states if drafting.needs_hidden_states else None,
+            layers=None if layers is None else layers[inputs.logits_indices],
+            index=inputs.logits_indices if drafting.observing else None,
+        )
+        if not drafting.observing:
+            return {"states": own}
+        token_ids, hidden = self.token_ids(inputs), launched.hidden
+        computed = ComputedStates(
+            inputs=inputs, token_ids=token_ids, attend=launched.attend, hidden=hidden, layers=layers
+        )
+        return {"states": own, "computed": computed}
+
+    def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> FastSampler | None:
+        """What draws the tokens of a step that asks for nothing else; None for other steps, and where nothing does."""
+        if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
+            return None
+        if whole or self.count_nans or self.rows.paired:
+            return None
+        batch = inputs.sampling
+        if self.grammars is not None and self.grammars.active[batch.rows].any():
+            return None
+        return None if self.pipeline.has_work(batch.rows, all_greedy=batch.all_greedy) else self.plain_draws
+
+    def _drawn_plainly(self, launched: ForwardOutput, draws: FastSampler) -> PendingSample:
+        """The tokens of such a step, and nothing else."""
+        inputs, batch, logits = launched.inputs, launched.inputs.sampling, launched.logits
+        assert inputs.stand_ins is not None
+        captured = logits is not None and inputs.all_sample
+        if logits is None or not captured:
+            with self.profiler.scope("logits"):
+                _, logits = self._wanted(launched)
+        with self.profiler.scope("sample"):
+            tokens, arriving = draws(logits, inputs.sampling_params, inputs.stand_ins, captured=captured)
+        return PendingSample(
+            batch=batch,
+            draft_positions=None,
+            drafts=None,
+            tokens=arriving,
+            sampled=tokens,
+            guesses=self.rows.num_guesses[batch.rows],
+        )
+
+    def _wanted(self, launched: ForwardOutput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states and logits [num_logits, ...] of the tokens that sample."""
+        inputs, hidden, logits = launched.inputs, launched.hidden, launched.logits
+        if inputs.shape is None and not launched.whole:
+            return hidden, self._compute_logits(hidden, inputs, inputs.logits_indices)
+        wanted = slice(len(inputs.logits_rows)) if inputs.all_sample else inputs.logits_indices
+        states = hidden[wanted]
+        if logits is None:
+            return states, self._compute_logits(states, inputs, inputs.logits_indices)
+        return states, logits[wanted]
+
+    def _compute_logits(self, states: torch.Tensor, inputs: ModelInputs, indices: torch.Tensor) -> torch.Tensor:
+        """Logits of the hidden states of some of the step's tokens."""
+        if self.adapters is not None and inputs.lora_slots is not None:
+            self.adapters.plan_head(inputs.lora_slots, indices, inputs.single_slot)
+        return self.model.compute_logits(states)
+
+    def _keeps_final(self, inputs: ModelInputs) -> bool:
+        """Whether this step needs the logits that its tokens are drawn from, beside the tokens."""
+        return inputs.rejections is not None or (not self.raw_logprobs and inputs.scored is not None)
+
+    def _reject(self, tokens: torch.Tensor, final: torch.Tensor | None, inputs: ModelInputs) -> torch.Tensor:
+        """The tokens [num_logits] after rejection sampling, where it applies."""
+        if inputs.rejections is None or final is None or self.drafting is None or self.drafting.probabilities is None:
+            return tokens
+        return reject(final, tokens, self.drafting.probabilities, inputs.rejections)
+
+    def _logprobs(self, scores: torch.Tensor, tokens: torch.Tensor, scored: ScoredPlaces) -> PendingLogprobs:
+        """Start scoring the sampled tokens of the places that ask for it."""
+        packed = self._scores(scores[scored.index], tokens[scored.index], int(scored.tops.max()))
+        return PendingLogprobs(scored=scored, packed=self.staging.download(packed))
+
+    def _prompt_logprobs(self, inputs: ModelInputs, hidden: torch.Tensor) -> dict[int, tuple[int, list[TokenLogprobs]]]:
+        """Entries for the prompt tokens that follow this chunk's positions: position p scores token p + 1."""
+        starts = inputs.query_start_loc_cpu
+        result = {}
+        for i in np.flatnonzero(self.rows.num_prompt_logprobs[inputs.rows] >= 0).tolist():
+            row, count = int(inputs.rows[i]), int(inputs.num_scheduled[i])
+            first = int(inputs.seq_lens_cpu[i]) - count
+            count = min(count, int(self.rows.num_prompt_tokens[row]) - 1 - first)
+            if count <= 0:
+                continue
+            targets = torch.from_numpy(self.rows.token_ids[row, first + 1 : first + 1 + count].astype(np.int64))
+            chunk = hidden[int(starts[i]) : int(starts[i]) + count]
+            top = int(self.rows.num_prompt_logprobs[row])
+            places = torch.arange(int(starts[i]), int(starts[i]) + count, device=hidden.device)
+            result[row] = (first + 1, self._score(inputs, chunk, places, targets.to(hidden.device), top))
+        return result
+
+    def _score(
+        self, inputs: ModelInputs, hidden: torch.Tensor, places: torch.Tensor, targets: torch.Tensor, top: int
+    ) -> list[TokenLogprobs]:
+        entries: list[TokenLogprobs] = []
+        parts = (tensor.split(_PROMPT_LOGITS_AT_A_TIME) for tensor in (hidden, places, targets))
+        for states, indices, tokens in zip(*parts, strict=True):
+            logits = self._compute_logits(states, inputs, indices)
+            table = LogprobTable.unpack(self._scores(logits, tokens, top).cpu().numpy())
+            entries += [table.entry(i, top) for i in range(len(tokens))]
+        return entries
+
+    def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
+        return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)

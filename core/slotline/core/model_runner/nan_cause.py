@@ -1,0 +1,23 @@
+"""What to say of a request whose logits, or whose answer, are NaN."""
+
+from __future__ import annotations
+
+from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher
+from slotline.core.model_runner.state_dispatcher import StateDispatcher
+
+
+def nan_cause(router: AttentionDispatcher, states: StateDispatcher | None) -> str:
+    """Return the error that ends a request with NaN, with the plugins that may have made it.
+
+    Without checks only the result is looked at, which every attention and state backend has a part in.
+    """
+    if router.checks is not None and router.checks.found is not None:
+        return f"PluginError: the model gave NaN: {router.checks.found}\n  fix: name another backend"
+    plugins = [group.plugin for group in router.groups]
+    plugins += [] if states is None else [group.plugin for group in states.groups]
+    names = " or ".join(dict.fromkeys(filter(None, plugins))) or "a backend"
+    return (
+        f"PluginError: the model gave NaN: {names} made it, or the weights did\n"
+        "  fix: set observability.check_integrity = true, which names the layer and its backend, or name another in "
+        "attention.backend"
+    )

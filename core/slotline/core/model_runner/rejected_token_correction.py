@@ -1,0 +1,79 @@
+"""Upper bounds made exact on the device.
+
+Where a step in flight verifies drafts of a request, the host counts all of them as if they stood. What fell is known on
+the device alone, which takes it off the next step's lengths, positions and slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.batch.input_batch_cpu import InputBatchCPU
+from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.kv_cache.kv_cache_manager import CacheGroup
+from slotline.core.model_runner.pipeline_stage_inputs import UploadedInputs
+from slotline.kernels.triton_support import has_triton
+from slotline.registry.contracts import StateBatch
+
+
+class Bounds(NamedTuple):
+    """Where the device finds what fell.
+
+    Attributes:
+        which: [num_requests + 1] int64, the row of each request, padded ones included, and of padded tokens; one that
+            nothing falls of where its numbers are exact.
+        owner: [num_padded_tokens] int64, which of these each token belongs to.
+    """
+
+    which: torch.Tensor
+    owner: torch.Tensor
+
+
+def upload_bounds(
+    host: InputBatchCPU, pending: npt.NDArray[np.bool_], null_row: int, staging: TransferBuffer
+) -> Bounds:
+    """The bounds of a step; `pending` [num_requests] tells whose numbers are such, and nothing falls of `null_row`."""
+    requests = len(host.rows)
+    which = np.full(len(host.seq_lens) + 1, null_row)
+    which[:requests] = np.where(pending, host.rows, null_row)
+    owner = np.full(len(host.input_ids), len(host.seq_lens))
+    owner[: host.num_tokens] = np.repeat(np.arange(requests), host.counts)
+    return Bounds(staging.upload(which), staging.upload(owner))
+
+
+@torch.inference_mode()  # the views were made while graphs were captured, and are inference tensors
+def subtract_rejected(
+    fallen: torch.Tensor,
+    bounds: Bounds,
+    sent: UploadedInputs,
+    tables: Sequence[torch.Tensor],
+    states: StateBatch | None,
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+) -> None:
+    """Make bounds exact, in place: `fallen` [max_requests + 1] drafts of each row's step before left no token behind.
+
+    One launch for each cache group where Triton serves the device: the forward pass waits for it.
+    """
+    read = [i for i, group in enumerate(groups) if group.encoder_len is None]
+    of_groups = [(tables[i], sent.slot_mappings[i], kernel_block_sizes[i]) for i in read]
+    accepted = None if states is None else states.num_accepted
+    if fallen.is_cuda and has_triton():
+        from slotline.core.model_runner.triton_bounds import take_off_triton
+
+        take_off_triton(fallen, bounds.which, bounds.owner, sent.positions, sent.seq_lens, accepted, of_groups)
+        return
+    fallen = fallen[bounds.which]
+    sent.seq_lens.sub_(fallen[:-1])
+    sent.positions.sub_(fallen[bounds.owner])
+    if accepted is not None:
+        accepted.sub_(fallen[:-1])
+    request = bounds.owner.clamp(max=len(bounds.which) - 2)
+    for table, slots, size in of_groups:
+        blocks = table[request, sent.positions // size].to(torch.int64)
+        slots.copy_(torch.where(slots < 0, slots, blocks * size + sent.positions % size))

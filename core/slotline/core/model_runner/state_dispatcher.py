@@ -1,0 +1,158 @@
+"""State layers as the model sees them: one callable that routes each layer to its backend and its slots.
+
+A request's slot is its row: a row is held from admission to the end, so slots need no pool, no table and no counting,
+and a step finds them without a look-up. The price is memory for every row from the start, which `explain` and the
+memory report show. A slot is never cleared: a request that has computed nothing says so, and starts from zeros. Slots
+behind those of the rows hold checkpoints (`slotline.core.kv_cache.state_checkpoints`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define
+
+from slotline.core.kv_cache.allocation import zeroed_bytes
+from slotline.core.model_runner.attention_dispatcher import alias_without_ownership
+from slotline.core.model_runner.output_checks import OutputChecks, ShownBatch
+from slotline.kernels.graph_capture_state import is_captured
+from slotline.planner.state_specs import HeldStates
+from slotline.registry.contracts import StateBackend, StateBatch, StateLayer
+
+Advance = Callable[[StateLayer, Mapping[str, torch.Tensor]], torch.Tensor]
+State = Mapping[str, torch.Tensor]
+Int = npt.NDArray[np.int64]
+
+
+@define(kw_only=True, eq=False)
+class StateGroup:
+    """State layers of one kind and the backend that was built for them.
+
+    `plugin` is the backend's name and who brings it.
+    """
+
+    name: str
+    backend: StateBackend
+    layers: tuple[StateLayer, ...]
+    plugin: str = ""
+
+
+class StateDispatcher:
+    """Plans each group once per step and then serves the layers' calls.
+
+    Args:
+        groups: what was built.
+        states: by layer index.
+        num_slots: in each of their tensors.
+        device: where they lie.
+
+    Attributes:
+        checks: of what backends give in eager steps; None for none.
+    """
+
+    checks: OutputChecks | None = None
+
+    def __init__(self, groups: Sequence[StateGroup], states: Mapping[int, State], num_slots: int, device: str) -> None:
+        self.groups = tuple(groups)
+        self.num_slots = num_slots
+        self._device = device
+        self._plans: list[Any] = []
+        self._routes = {
+            layer.index: (group.backend.forward, states[layer.index], position)
+            for position, group in enumerate(groups)
+            for layer in group.layers
+        }
+
+    def plan(self, batch: StateBatch) -> Advance:
+        """Host work of every group for this step; returns the callable that the model's layers call."""
+        shown = None if self.checks is None else ShownBatch.of(batch)
+        self._plans = [group.backend.plan(batch) for group in self.groups]
+        self._batch = batch
+        if shown is not None:
+            shown.check(" or ".join(group.plugin for group in self.groups), "plan")
+        return self.advance
+
+    @property
+    def advancing(self) -> Advance:
+        """What the model's layers call in an eager step that is planned."""
+        return self.advance if self.checks is None else self._advance_checked
+
+    def advance(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """One layer under the step's plans: its output, one row for each token."""
+        forward, state, position = self._routes[layer.index]
+        return forward(layer, inputs, state, self._plans[position])
+
+    def _advance_checked(self, layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """As `advance`; the backend's output and its batch are looked at."""
+        if self.checks is None or is_captured():
+            return self.advance(layer, inputs)
+        plugin, shown = self.groups[self._routes[layer.index][2]].plugin, ShownBatch.of(self._batch)
+        found = self.advance(layer, inputs)
+        shown.check(plugin, "forward")
+        self.checks.state(plugin, layer, inputs["v" if "v" in inputs else "x"], found)
+        return found
+
+    def breaking(self, names: Container[str], cut: Callable[[Callable[[], None]], None]) -> Advance:
+        """An `advance` for capturing: the layers of the groups `names` are handed to `cut` as calls to make later."""
+        broken = {layer.index for group in self.groups if group.name in names for layer in group.layers}
+
+        def advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            if layer.index not in broken:
+                return self.advance(layer, inputs)
+            out = torch.empty_like(inputs["v" if "v" in inputs else "x"], memory_format=torch.contiguous_format)
+            held, result = (
+                {name: alias_without_ownership(tensor) for name, tensor in inputs.items()},
+                alias_without_ownership(out),
+            )
+
+            def call() -> None:
+                result.copy_(self.advance(layer, held))
+
+            cut(call)
+            return out
+
+        return advance
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int) -> None:
+        """Copy a slot to another, in every layer; behind what was started and before what follows."""
+        for group in self.groups:
+            for layer in group.layers:
+                group.backend.copy(layer, self.state(layer), source, target)
+
+    @torch.inference_mode()
+    def commit(self, rows: Int, accepted: Int) -> None:
+        """Make the states those after the accepted tokens of the last step, in every layer.
+
+        Args:
+            rows: [num_requests] of that step, in its order; -1 for those whose tokens all count.
+            accepted: [num_requests] tokens.
+        """
+        pair = torch.from_numpy(np.stack([rows, accepted]).astype(np.int32)).to(self._device, non_blocking=True)
+        self.commit_there(pair[0], pair[1])
+
+    @torch.inference_mode()
+    def commit_there(self, rows: torch.Tensor, accepted: torch.Tensor) -> None:
+        """The same with what the device alone knows: [num_requests] int32 each."""
+        for group in self.groups:
+            for layer in group.layers:
+                group.backend.commit(layer, self.state(layer), rows, accepted)
+
+    def state(self, layer: StateLayer) -> State:
+        """The layer's tensors [num_slots, *shape] by name."""
+        return self._routes[layer.index][1]
+
+
+def allocate(held: Sequence[HeldStates], num_slots: int, device: str) -> dict[int, State]:
+    """Return the zeroed tensors [num_slots, *shape] of each state layer, by layer index and name."""
+    states: dict[int, State] = {}
+    for part in held:
+        for layer in part.layers:
+            page = part.spec.page_bytes(layer)
+            raw = zeroed_bytes(num_slots * page, device).view(num_slots, page)
+            states[layer.index] = part.spec.bind(raw, layer, num_slots)
+    return states

@@ -1,0 +1,20 @@
+"""The likeliest token of each row of logits."""
+
+from __future__ import annotations
+
+import torch
+
+from slotline.kernels.triton_support import has_triton
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest entries of each row [n, vocab_size], as `argmax` gives it: [n] int64.
+
+    Few rows are cut into parts on a GPU, where torch gives each row to one multiprocessor and the others are idle.
+    NaN counts as infinity.
+    """
+    if logits.is_cuda and has_triton():
+        from slotline.core.sampling.triton_argmax import likeliest_triton
+
+        return likeliest_triton(logits)
+    return logits.argmax(-1)

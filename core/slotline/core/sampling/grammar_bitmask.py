@@ -1,0 +1,72 @@
+"""The masks of one step, on their way from a structured-output plugin to the logits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+from attrs import define
+
+from slotline.core.sampling.bitmask import TokenBitmask
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.contracts import GrammarState, StructuredOutput
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+
+@define(kw_only=True, eq=False)
+class GrammarBitmasks:
+    """What is asked of the plugin in one step, and where the answer goes.
+
+    Attributes:
+        bitmask: of the logits rows with a grammar; `masked` [num_logits] says which these are, of permanent rows
+            `logits_rows` [num_logits].
+        rows: [m] permanent rows; `states` and `drafts` theirs.
+        firsts: [m] the first place of each in `bitmask`; `counts` [m] places behind it, one for each draft.
+        filling: the plugin's work in another thread, if it was given to one.
+    """
+
+    bitmask: TokenBitmask
+    masked: npt.NDArray[np.bool_]
+    logits_rows: Int
+    rows: Int
+    states: Sequence[GrammarState]
+    drafts: Sequence[Sequence[int]]
+    firsts: Int
+    counts: Int
+    filling: Future[None] | None = None
+
+    def fill(self, backend: StructuredOutput) -> None:
+        """Write all masks. Raises whatever the plugin does."""
+        backend.fill(self.states, self.drafts, self.firsts.tolist(), self.bitmask.words)
+
+    def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:
+        """Write the masks, or wait for the thread that does; where that fails, each row's alone.
+
+        Errors are traced to one of the `plugins`.
+
+        Returns:
+            For rows that fail again, why.
+        """
+        try:
+            if self.filling is None:
+                self.fill(backend)
+            else:
+                self.filling.result()
+            return {}
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("structured-output plugin %r failed; filling each request's masks alone", name)
+        errors = {}
+        places = zip(self.rows.tolist(), self.firsts.tolist(), self.counts.tolist(), strict=True)
+        for i, (row, first, count) in enumerate(places):
+            own = self.bitmask.words[first : first + 1 + count]
+            own[:] = -1
+            try:
+                backend.fill(self.states[i : i + 1], self.drafts[i : i + 1], [0], own)
+            except Exception as error:  # a plugin's code may raise anything
+                errors[row] = plugins.described(error)
+        return errors

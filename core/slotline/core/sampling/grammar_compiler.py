@@ -1,0 +1,114 @@
+"""Compiled grammars: made in threads of their own, kept for later requests with the same constraint."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
+
+from slotline.core.api.own_process import OwnProcess
+from slotline.core.batch.request import Request
+from slotline.registry.contracts import Constraint, StructuredOutput
+
+_LOOKS_UP = 0.02
+"""Seconds after which an idle engine looks whether another thread wants to use it."""
+
+
+class GrammarCompiler:
+    """Compiles constraints beside the steps. A request whose grammar is not compiled is not scheduled.
+
+    The plugin is built for the first request that needs it, or by `build`: importing its package and reading the
+    vocabulary takes a moment that most runs need not spend.
+    """
+
+    def __init__(self, build: Callable[[], StructuredOutput], *, threads: int, capacity: int) -> None:
+        self._build = build
+        self._backend: StructuredOutput | None = None
+        self._pool = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="slotline-grammar")
+        self._capacity = capacity
+        self._compiled: OrderedDict[Constraint, Future[Any]] = OrderedDict()
+        self._waiting: dict[str, tuple[Request, Future[Any]]] = {}
+        self._ready: dict[str, Any] = {}
+        self._own_process = OwnProcess("the grammar compiler")
+
+    @property
+    def backend(self) -> StructuredOutput:
+        """The built plugin."""
+        return self.build()
+
+    def build(self) -> StructuredOutput:
+        """Build the plugin, unless that is done."""
+        if self._backend is None:
+            self._backend = self._build()
+        return self._backend
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests whose grammar is not compiled yet."""
+        return len(self._waiting)
+
+    def knows(self, constraint: Constraint) -> bool:
+        """Whether a constraint is compiled, or is being compiled."""
+        return constraint in self._compiled
+
+    def submit(self, request: Request, constraint: Constraint) -> None:
+        """Compile a request's constraint, unless that is done or under way.
+
+        Raises:
+            RequestError: in a forked child.
+        """
+        self._own_process.refuse_others()
+        future = self._compiled.pop(constraint, None)
+        if future is None:
+            future = self._pool.submit(self.backend.compile, constraint)
+        self._compiled[constraint] = future  # the latest last
+        while len(self._compiled) > self._capacity:
+            self._compiled.popitem(last=False)
+        self._waiting[request.request_id] = (request, future)
+
+    def collect(
+        self, *, idle: bool, gives_way: Callable[[], bool] = lambda: False
+    ) -> tuple[list[Request], list[tuple[Request, BaseException]]]:
+        """The requests whose grammar has been compiled since the last call, and those whose cannot be.
+
+        Args:
+            idle: whether there is nothing else to do, so that waiting for the first one is right.
+            gives_way: asked now and then while it waits, whether somebody else has something to do by now.
+        """
+        self._own_process.refuse_others()
+        futures = [future for _, future in self._waiting.values()]
+        while idle and futures and not wait(futures, _LOOKS_UP, FIRST_COMPLETED).done:
+            idle = not gives_way()
+        done = [(request, future) for request, future in self._waiting.values() if future.done()]
+        ready, failed = [], []
+        for request, future in done:
+            error = future.exception()
+            if error is None:
+                self._ready[request.request_id] = future.result()
+                del self._waiting[request.request_id]
+                ready.append(request)
+            else:  # it waits until it has ended, so that it is not lost on the way
+                failed.append((request, error))
+                self._compiled = OrderedDict((c, f) for c, f in self._compiled.items() if f is not future)
+        return ready, failed
+
+    def is_waiting(self, request: Request) -> bool:
+        """Whether a request's grammar is not compiled yet, or cannot be."""
+        return request.request_id in self._waiting
+
+    def grammar(self, request: Request) -> Any:
+        """The compiled grammar of a request that `collect` gave and that has not ended."""
+        return self._ready[request.request_id]
+
+    def retain(self, unfinished: Mapping[str, Request]) -> None:
+        """Forget all but the unfinished requests, by id."""
+        for request_id, (request, _) in list(self._waiting.items()):
+            if unfinished.get(request_id) is not request:
+                del self._waiting[request_id]
+        self._ready = {request_id: grammar for request_id, grammar in self._ready.items() if request_id in unfinished}
+
+    def forget(self, request: Request) -> None:
+        """The request ends; what is being compiled is kept for others."""
+        self._waiting.pop(request.request_id, None)
+        self._ready.pop(request.request_id, None)

@@ -1,0 +1,381 @@
+"""The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for.
+
+What a processor does wrong ends the requests that it does it to, and no other. The step pays for that only when
+something changed the logits: one look at their largest number, whose result travels with the tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from attrs import define, field, frozen
+
+from slotline.core.batch.request import Request
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.sampling.nan_logits import NAN_LOGITS
+from slotline.kernels.triton_support import has_triton
+from slotline.registry.attribution import BuiltPlugins
+from slotline.registry.contracts import (
+    Companion,
+    LogitsBatch,
+    LogitsProcessor,
+    LogitsProcessorCapabilities,
+)
+from slotline.registry.contracts.sampling_params import SamplingParams
+from slotline.registry.errors import ContractError, RequestError
+from slotline.registry.loading import typed_failures
+
+Int = npt.NDArray[np.int64]
+logger = logging.getLogger("slotline")
+
+FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
+"""What stands in place of a token: its logits could not be processed, hold NaN or infinity, or are all banned.
+
+`NAN_LOGITS` is the fourth: the model itself gave NaN.
+"""
+
+
+@define(kw_only=True, eq=False)
+class ProcessorSlot:
+    """A built processor and the rows that it has work for, [max_requests] bool, and how many those are.
+
+    `source` is who brings the plugin.
+    """
+
+    name: str
+    source: str = ""
+    processor: LogitsProcessor
+    capabilities: LogitsProcessorCapabilities
+    active: npt.NDArray[np.bool_] = field()
+    num_active: int = 0
+
+    def set_active(self, row: int, active: bool) -> None:
+        """Whether there is work for a row from now on."""
+        self.num_active += int(active) - int(self.active[row])
+        self.active[row] = active
+
+
+@frozen(kw_only=True, eq=False)
+class Processed:
+    """Logits behind the processors.
+
+    Attributes:
+        logits: [n, vocab_size] float32; `raw` the same before any of them.
+        touched: [n] bool, which rows of the logits some processor had work for; None for none.
+        errors: by place in the batch, why those logits could not be processed.
+    """
+
+    logits: torch.Tensor
+    raw: torch.Tensor
+    touched: npt.NDArray[np.bool_] | None = None
+    errors: dict[int, str] = field(factory=dict)
+
+    def mark(self, tokens: torch.Tensor, *, all_greedy: bool = False) -> torch.Tensor:
+        """The tokens [n] sampled from the logits, with a negative number where none can be; nothing is waited for.
+
+        `all_greedy` says that each is the place of its row's largest logit, or of NaN, so that nothing is looked for.
+        """
+        if self.touched is None:
+            return tokens
+        touched = None if self.touched.all() else torch.from_numpy(self.touched).to(tokens.device, non_blocking=True)
+        if tokens.device.type == "cuda" and has_triton():
+            from slotline.core.sampling.triton_logits_ops import mark_unusable
+
+            marked = mark_unusable(
+                self.logits,
+                self.raw,
+                touched,
+                tokens,
+                not_finite=NOT_FINITE,
+                none_left=NONE_LEFT,
+                all_greedy=all_greedy,
+            )
+        else:
+            marked = self.mark_in_torch(tokens, touched, all_greedy=all_greedy)
+        if self.errors:
+            marked[torch.tensor(list(self.errors), device=tokens.device)] = FAILED
+        return marked
+
+    def mark_in_torch(self, tokens: torch.Tensor, touched: torch.Tensor | None, *, all_greedy: bool) -> torch.Tensor:
+        """The tokens of `touched` rows [n] bool (None for all) marked by what their logits are."""
+        if self.logits.device.type == "cpu" and bool(self.logits.amax(dim=-1).isfinite().all()):
+            return tokens.clone()  # mostly; where the largest stands takes ten times as long to find
+        if all_greedy:
+            best, place = self.logits.gather(1, tokens[:, None]).squeeze(1), tokens
+        else:
+            best, place = self.logits.max(dim=-1)  # of NaN, if there is one
+        made_here = ~best.isfinite() & self.raw.gather(1, place[:, None]).squeeze(1).isfinite()
+        marked = tokens.masked_fill(made_here, NOT_FINITE).masked_fill(best == -torch.inf, NONE_LEFT)
+        return marked if touched is None else torch.where(touched, marked, tokens)
+
+
+@frozen(eq=False)
+class LogitsRows:
+    """What a step's logits belong to: see `ProcessorPipeline.apply`."""
+
+    rows: Int
+    draft_nodes: Int | None
+    companions: Int
+
+
+class ProcessorPipeline:
+    """Applies the processors to logits and keeps their state in step with the rows."""
+
+    def __init__(
+        self,
+        slots: Sequence[ProcessorSlot],
+        rows: RequestTable,
+        known_parameters: frozenset[str],
+        plugins: BuiltPlugins | None = None,
+    ) -> None:
+        self._plugins = BuiltPlugins() if plugins is None else plugins
+        ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
+        self.slots = tuple(slot for slot in ordered if not slot.capabilities.floors)
+        self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
+        self._rows = rows
+        self._known = known_parameters
+        self._handled = frozenset(p for s in slots for p in s.capabilities.parameters)
+        self._defaults = SamplingParams().as_mapping()
+
+    def validate(self, request: Request) -> None:
+        """Let every processor check the request, and refuse parameters that nobody here handles.
+
+        Raises:
+            RequestError: naming the parameter, its value and what is allowed.
+            PluginError: if a processor fails in another way.
+        """
+        params = request.params.as_mapping()
+        for name in request.params.extra_args or ():
+            if name not in self._handled:
+                raise RequestError(
+                    f"extra_args names {name!r}, which no logits processor of this run takes",
+                    fix=f"name it under [logits_processors]; this run takes: {', '.join(sorted(self._handled))}",
+                )
+        for name in self._known - self._handled:
+            if params.get(name) != self._defaults.get(name):
+                raise RequestError(
+                    f"{name}={params[name]!r} needs a logits processor that this run does not have",
+                    fix="name one that takes it under [logits_processors], see `slotline plugins`",
+                )
+        for slot in (*self.slots, *self._floors):
+            with _checking(slot):
+                slot.processor.validate(params)
+
+    def companion(self, request: Request) -> Companion | None:
+        """What is computed beside a request that was validated.
+
+        Raises:
+            RequestError: if two processors ask for one.
+            PluginError: if a processor fails in another way.
+        """
+        found: list[Companion] = []
+        for slot in self.slots:
+            if slot.capabilities.companions:
+                with _checking(slot):
+                    companion = slot.processor.companion(request.params.as_mapping(), list(request.prompt_token_ids))
+                found += [] if companion is None else [companion]
+        if len(found) > 1:
+            raise RequestError(
+                f"{' and '.join(one.asked for one in found)} need a companion each, and a request has one at most",
+                fix="leave out all but one of them",
+            )
+        return found[0] if found else None
+
+    def admit(self, request: Request) -> None:
+        """A request took its row.
+
+        Raises:
+            ContractError: if a floor is none.
+        """
+        row = request.row
+        params = {**request.params.as_mapping(), "seed": int(self._rows.seed[row])}
+        for slot in self._floors:
+            floor = slot.processor.floor(params)
+            if math.isnan(floor) or floor > 0:
+                raise ContractError(
+                    f"logits processor {slot.name!r} has the floor {floor}",
+                    fix=f"return a number of 0 or below{_brought(slot)}",
+                )
+            self._rows.log_floor[row] = max(self._rows.log_floor[row], floor)
+        for slot in self.slots:
+            slot.set_active(row, bool(slot.processor.admit(row, params, list(request.prompt_token_ids))))
+
+    def release(self, row: int) -> None:
+        """The request of `row` leaves; a processor that fails to let it go is logged, and the others go on."""
+        for slot in self.slots:
+            if slot.active[row]:
+                slot.set_active(row, False)
+                try:
+                    slot.processor.release(row)
+                except Exception:  # a plugin's code may raise anything
+                    logger.exception("logits processor %r failed to release row %d", slot.name, row)
+
+    def apply(
+        self,
+        logits: torch.Tensor,
+        rows: Int,
+        draft_nodes: Int | None = None,
+        *,
+        companions: Int | None = None,
+        all_greedy: bool,
+    ) -> Processed:
+        """Process the logits of a step.
+
+        If a processor fails, the logits that it fails on are found by processing each row of them alone.
+
+        Args:
+            logits: [n, vocab_size] float32, which are not changed.
+            rows: [n] permanent rows.
+            draft_nodes: [n], which of its row's drafts each stands behind, as in `ModelInputs`; None for none.
+            companions: [n] place of each one's companion, -1 without one; None for none at all.
+            all_greedy: whether the most likely token is all that is wanted.
+        """
+        slots = self._working(rows, all_greedy=all_greedy)
+        if not slots:
+            return Processed(logits=logits, raw=logits)
+        errors: dict[int, str] = {}
+        step = LogitsRows(rows, draft_nodes, np.full(len(rows), -1) if companions is None else companions)
+        try:
+            result = self._run(slots, logits, step, np.arange(len(rows)))
+        except Exception:  # a plugin's code may raise anything
+            logger.exception("a logits processor failed; processing each row of logits alone")
+            result, errors = self._run_alone(slots, logits, step)
+        touched = np.logical_or.reduce([slot.active[rows] for slot in slots])
+        return Processed(logits=result, raw=logits, touched=touched, errors=errors)
+
+    def has_work(self, rows: Int, *, all_greedy: bool) -> bool:
+        """Whether `apply` would look at logits of `rows` [n]."""
+        return bool(self._working(rows, all_greedy=all_greedy))
+
+    def failures(
+        self,
+        rows: Int,
+        token_ids: Int,
+        errors: Sequence[str | None],
+        grammars: npt.NDArray[np.bool_] | None = None,
+        nan_cause: str = "",
+    ) -> dict[int, str]:
+        """Why each of `rows` [n] that has a negative number for a token failed, by row; `errors` [n] as known.
+
+        `grammars` [max_requests] are the rows whose tokens structured output restricts. `nan_cause` is what to say of
+        rows whose logits are NaN before any processor.
+        """
+        found: dict[int, str] = {}
+        for row, token, error in zip(rows.tolist(), token_ids.tolist(), errors, strict=True):
+            if token == NAN_LOGITS:
+                found[row] = error or nan_cause
+            elif token < 0:
+                names = [slot.name for slot in self.slots if slot.active[row]]
+                names += ["structured_outputs"] if grammars is not None and grammars[row] else []
+                found[row] = error or _unusable(token, names)
+        return found
+
+    def _working(self, rows: Int, *, all_greedy: bool) -> list[ProcessorSlot]:
+        """The processors with work for some of `rows`."""
+        return [
+            slot
+            for slot in self.slots
+            if slot.num_active
+            and not (all_greedy and slot.capabilities.argmax_invariant)
+            and bool(slot.active[rows].any())
+        ]
+
+    def _run(self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows, which: Int) -> torch.Tensor:
+        """The rows at the places `which` [m] of a step's logits `raw` [n, vocab_size], processed: [m, vocab_size]."""
+        logits = raw.clone() if len(which) == len(raw) else raw[which]
+        for slot in slots:
+            wanted = slot.active[step.rows[which]]
+            if slot.capabilities.companions:
+                wanted &= step.companions[which] >= 0
+            if wanted.all():
+                logits = _applied(slot, logits, self._batch(slot, raw, step, which))
+            elif wanted.any():
+                index = torch.from_numpy(np.flatnonzero(wanted)).to(logits.device, non_blocking=True)
+                logits[index] = _applied(slot, logits[index], self._batch(slot, raw, step, which[wanted]))
+        return logits
+
+    def _run_alone(
+        self, slots: Sequence[ProcessorSlot], raw: torch.Tensor, step: LogitsRows
+    ) -> tuple[torch.Tensor, dict[int, str]]:
+        """Each row of the logits processed without the others, or left as it was, and why, by place."""
+        result, errors = raw.clone(), dict[int, str]()
+        for i in range(len(raw)):
+            try:
+                result[i : i + 1] = self._run(slots, raw, step, np.array([i]))
+            except Exception as error:  # a plugin's code may raise anything
+                errors[i] = self._plugins.described(error)
+        return result, errors
+
+    def _batch(self, slot: ProcessorSlot, raw: torch.Tensor, step: LogitsRows, which: Int) -> LogitsBatch:
+        """What a processor is told of the rows at the places `which` of a step's logits `raw`."""
+        rows = step.rows[which]
+        draft_nodes = None if step.draft_nodes is None else step.draft_nodes[which]
+        drafts, draft_positions, others = None, draft_nodes, None
+        if slot.capabilities.companions:
+            others = raw[torch.from_numpy(step.companions[which]).to(raw.device, non_blocking=True)]
+        if draft_nodes is not None:
+            tree = self._rows.tree
+            index = np.arange(int(draft_nodes.max(initial=0)))
+            path = np.where(index < draft_nodes[:, None], index, -1)
+            if tree is not None:
+                path = np.where(draft_nodes[:, None] > 0, tree.paths[draft_nodes - 1], -1)
+                draft_positions = (path >= 0).sum(1)
+            places = np.minimum(self._rows.num_tokens[rows][:, None] + path, self._rows.max_model_len - 1)
+            drafts = np.where(path >= 0, self._rows.token_ids[rows[:, None], places], -1)
+        return LogitsBatch(
+            rows=rows,
+            draft_positions=np.zeros(len(rows), np.int64) if draft_positions is None else draft_positions,
+            token_table=self._rows.shown_token_ids,
+            num_tokens=self._rows.num_tokens[rows],
+            num_prompt_tokens=self._rows.num_prompt_tokens[rows],
+            draft_token_ids=drafts,
+            companion_logits=others,
+        )
+
+
+def _checking(slot: ProcessorSlot) -> AbstractContextManager[None]:
+    return typed_failures(
+        f"logits processor {slot.name!r} failed to check a request",
+        fix=f"change the parameters that it takes, or do without it{_brought(slot)}",
+    )
+
+
+def _brought(slot: ProcessorSlot) -> str:
+    return f"; {slot.name!r} is brought by {slot.source}" if slot.source else ""
+
+
+def _applied(slot: ProcessorSlot, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
+    """What a processor makes of logits.
+
+    Raises:
+        ContractError: if it has another form.
+    """
+    want = (logits.shape, logits.dtype, logits.device)
+    found = slot.processor.apply(logits, batch)
+    if not isinstance(found, torch.Tensor):
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {type(found).__name__}", fix=f"return the logits{_brought(slot)}"
+        )
+    if (found.shape, found.dtype, found.device) != want:
+        raise ContractError(
+            f"logits processor {slot.name!r} returned {found.dtype} {list(found.shape)} on {found.device}",
+            fix=f"return {want[1]} {list(want[0])} on {want[2]}{_brought(slot)}",
+        )
+    return found
+
+
+def _unusable(mark: int, names: Sequence[str]) -> str:
+    working = f"the logits processors with work for this request ({', '.join(names)})"
+    if mark == NONE_LEFT:
+        error = RequestError(
+            f"no token is left to sample: {working} ban all of them",
+            fix="loosen what bans tokens: allowed_token_ids, bad_words, logit_bias, or a processor of your own",
+        )
+        return f"RequestError: {error}"
+    return f"ContractError: {working} made NaN or infinity of a logit"

@@ -1,0 +1,1 @@
+"""Scheduler: request queue, admission and token budget."""

@@ -1,0 +1,130 @@
+"""What a request is checked against before it takes anything."""
+
+from __future__ import annotations
+
+from attrs import define
+
+from slotline.core.batch.request import Request
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
+from slotline.registry.errors import CapacityError, RequestError
+from slotline.registry.safe_repr import safe_repr
+
+
+@define(kw_only=True)
+class EngineLimits:
+    """Bounds that requests are checked against at admission.
+
+    Attributes:
+        tasks: all that the model serves.
+        no_structured_output: why no request can have structured output, and what to do; None if it can.
+    """
+
+    max_model_len: int
+    max_batched_tokens: int
+    max_logprobs: int
+    vocab_size: int
+    chunked_prefill: bool
+    priorities: bool
+    tasks: tuple[str, ...] = ("generate",)
+    no_structured_output: tuple[str, str] | None = None
+
+
+MAX_SALT_BYTES = 4096
+"""Most of a request's cache salt; enough for a token of an identity provider."""
+
+
+def check_salt(cache_salt: str) -> None:
+    """Refuse a salt that prefixes cannot be hashed with.
+
+    Raises:
+        RequestError: with the value or its length.
+    """
+    try:
+        size = len(cache_salt.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"cache_salt={cache_salt!r:.60} has half a surrogate pair at place {error.start}, which is no character",
+            fix="give text that can be encoded as UTF-8, for instance a hexadecimal digest",
+        ) from error
+    if size > MAX_SALT_BYTES:
+        raise RequestError(
+            f"cache_salt has {size} bytes; at most {MAX_SALT_BYTES} are allowed", fix="give a digest of it instead"
+        )
+
+
+def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool) -> None:
+    """Refuse what cannot run.
+
+    Raises:
+        RequestError: with the value and the fix.
+    """
+    params, length = request.params, len(request.prompt_token_ids)
+    for name, kind in (("request_id", str), ("priority", int), ("cache_salt", str)):
+        if not isinstance(value := getattr(request, name), kind):
+            raise RequestError(
+                f"{name}={safe_repr(value)} is not allowed", fix=f"{name} must be of type {kind.__name__}"
+            )
+    check_salt(request.cache_salt)
+    if length == 0:
+        raise RequestError("the prompt is empty", fix="give at least one token")
+    outputs, beside = (1, " beside one output token") if request.pooling_params is None else (0, "")
+    longest = limits.max_model_len - outputs
+    if length > longest:
+        raise RequestError(
+            f"the prompt has {length} tokens; at most {longest} fit{beside} into max_model_len={limits.max_model_len}",
+            fix="shorten the prompt or raise scheduler.max_model_len",
+        )
+    tokens = request.token_array
+    if tokens.min() < 0 or tokens.max() >= limits.vocab_size:
+        wrong = next(token for token in request.prompt_token_ids if not 0 <= token < limits.vocab_size)
+        raise RequestError(
+            f"token id {wrong} is outside the vocabulary of {limits.vocab_size}",
+            fix="use this model's tokenizer",
+        )
+    if params.min_tokens > (room := limits.max_model_len - length):
+        raise RequestError(
+            f"min_tokens={params.min_tokens} does not fit: the prompt has {length} tokens and leaves {room} of "
+            f"max_model_len={limits.max_model_len}",
+            fix="lower min_tokens, shorten the prompt or raise scheduler.max_model_len",
+        )
+    if (highest := max(params.stop_token_ids, default=0)) >= limits.vocab_size:
+        raise RequestError(f"stop_token_ids names token {highest}", fix=f"token ids are 0 to {limits.vocab_size - 1}")
+    if not limits.chunked_prefill and length > limits.max_batched_tokens:
+        raise RequestError(
+            f"the prompt has {length} tokens and a step takes {limits.max_batched_tokens}",
+            fix="set scheduler.chunked_prefill = true or raise scheduler.max_batched_tokens",
+        )
+    if request.priority and not limits.priorities:
+        raise RequestError(
+            f"priority={request.priority} under first-come-first-served", fix='set scheduler.policy = "priority"'
+        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > limits.max_logprobs:
+            raise RequestError(
+                f"{name}={getattr(params, name)} is above sampling.max_logprobs={limits.max_logprobs}",
+                fix=f"ask for at most {limits.max_logprobs} or raise sampling.max_logprobs",
+            )
+    if params.stop and not has_tokenizer:
+        raise RequestError(
+            f"stop={list(params.stop)} needs a tokenizer and the model has none", fix="use stop_token_ids"
+        )
+    if params.structured_outputs is not None and limits.no_structured_output is not None:
+        reason, fix = limits.no_structured_output
+        raise RequestError(f"structured_outputs cannot be had: {reason}", fix=fix)
+
+
+def check_capacity(request: Request, cache: KVCacheManager, max_model_len: int) -> None:
+    """Refuse a request that would not fit into the pool even if it were alone.
+
+    Raises:
+        RequestError: with the blocks it needs and those there are.
+    """
+    length = len(request.prompt_token_ids)
+    tokens = min(length + (request.params.max_tokens or max_model_len), max_model_len)
+    needed, usable = cache.blocks_for_one(tokens, request.encoder_len), cache.pool.num_blocks - 1
+    if needed > usable:
+        raise RequestError(
+            f"{length} prompt tokens and max_tokens={request.params.max_tokens} need {needed} cache blocks; "
+            f"the pool has {usable}",
+            fix="lower max_tokens, shorten the prompt, or raise cache.memory",
+        ) from CapacityError(f"{needed} blocks needed, {usable} in all")

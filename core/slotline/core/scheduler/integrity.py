@@ -1,0 +1,82 @@
+"""The integrity checker: rows, blocks, encoder outputs and references must agree.
+
+Tests run it after every step; the engine can too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import numpy.typing as npt
+
+from slotline.core.batch.request import Status
+from slotline.core.scheduler.scheduler import Scheduler
+from slotline.registry.errors import IntegrityError
+
+
+def check_integrity(scheduler: Scheduler, in_flight: Collection[int] | npt.NDArray[np.int64] = ()) -> None:
+    """Check everything that the scheduler, the rows and the cache say about each other.
+
+    Args:
+        in_flight: rows of a step whose results are not handed out.
+
+    Raises:
+        IntegrityError: naming what disagrees.
+    """
+    rows = scheduler.rows
+    for row, request in enumerate(rows.requests):
+        if request is not None and request.row != row:
+            raise IntegrityError(
+                f"row {row} names request {request.request_id!r}, which thinks it holds row {request.row}"
+            )
+    held = sum(request is not None for request in rows.requests)
+    if held + rows.num_free != rows.max_requests:
+        raise IntegrityError(f"{held} rows are held and {rows.num_free} free, of {rows.max_requests}")
+    for request in scheduler.running:
+        if request.status is not Status.RUNNING or request.row < 0 or rows.requests[request.row] is not request:
+            raise IntegrityError(
+                f"running request {request.request_id!r} is {request.status.value} in row {request.row}"
+            )
+    _check_progress(scheduler, set(map(int, in_flight)))
+    running = {request.row for request in scheduler.running}
+    for row, request in enumerate(rows.requests):
+        if request is not None and row not in running and request.status is not Status.PREEMPTED:
+            raise IntegrityError(
+                f"row {row} is held by request {request.request_id!r}, which is {request.status.value}"
+            )
+        if request is not None and not rows.num_computed_tokens[row] <= rows.num_tokens[row] <= rows.max_model_len:
+            raise IntegrityError(
+                f"row {row}: {rows.num_computed_tokens[row]} computed of {rows.num_tokens[row]} tokens"
+            )
+        partner = int(rows.partner[row])
+        if partner >= 0 and (
+            rows.partner[partner] != row
+            or rows.num_tokens[row] - rows.num_prompt_tokens[row]
+            != rows.num_tokens[partner] - rows.num_prompt_tokens[partner]
+        ):
+            raise IntegrityError(f"rows {row} and {partner} are a pair and do not have the same outputs")
+    scheduler.cache.check(rows)
+    if scheduler.encoder_cache is not None:
+        scheduler.encoder_cache.check()
+        for request in scheduler.running:
+            scheduler.encoder_cache.check_request(request, int(rows.num_computed_tokens[request.row]))
+
+
+def _check_progress(scheduler: Scheduler, in_flight: set[int]) -> None:
+    """Raise IntegrityError for a running request that no step would ever compute or hand out a token of."""
+    rows = scheduler.rows
+    for request in scheduler.running:
+        row = request.row
+        if row in in_flight:
+            continue
+        if rows.num_pending[row]:
+            raise IntegrityError(
+                f"request {request.request_id!r} expects {rows.num_pending[row]} tokens of a step in flight, and there "
+                "is none"
+            )
+        if rows.num_computed_tokens[row] >= rows.num_tokens[row]:
+            raise IntegrityError(
+                f"request {request.request_id!r} is running, all of its {rows.num_tokens[row]} tokens are computed, "
+                "and no step is in flight that would give it another"
+            )

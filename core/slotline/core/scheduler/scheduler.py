@@ -1,0 +1,455 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+There is no prefill or decode phase: a request has known tokens and computed tokens, and a step computes some of the
+difference, and the drafts behind it. Running requests go first, in order; then waiting ones are admitted while tokens,
+rows and blocks last. When blocks run out, drafts are dropped first; then the running request that is last in order
+loses its blocks and is computed again later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+from attrs import evolve
+
+from slotline.core.batch.request import Request, Status
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.kv_cache.encoder_cache import EncoderCache
+from slotline.core.kv_cache.kv_cache_manager import KVCacheManager
+from slotline.core.lora.manager_protocol import AdapterManager
+from slotline.core.scheduler.request_queue import RequestQueue
+from slotline.registry.contracts import CacheBlock
+
+Int = npt.NDArray[np.int64]
+EARLY = 4
+"""Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
+PLENTY = 8
+"""Blocks for each of them that stay free then."""
+
+
+class Scheduler:
+    """Token budget, first-come-first-served or priority order, preemption by recomputation.
+
+    Attributes:
+        lookahead: tokens behind a step's own that a request gets blocks for where there are any, since a drafter's
+            attention writes there.
+    """
+
+    def __init__(
+        self,
+        rows: RequestTable,
+        cache: KVCacheManager,
+        *,
+        max_batched_tokens: int,
+        chunked_prefill: bool = True,
+        default_seed: int = 0,
+        encoder_cache: EncoderCache | None = None,
+        lookahead: int = 0,
+        adapters: AdapterManager | None = None,
+    ) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.max_batched_tokens = max_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.default_seed = default_seed
+        self.encoder_cache = encoder_cache
+        self.lookahead = lookahead
+        self.adapters = adapters
+        self.running: list[Request] = []
+        self._waiting = RequestQueue()
+        self._running_rows: Int = np.zeros(0, np.int64)
+        self._failed: list[tuple[Request, Exception]] = []  # in the step that is being scheduled
+        self._last: tuple[Int, Int, SchedulerOutput] | None = (
+            None  # running rows, their order, and the step made of them
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no blocks: new and preempted ones."""
+        return len(self._waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
+        self._waiting.push(request)
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens and give their requests rows and blocks.
+
+        A request that cannot be scheduled, for instance since a plugin of the cache raises, is left out of the step.
+        """
+        self._failed = [(self.rows.request(row), e) for row, e in self.cache.keep_states(self.rows, self._running_rows)]
+        rows, counts, preempted = self._schedule_running()
+        admitted: list[Request] = []
+        if self._waiting and not preempted:
+            admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
+            some = np.array(more, np.int64) > 0  # one of a pair may have nothing to compute before the other is there
+            rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
+            counts = np.concatenate([counts, np.array(more, np.int64)[some]])
+        schedule = self._in_batch_order(rows, counts, admitted, preempted)
+        if self._failed:
+            schedule = evolve(schedule, failed=tuple(self._failed))
+        return schedule if self.encoder_cache is None else self._with_features(schedule, self.encoder_cache)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, wherever it stands, and give back its row and blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self._refresh()
+        else:
+            self._waiting.remove(request)
+        self._leave(request)
+
+    def remove_running(self, requests: list[Request]) -> None:
+        """The same for many running requests at once."""
+        leaving = set(map(id, requests))
+        self.running = [r for r in self.running if id(r) not in leaving]
+        self._refresh()
+        for request in requests:
+            self._leave(request)
+
+    def withdraw(self, request: Request, *, ended: bool) -> None:
+        """Take the row of a request that has ended, or that begins anew, before `restore`."""
+        self.rows.vacate(request.row)
+        request.status = Status.FINISHED if ended else Status.WAITING
+
+    def restore(self, waiting: Sequence[Request]) -> None:
+        """Give back all blocks and queue the unfinished requests again, whatever a step was doing.
+
+        The rows must have been restored.
+
+        Args:
+            waiting: those that need not wait for anything else.
+        """
+        self.cache.restore()
+        self.running, self._last, self._waiting = [], None, RequestQueue()
+        self._refresh()
+        for request in waiting:
+            request.status = Status.WAITING if request.row < 0 else Status.PREEMPTED
+            self.add(request)
+
+    def recompute(self, lost: Sequence[CacheBlock]) -> None:
+        """Blocks could not be loaded: requests that hold one are computed again from the last good one on."""
+        for row, good in self.cache.lost_tokens(lost).items():
+            request = self.rows.request(row)
+            request.loads, metrics = False, request.metrics
+            bad = max(0, metrics.num_cached_tokens - good)
+            metrics.num_cached_tokens -= bad
+            metrics.num_loaded_tokens = max(0, metrics.num_loaded_tokens - bad)
+            for one in (request, request.partner):
+                if one is not None and one.status is Status.RUNNING:
+                    self.running.remove(one)
+                    self._queue_again(one)
+
+    def _schedule_running(self) -> tuple[Int, Int, list[Request]]:
+        rows = self._running_rows
+        counts = self._counts(rows)
+        after = self.rows.num_computed_tokens[rows] + counts
+        ahead = np.minimum(after + self.lookahead, self.rows.max_model_len)
+        preempted: list[Request] = []
+        undrafted = False
+        short = self.cache.rows_short(rows, ahead)
+        if len(short) and (self._grow_early(rows, ahead) or self.cache.try_grow_all(rows[short], ahead[short])):
+            short = short[:0]
+        for position in short.tolist():
+            request = self.running[position] if position < len(self.running) else None
+            if request is None:  # preempted below by a request before it
+                break
+            if self.lookahead and self.cache.try_grow(request.row, int(ahead[position])):
+                continue
+            while not self.cache.try_grow(request.row, int(after[position])):
+                if self.rows.num_drafts[request.row]:  # a guess is not worth a preemption
+                    self.rows.num_drafts[request.row] = 0
+                    after[position] = min(after[position], self.rows.num_tokens[request.row])
+                    undrafted = True
+                    continue
+                victims = self._preempt()
+                preempted += victims
+                if request in victims:
+                    break
+        if preempted or undrafted:
+            rows = self._running_rows
+            counts = self._counts(rows, counts[: len(rows)])
+        scheduled = counts > 0
+        return (rows, counts, preempted) if scheduled.all() else (rows[scheduled], counts[scheduled], preempted)
+
+    def _grow_early(self, rows: Int, ahead: Int) -> bool:
+        """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps.
+
+        False, and nothing taken, where less than a quarter of the pool would be left, or less than `PLENTY` blocks for
+        each of them: then a block that is given too early may cost another request its own.
+        """
+        most = np.minimum(self.rows.length_limit[rows], self.rows.max_model_len) - 1  # a last token is not computed
+        later = np.maximum(ahead, np.minimum(ahead + EARLY, most))
+        short = self.cache.rows_short(rows, later)
+        spare = max(self.cache.pool.num_blocks // 4, PLENTY * len(rows))
+        return self.cache.try_grow_all(rows[short], later[short], spare=spare)
+
+    def _counts(self, rows: Int, most: Int | None = None) -> Int:
+        """Tokens of each running row in this step, see `_wanted`. No row of a pair computes its last known token, and
+        so samples, without the other."""
+        counts = self._wanted(rows, most)
+        if not self.rows.paired:
+            return counts
+        partners = self.rows.partner[rows]
+        paired = partners != -1
+        if not paired.any():
+            return counts
+        left = self.rows.num_tokens[rows] - self.rows.num_computed_tokens[rows]
+        samples = np.zeros(self.rows.max_requests, bool)
+        samples[rows] = counts >= left
+        alone = paired & ~((partners >= 0) & samples[partners])
+        capped: Int = np.where(alone, np.minimum(counts, np.maximum(left - 1, 0)), counts)
+        return capped
+
+    def _wanted(self, rows: Int, most: Int | None) -> Int:
+        """Tokens of each running row in this step: what is left to compute, `most` at most, cut where the budget ends
+        and before items that cannot be encoded in this step."""
+        known = self.rows.num_tokens[rows]
+        left = known - self.rows.num_computed_tokens[rows]
+        left[known >= self.rows.length_limit[rows]] = 0  # its last token is sampled and not handed out yet
+        drafts = self.rows.num_drafts[rows]
+        if drafts.any():
+            if int((left + drafts)[left == 1].sum()) > self.max_batched_tokens:
+                self.rows.num_drafts[rows] = 0  # every decode goes before any guess
+            else:
+                left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
+        if most is not None:
+            left = np.minimum(left, most)  # the rows' blocks hold no more
+        if self.encoder_cache is not None:
+            left = self._before_unencoded(self.encoder_cache, rows, left)
+        left = self._up_to_checkpoints(rows, left)
+        if int(left.sum()) <= self.max_batched_tokens:
+            return left
+        before = np.cumsum(left) - left
+        return self._up_to_checkpoints(rows, np.clip(self.max_batched_tokens - before, 0, left))
+
+    def _up_to_checkpoints(self, rows: Int, counts: Int) -> Int:
+        """`counts`, cut where a state is to be kept; it can be copied between two steps alone."""
+        if self.cache.checkpoints is None:
+            return counts
+        return self.cache.checkpoints.cut(rows, self.rows.num_computed_tokens[rows], counts)
+
+    def _before_unencoded(self, encoder_cache: EncoderCache, rows: Int, left: Int) -> Int:
+        """`left`, cut in each row before the first item that cannot be encoded in this step."""
+        computed, left = self.rows.num_computed_tokens[rows], left.copy()
+        for position in np.flatnonzero(self.rows.next_feature[rows] < computed + left).tolist():
+            budget = max(0, self.max_batched_tokens - int(left[:position].sum()))
+            count = min(int(left[position]), budget)
+            left[position] = encoder_cache.reach(self.running[position], int(computed[position]), count)
+            self.rows.find_next_feature(int(rows[position]))
+        return left
+
+    def _with_features(self, schedule: SchedulerOutput, encoder_cache: EncoderCache) -> SchedulerOutput:
+        """The step with what it encodes, and the items that its tokens touch."""
+        firsts, ends = schedule.num_computed, schedule.num_computed + schedule.num_scheduled
+        touching = np.flatnonzero(self.rows.next_feature[schedule.rows] < ends).tolist()
+        features = tuple(
+            (int(schedule.rows[i]), feature)
+            for i in touching
+            for feature in self.rows.request(int(schedule.rows[i])).features
+            if feature.start < ends[i] and feature.end > firsts[i]
+        )
+        encode, dropped = encoder_cache.take()
+        return evolve(schedule, encode=encode, dropped=dropped, features=features)
+
+    def _preempt(self) -> list[Request]:
+        """Preempt the last running request, and the other one of its pair: their outputs are of the same length."""
+        victims = [self._preempt_last()]
+        partner = victims[0].partner
+        if partner is not None and partner.status is Status.RUNNING:  # it stands right before the other one
+            victims.append(self._preempt_last())
+        return victims
+
+    def _preempt_last(self) -> Request:
+        """Take the blocks of the running request that is last in order and queue it again."""
+        victim = self.running.pop()
+        self._queue_again(victim)
+        return victim
+
+    def _queue_again(self, request: Request) -> None:
+        """Take the blocks of a request that runs no more, and queue it."""
+        self._release(request)
+        self.rows.give_up(request.row)
+        request.status = Status.PREEMPTED
+        request.metrics.num_preemptions += 1
+        self._waiting.push(request)
+        self._refresh()
+
+    def _admit(self, budget: int) -> tuple[list[Request], list[int]]:
+        admitted: list[Request] = []
+        counts: list[int] = []
+        aside: list[Request] = []  # they wait for an adapter's slot, or for the rows of a pair
+        half, rows_lack = self._half_of_a_pair(), False
+        while self._waiting and budget > 0:
+            request = half or self._waiting.head
+            lacking = _lacking_rows(request)
+            if lacking and (rows_lack or lacking > self.rows.num_free):
+                rows_lack = True
+                if self._num_rows_waiting(len(admitted)) == 0:
+                    break
+                self._waiting.remove(request)
+                aside.append(request)  # those go on that hold rows, and will free them
+                continue
+            # Once one has to wait, no other adapter's requests pass it, or it might wait for ever.
+            waits = bool(aside) and request is not half
+            acquired = False
+            try:
+                if request.lora_request and request.row < 0:
+                    acquired = not waits and self._acquire(request)
+                    if not acquired:
+                        self._waiting.remove(request)
+                        aside.append(request)
+                        continue
+                count = self._try_admit(request, budget)
+            except Exception as error:  # a plugin's code may raise anything; the others go on
+                self._fail(request, error, acquired=acquired)
+                half = None
+                continue
+            if count is None:
+                if acquired and self.adapters is not None:
+                    self.adapters.release(request)
+                break
+            self._waiting.remove(request)
+            admitted.append(request)
+            counts.append(count)
+            budget -= count
+            partner = request.partner
+            half = partner if partner is not None and partner.status is not Status.RUNNING else None
+        for request in aside:
+            self.add(request)
+        if admitted:
+            self.running.extend(admitted)
+            self.running.sort(key=lambda r: r.order)
+            self._refresh()
+        return admitted, counts
+
+    def _fail(self, request: Request, error: Exception, *, acquired: bool) -> None:
+        """Leave a request out that cannot be admitted; `acquired` says whether it holds a slot for its adapter."""
+        self._waiting.remove(request)
+        self._failed.append((request, error))
+        if request.row < 0 and self.encoder_cache is not None:
+            self.encoder_cache.release(request)
+        if request.row < 0 and acquired and self.adapters is not None:
+            self.adapters.release(request)
+
+    def _half_of_a_pair(self) -> Request | None:
+        """The waiting request whose partner is running, if there is one.
+
+        It goes before all others, whatever their priority: its partner can neither sample nor end without it, and holds
+        a row, blocks and an adapter's slot that those others may need.
+        """
+        paired = self._running_rows[self.rows.partner[self._running_rows] != -1]
+        partners = (self.rows.request(row).partner for row in paired.tolist())
+        return next((one for one in partners if one is not None and one.status is not Status.RUNNING), None)
+
+    def _num_rows_waiting(self, num_admitted: int) -> int:
+        """Rows of preempted requests that wait, when so many were admitted in this step."""
+        return self.rows.max_requests - self.rows.num_free - len(self.running) - num_admitted
+
+    def _acquire(self, request: Request) -> bool:
+        return self.adapters is None or self.adapters.acquire(request)
+
+    def _try_admit(self, request: Request, budget: int) -> int | None:
+        """Tokens of the request that fit into this step; None if it has to wait, and nothing is taken then.
+
+        One of a pair leaves its last token to a step in which both are running.
+        """
+        known = self._known_tokens(request)
+        hit, prefix = self.cache.find_prefix(request, known)
+        count = len(known) - hit - (request.partner is not None)
+        if count > budget:
+            if not self.chunked_prefill and len(known) <= self.max_batched_tokens:
+                return None
+            count = budget
+        if request.features and self.encoder_cache is not None:
+            whole, count = count, self.encoder_cache.reach(request, hit, count)
+            if count == 0 or (count < whole and not self.chunked_prefill):
+                self.encoder_cache.release(request)
+                return None
+        fresh = request.row < 0
+        row = self.rows.admit(request, self._seed(request)) if fresh else request.row
+        checkpoints, units = self.cache.checkpoints, self.cache.whole_units(request, known)
+        if checkpoints is not None:
+            divisible = self.chunked_prefill and not request.whole_prompt
+            count = checkpoints.aim(row, units, hit, count, divisible=divisible)
+        ahead = min(hit + count + self.lookahead, self.rows.max_model_len)
+        admit = partial(self.cache.try_admit, row, prefix, hashes=request.block_hashes)
+        if not admit(ahead) and not admit(hit + count):
+            if fresh:
+                self.rows.release(request)
+            if self.encoder_cache is not None:
+                self.encoder_cache.release(request)
+            return None
+        if checkpoints is not None:
+            checkpoints.begin(row, units, hit)
+        self.rows.num_computed_tokens[row] = hit
+        self.rows.find_next_feature(row)
+        if request.status is Status.WAITING:
+            request.metrics.num_cached_tokens = hit
+            request.metrics.num_loaded_tokens = self.cache.tokens_to_load(prefix)
+        request.status = Status.RUNNING
+        return count
+
+    def _known_tokens(self, request: Request) -> npt.NDArray[np.int32]:
+        if request.row < 0:
+            return request.token_array.astype(np.int32)
+        return self.rows.token_ids[request.row, : self.rows.num_tokens[request.row]]
+
+    def _seed(self, request: Request) -> int:
+        """A seed of its own for a request that brings none, from the engine's seed and its order of arrival."""
+        return (
+            self.default_seed * 0xDA942042E4DD58B5 + request.arrival * 0xD1342543DE82EF95 + request.index + 1
+        ) % 2**64
+
+    def _in_batch_order(
+        self, rows: Int, counts: Int, admitted: list[Request], preempted: list[Request]
+    ) -> SchedulerOutput:
+        computed, longer = self.rows.num_computed_tokens[rows], counts > 1
+        if self._last is not None and rows is self._last[0] and not longer.any():
+            _, order, last = self._last
+            if ((computed := computed[order]) == last.num_computed + 1).all():  # all as in the last step, a token on
+                self._last = rows, order, evolve(last, num_computed=computed, preempted=())
+                return self._last[2]
+            computed = self.rows.num_computed_tokens[rows]
+        # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun
+        # longest first leaves no multiprocessor with a long remainder at the end (Graham 1969).
+        order = np.argsort(np.where(longer, 1, -computed), kind="stable")
+        counts = counts[order]
+        schedule = SchedulerOutput(
+            rows=rows[order],
+            num_scheduled=counts,
+            num_computed=computed[order],
+            num_tokens=int(counts.sum()),
+            num_decodes=len(counts) - int(longer.sum()),
+            admitted=tuple(admitted),
+            preempted=tuple(preempted),
+        )
+        self._last = (rows, order, schedule) if rows is self._running_rows and not longer.any() else None
+        return schedule
+
+    def _refresh(self) -> None:
+        self._running_rows = np.array([r.row for r in self.running], np.int64)
+
+    def _leave(self, request: Request) -> None:
+        if request.row >= 0:
+            self._release(request)
+            self.rows.release(request)
+            if self.adapters is not None:
+                self.adapters.release(request)
+        request.status = Status.FINISHED
+
+    def _release(self, request: Request) -> None:
+        """Give back the request's blocks and encoder outputs."""
+        self.cache.release(request.row)
+        if self.encoder_cache is not None:
+            self.encoder_cache.release(request)
+
+
+def _lacking_rows(request: Request) -> int:
+    """Rows that a request needs before it may join: a pair's are there together, or each of two might keep one."""
+    partner = request.partner
+    return int(request.row < 0) + int(partner is not None and partner.row < 0)

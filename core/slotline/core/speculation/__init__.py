@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, their verification and their statistics."""

@@ -1,0 +1,97 @@
+"""What a drafter is shown: the rows that want drafts, and what a step computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from slotline.core.batch.hidden_states import ComputedStates, HiddenStates
+from slotline.core.batch.model_inputs import ModelInputs
+from slotline.core.batch.request_table import RequestTable
+from slotline.core.sampling.sampler import uniforms
+from slotline.registry.contracts import ComputedTokens, DraftBatch
+
+Int = npt.NDArray[np.int64]
+_DRAW = np.uint64(0xD6E8FEB86659FD93)
+"""Sets the drafter's random numbers apart from the sampler's."""
+
+
+def draft_batch(
+    table: RequestTable,
+    rows: Int,
+    known: Int,
+    hidden_states: HiddenStates | None,
+    num_tokens: int,
+    device: str,
+    history: torch.Tensor,
+) -> DraftBatch:
+    """A request for up to `num_tokens` drafts behind the `known` [n] tokens of `rows` [n].
+
+    Args:
+        history: [max_requests, max_model_len] int32, tokens by row, which the drafter may spoil.
+        hidden_states: of the last accepted position of each; None if the drafter reads none.
+    """
+    newest = table.token_ids[rows, known - 1].astype(np.int64)
+    places = known[:, None] + np.arange(num_tokens)
+    return DraftBatch(
+        rows=torch.from_numpy(rows.copy()),
+        token_table=history,
+        num_tokens=torch.from_numpy(known.astype(np.int32)),
+        last_token_ids=torch.from_numpy(newest).to(device),
+        positions=torch.from_numpy(known - 1).to(device),
+        hidden_states=None if hidden_states is None else hidden_states.last,
+        layer_hidden_states=None if hidden_states is None else hidden_states.layers,
+        computed_index=None if hidden_states is None else hidden_states.index,
+        temperature=torch.from_numpy(table.temperature[rows]).to(device),
+        uniforms=uniforms(table.seed[rows][:, None] ^ _DRAW, places),
+    )
+
+
+def computed_tokens(
+    states: ComputedStates,
+    following: torch.Tensor,
+    device: str,
+    *,
+    embed: Callable[[torch.Tensor], torch.Tensor] | None,
+    hidden_states: bool,
+    attends: bool,
+) -> ComputedTokens:
+    """What a step computed.
+
+    Args:
+        following: [num_padded_tokens] int64 on the device, the token behind each.
+        embed: embeds tokens, for drafters that see inputs besides text one token ahead.
+        hidden_states: whether the drafter reads these.
+        attends: whether it has attention layers of its own.
+    """
+    inputs = states.inputs
+    starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
+    next_embeds = None
+    if inputs.following is not None and embed is not None:
+        next_embeds = inputs.following.merged(embed, following)
+    return ComputedTokens(
+        rows=torch.from_numpy(inputs.rows.copy()),
+        query_start_loc=torch.from_numpy(starts.astype(np.int64)),
+        token_ids=states.token_ids.to(device),
+        positions=inputs.positions.to(device),
+        next_token_ids=following,
+        next_embeds=next_embeds,
+        hidden_states=states.hidden if hidden_states else None,
+        layer_hidden_states=states.layers,
+        attend=states.attend if attends else None,
+    )
+
+
+def following_tokens(table: RequestTable, inputs: ModelInputs) -> Int:
+    """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
+    rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows)]
+    first = inputs.seq_lens_cpu[: len(rows)] - counts
+    places = np.repeat(first - starts, counts) + np.arange(1, inputs.num_tokens + 1)
+    following = np.zeros(inputs.num_padded_tokens, np.int64)
+    following[: inputs.num_tokens] = table.token_ids[
+        np.repeat(rows, counts), np.minimum(places, table.max_model_len - 1)
+    ]
+    return following

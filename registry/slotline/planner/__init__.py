@@ -1,0 +1,1 @@
+"""Planner: from a configuration and a model to a plan."""

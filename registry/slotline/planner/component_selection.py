@@ -1,0 +1,347 @@
+"""What a plan holds beside attention and cache: the task, and whether drafter and logits processors can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from attrs import evolve, frozen
+
+from slotline.planner.offers import Offers, narrowed
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import AttentionLayer, ModelFacts
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import NegotiationError
+from slotline.registry.negotiation import Candidate, GroupPlan, Need, Plan, Reason, Setting, candidates, part_reasons
+
+_NOT_SUPPLIED = {
+    "needs_grammar": "the state of a grammar",
+}
+"""What a drafter may need and this version of the runner does not hand over."""
+
+
+def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> Setting:
+    """The task that the configuration names, or the one that the checkpoint was made for.
+
+    Raises:
+        NegotiationError: if the model does not serve it, or something else that is named cannot work with it.
+    """
+    config, served = loaded.config, [t for t in facts.tasks if family.capabilities.tasks.refusal(t) is None]
+    if config.task == "auto" and served:
+        task = served[0]
+    elif config.task in served:
+        task = config.task
+    else:
+        raise NegotiationError(
+            f"task = {config.task!r} ({loaded.origins['task'].where}): {facts.architecture} in {str(facts.path)!r} "
+            f"serves {', '.join(served) or 'no task'}",
+            fix=f"set task = {served[0]!r}, or take another model" if served else "take another model",
+        )
+    sampling = [f"drafter.name = {config.drafter.name!r}"] if config.drafter.name else []
+    sampling += [f"[logits_processors.{name}]" for name in config.logits_processors]
+    if sampling and task != "generate":
+        raise NegotiationError(
+            f"{', '.join(sampling)}: task {task!r} samples no tokens", fix='remove them, or set task = "generate"'
+        )
+    origin = loaded.origins["task"].where if config.task != "auto" else "auto: what the checkpoint was made for"
+    return Setting(key="task", asked=config.task, resolved=task, origin=origin, explicit=config.task != "auto")
+
+
+def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> None:
+    """Refuse what would let a request's numbers hang on its batch, where they must not.
+
+    Attention backends are asked in negotiation, and the family once more when it loads the model.
+
+    Raises:
+        NegotiationError: with every reason.
+    """
+    config = loaded.config
+    if not config.batch_invariant:
+        return
+    texts = []
+    if refusal := family.capabilities.batch_invariant.refusal(True):
+        texts.append(f"model family {family.name!r}: {refusal}")
+    if facts.state_layers:
+        kinds = ", ".join(dict.fromkeys(layer.state_kind for layer in facts.state_layers))
+        texts.append(f"{facts.architecture} keeps states ({kinds}), and no state backend promises it")
+    if not config.optimize:
+        texts.append("optimize = false: transformers' own modules leave it to the matrix library")
+    if config.offload_gib:
+        texts.append(f"offload_gib = {config.offload_gib:g}: weights are not on the device when they are looked at")
+    if texts:
+        raise NegotiationError(
+            f"batch_invariant = true ({loaded.origins['batch_invariant'].where}) cannot hold: {'; '.join(texts)}",
+            fix="remove what it cannot hold beside, or set batch_invariant = false",
+        )
+
+
+def choose_drafter(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, family: Descriptor[Any]
+) -> Descriptor[Any] | None:
+    """The drafter that the configuration names, if any, with what its probe left of the offer.
+
+    Raises:
+        NegotiationError: with every reason why it cannot be used.
+    """
+    config = loaded.config.drafter
+    if not config.name:
+        return None
+    descriptor = registry.load(Kind.DRAFTER, config.name, required=True)
+    descriptor = narrowed(descriptor, info, f"drafter {config.name!r}", "remove [drafter]")
+    offer, origin = descriptor.capabilities, f"drafter.tokens = {config.tokens}"
+    needs = (device_need(info), Need(capability="max_tokens", value=config.tokens, origin=origin))
+    texts = texts_of(part_reasons(offer, needs))
+    texts += [
+        f"needs {what}, which this version does not supply" for n, what in _NOT_SUPPLIED.items() if getattr(offer, n)
+    ]
+    if offer.needs_layers and (refusal := family.capabilities.taps.refusal(True)):
+        texts.append(f"needs hidden states of chosen layers; model family {family.name!r}: taps {refusal}")
+    if loaded.config.batch_invariant and offer.probabilities.support:
+        texts.append("batch_invariant = true: its guesses' probabilities decide what is sampled, and hang on the batch")
+    if config.tokens >= max_model_len - 1:
+        texts.append(f"{origin} does not fit beside a prompt into max_model_len={max_model_len}")
+    if texts:
+        raise NegotiationError(
+            f"drafter {config.name!r} cannot be used: {'; '.join(texts)}",
+            fix="lower drafter.tokens, name another drafter, or remove [drafter]",
+        )
+    return descriptor
+
+
+@frozen(kw_only=True)
+class StructuredOutputChoice:
+    """The plugin for structured output, or why there is none.
+
+    Attributes:
+        descriptor: of the plugin, or None.
+        setting: `structured_output.backend`, asked and resolved, with every reason against the others.
+        refusal: where there is no plugin, why, and what to do.
+    """
+
+    descriptor: Descriptor[Any] | None
+    setting: Setting
+    refusal: tuple[str, str] | None = None
+
+
+def choose_structured_output(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, task: str
+) -> StructuredOutputChoice:
+    """The structured-output plugin that the configuration names, or the best one that can be used.
+
+    Raises:
+        NegotiationError: if the named one cannot be used, or nothing is sampled.
+    """
+    key, asked = "structured_output.backend", loaded.config.structured_output.backend
+    named, origin = asked not in ("auto", "none"), loaded.origins[key].where
+    if asked == "none":
+        return _no_structured_output(asked, f'{key} = "none" ({origin})', f'set {key} = "auto"')
+    if task != "generate":
+        why = f"task {task!r} samples no tokens"
+        if named:
+            raise NegotiationError(f"{key} = {asked!r} ({origin}): {why}", fix="remove it")
+        return _no_structured_output(asked, why, 'set task = "generate"')
+    if named:
+        registry.load(Kind.STRUCTURED_OUTPUT, asked, required=True)
+    found = {c.name: (c, _against(c, info)) for c in candidates(registry, Kind.STRUCTURED_OUTPUT, info)}
+    against = "; ".join(f"{name}: {why}" for name, (_, why) in found.items() if why is not None)
+    if named and (refusal := found[asked][1]) is not None:
+        raise NegotiationError(f"{key} = {asked!r} ({origin}) cannot be used: {refusal}", fix="remove it")
+    usable = [found[asked][0]] if named else [candidate for candidate, why in found.values() if why is None]
+    if not usable:
+        because = f"auto: {against or 'no plugin for it is installed'}"
+        return _no_structured_output(asked, because, "pip install 'slotline[structured]'")
+    best = max(usable, key=lambda c: (c.capabilities.priority, c.name))
+    assert best.descriptor is not None  # or there would be a reason against it
+    if not named:
+        origin = "; ".join(filter(None, (f"auto: {best.capabilities.priority_reason or 'the first'}", against)))
+    return StructuredOutputChoice(
+        descriptor=evolve(best.descriptor, capabilities=best.capabilities),  # what the probe left of them
+        setting=Setting(key=key, asked=asked, resolved=best.name, origin=origin, explicit=named),
+    )
+
+
+def _no_structured_output(asked: str, because: str, fix: str) -> StructuredOutputChoice:
+    setting = Setting(
+        key="structured_output.backend", asked=asked, resolved="none", origin=because, explicit=asked == "none"
+    )
+    return StructuredOutputChoice(descriptor=None, setting=setting, refusal=(because, fix))
+
+
+def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
+    """Why a candidate cannot be used, or None."""
+    if reason := candidate.blocked or candidate.load_error or candidate.probe_refusal:
+        return reason
+    if candidate.contract is None:
+        return candidate.contract_error or "no common contract version"
+    reasons = part_reasons(candidate.capabilities, (device_need(info),))
+    return "; ".join(texts_of(reasons)) or None
+
+
+def choose_tree(
+    loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, offers: Offers, *, stages: int
+) -> Setting | None:
+    """Whether a drafter's trees are verified as trees, or their likeliest path as a chain, and why; None without trees.
+
+    Backends are chosen without regard to trees: one that is slower in every step would cost more than a tree gives.
+    """
+    if drafter is None or not drafter.capabilities.tree.support:
+        return None
+    wanted = Need(capability="tree_mask", value=True, origin="trees")
+    every = (text for group in plan.groups for text in _backend_refusals(loaded, offers, group, wanted))
+    texts = list(dict.fromkeys(every))
+    if plan.state_groups:
+        texts.append("states follow one path")
+    if stages > 1:
+        texts.append(f"the model runs over {stages} pipeline stages")
+    return Setting(
+        key="drafter.tree",
+        asked="tree",
+        resolved="chain" if texts else "tree",
+        origin=f"drafter {drafter.name!r} proposes trees" + "".join(f"; {text}" for text in texts),
+    )
+
+
+def choose_draft_graphs(
+    loaded: LoadedConfig,
+    drafter: Descriptor[Any] | None,
+    plan: Plan,
+    offers: Offers,
+    layers: Sequence[AttentionLayer],
+) -> Setting | None:
+    """Whether the drafter's own steps are captured, and why; None without a drafter.
+
+    Args:
+        offers: of the attention backends, on this machine.
+        layers: the drafter's own.
+
+    Raises:
+        NegotiationError: if that was asked for and cannot be, without a drafter too.
+    """
+    key, asked = "drafter.graphs", loaded.config.drafter.graphs
+    if drafter is None:
+        _refuse_without_drafter(loaded, key, asked, "there is no drafter to capture")
+        return None
+    texts = []
+    if dict(plan.graphs.phases).get("verify", "none") == "none":
+        texts.append("no verifying step is captured")
+    if refusal := drafter.capabilities.graphs.refusal(True):
+        texts.append(f"drafter {drafter.name!r}: graphs {refusal}")
+    own, planned_once = {layer.index for layer in layers}, Need(capability="plan_once", value=True, origin="drafter")
+    for group in plan.groups:
+        if own.isdisjoint(layer.index for layer in group.layers):
+            continue
+        if not (group.captured("decode") and group.captured("verify")):
+            texts.append(f"attention group {group.name!r} is not captured")
+        texts += _backend_refusals(loaded, offers, group, planned_once)
+    return _decided(loaded, key, asked, texts)
+
+
+def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree: Setting | None) -> Setting | None:
+    """Whether as many drafts are verified as pay, and why; None without a drafter.
+
+    Args:
+        tree: how the drafter's trees are verified; None without trees.
+
+    Raises:
+        NegotiationError: if that was asked for and cannot be, without a drafter too.
+    """
+    key, asked = "drafter.adaptive", loaded.config.drafter.adaptive
+    if drafter is None:
+        _refuse_without_drafter(loaded, key, asked, "there is no drafter whose drafts could be fewer")
+        return None
+    name, texts = f"drafter {drafter.name!r}", []
+    if tree is not None and tree.resolved == "tree":
+        texts.append(f"{name}: its trees are verified whole")
+    if asked == "auto" and drafter.capabilities.probabilities.support:
+        texts.append(f"{name} gives probabilities: a seed's text would depend on the lengths, and so on timing")
+    return _decided(loaded, key, asked, texts)
+
+
+def _refuse_without_drafter(loaded: LoadedConfig, key: str, asked: bool | str, refusal: str) -> None:
+    """Refuse what was asked of a drafter that is not there.
+
+    Raises:
+        NegotiationError: if `asked` is true.
+    """
+    if asked is True:
+        raise NegotiationError(
+            f"{key} = true ({loaded.origins[key].where}): {refusal}",
+            fix=f'name one as drafter.name, or set {key} to "auto"',
+        )
+
+
+def _decided(loaded: LoadedConfig, key: str, asked: bool | str, texts: Sequence[str]) -> Setting:
+    """What was asked for beside a drafter, true where it is "auto" and no text is against it.
+
+    Raises:
+        NegotiationError: if true was asked for, with every text.
+    """
+    origin, against = loaded.origins[key].where, "; ".join(texts)
+    if asked is True and texts:
+        raise NegotiationError(f"{key} = true ({origin}): {against}", fix=f'set {key} to "auto" or false')
+    return Setting(
+        key=key,
+        asked=str(asked).lower(),
+        resolved=str(asked is not False and not texts).lower(),
+        origin=origin if asked != "auto" else f"auto: {against or 'nothing forbids it'}",
+        explicit=asked != "auto",
+    )
+
+
+def plans_once(loaded: LoadedConfig, offers: Offers, group: GroupPlan) -> bool:
+    """Whether what a group's backend plans at a capture serves every replay, but for common prefixes."""
+    return not _backend_refusals(
+        loaded, offers, group, Need(capability="plan_once", value=True, origin="configuration")
+    )
+
+
+def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need) -> list[str]:
+    """Why a group's backend does not cover one more need beside those of the group's layers, which may narrow it."""
+    backend = offers[Kind.ATTENTION, group.backend]
+    others = [Need(capability=feature, value=True, origin="model") for feature in _features(group.layers[0])]
+    others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
+    reasons = part_reasons(backend.capabilities, (wanted, *others))
+    return [f"attention backend {group.backend!r}: {reason.text}" for reason in reasons]
+
+
+def _features(layer: AttentionLayer) -> tuple[str, ...]:
+    """The capabilities that a layer needs of its backend and that not every layer does."""
+    features = {
+        "mla": layer.mla,
+        "sliding_window": layer.window is not None,
+        "chunked": layer.chunk is not None,
+        "soft_cap": layer.soft_cap is not None,
+        "sinks": layer.sinks,
+        "alibi": layer.alibi_slopes is not None,
+    }
+    return tuple(name for name, needed in features.items() if needed)
+
+
+def choose_processors(
+    loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, *, drafting: bool
+) -> tuple[Descriptor[Any], ...]:
+    """The default logits processors and those that the configuration names, with what their probes left of the offers.
+
+    Raises:
+        NegotiationError: if one is wrong on this device or beside a drafter; with every reason.
+    """
+    chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
+    for name in loaded.config.logits_processors:
+        chosen[name] = registry.load(Kind.LOGITS_PROCESSOR, name, required=True)
+    fix = "do without it, or remove what it cannot work with"
+    drafter = f"drafter.name = {loaded.config.drafter.name!r}"
+    needs = (device_need(info), Need(capability="speculation", value=drafting, origin=drafter))
+    processors = [narrowed(d, info, f"logits processor {name!r}", fix) for name, d in chosen.items()]
+    for descriptor in processors:
+        if texts := texts_of(part_reasons(descriptor.capabilities, needs)):
+            raise NegotiationError(f"logits processor {descriptor.name!r} cannot be used: {'; '.join(texts)}", fix=fix)
+    return tuple(processors)
+
+
+def device_need(info: DeviceInfo) -> Need:
+    return Need(capability="devices", value=info.type, origin=f"device {info.type}")
+
+
+def texts_of(reasons: Sequence[Reason]) -> list[str]:
+    return [f"{reason.code} {reason.text} ({reason.origin})" for reason in reasons]

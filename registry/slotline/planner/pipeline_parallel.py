@@ -1,0 +1,217 @@
+"""Pipeline stages: which devices hold the model, and which layers each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+from slotline.planner.device import describe_device, resolve_device
+from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelParts, Stage
+from slotline.registry.descriptor import Descriptor, DeviceInfo
+from slotline.registry.errors import ConfigError, NegotiationError
+
+_KEY = "parallel.pipeline"
+
+
+@frozen
+class Stages:
+    """Where each part of the model lies.
+
+    Attributes:
+        stages: in the order of a forward pass; one where nothing is divided.
+        of_layer: for each of the model's attention layers, by its index, the stage that it lies in.
+    """
+
+    stages: tuple[Stage, ...]
+    of_layer: tuple[int, ...]
+
+    @property
+    def divided(self) -> tuple[Stage, ...]:
+        """The stages where there are several, else none."""
+        return self.stages if len(self.stages) > 1 else ()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The stages' devices, each once."""
+        return tuple(dict.fromkeys(stage.device for stage in self.stages))
+
+    def device_of(self, layer: AttentionLayer) -> str:
+        """The device of an attention layer."""
+        return self.stages[self.of_layer[layer.index]].device
+
+    def split(self, layers: Sequence[AttentionLayer]) -> list[tuple[int, tuple[AttentionLayer, ...]]]:
+        """Attention layers by the stage that they lie in; only stages that have some."""
+        parts: dict[int, list[AttentionLayer]] = {}
+        for layer in layers:
+            parts.setdefault(self.of_layer[layer.index], []).append(layer)
+        return [(stage, tuple(parts[stage])) for stage in sorted(parts)]
+
+
+def pipeline_devices(loaded: LoadedConfig) -> tuple[str, ...]:
+    """The torch device string of each stage, one at least; before anything is known of the model.
+
+    Raises:
+        ConfigError: if one is not there, or they are not of one kind.
+    """
+    config, asked = loaded.config, loaded.config.parallel.pipeline
+    own = resolve_device(config.device)
+    if isinstance(asked, int):
+        return (own,) if asked == 1 else first_devices(own, asked, key=_KEY)
+    devices = named_devices(asked, key=_KEY)
+    kinds = {name.partition(":")[0] for name in devices}
+    if loaded.origins["device"].kind != "default":
+        kinds.add(own.partition(":")[0])
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{_KEY} = {list(asked)} with device = {config.device!r}: devices of different types, "
+            f"{' and '.join(sorted(kinds))}",
+            fix="name devices of one type; their backends, caches and dtypes are chosen once for all",
+        )
+    return devices
+
+
+def describe_devices(devices: Sequence[str]) -> DeviceInfo:
+    """The facts that hold on every stage's device, for the plan.
+
+    Raises:
+        ConfigError: if kernels that run on one need not run on another.
+    """
+    infos = [describe_device(device) for device in devices]
+    if len({info.compute_capability for info in infos}) > 1:
+        named = ", ".join(f"{device}: {info.name}" for device, info in zip(devices, infos, strict=True))
+        raise ConfigError(
+            f"{_KEY} = {list(devices)}: devices of different types ({named})",
+            fix="name devices of the same compute capability",
+        )
+    return evolve(infos[0], total_memory=min(info.total_memory for info in infos))
+
+
+def divide(loaded: LoadedConfig, devices: Sequence[str], facts: ModelFacts, family: Descriptor[Any]) -> Stages:
+    """Give each device its layers.
+
+    Raises:
+        NegotiationError: if the family or the model cannot be divided that way.
+    """
+    if len(devices) == 1:
+        return _undivided(loaded, devices[0], facts)
+    asked = f"{_KEY} = {loaded.config.parallel.pipeline!r}"
+    refusal, parts = family.capabilities.pipeline.refusal(True), facts.parts
+    if refusal is not None or parts is None:
+        raise NegotiationError(
+            f"{asked}: model family {family.name!r} cannot divide the model: "
+            f"{f'pipeline: {refusal}' if refusal else 'it does not say what parts the model has'}",
+            fix=f"remove {_KEY}, or use a model family that declares pipeline",
+        )
+    if loaded.config.offload_gib:
+        raise NegotiationError(
+            f"{asked} with offload_gib = {loaded.config.offload_gib}: weights are either divided or offloaded",
+            fix="remove one of the two",
+        )
+    if len(devices) > len(parts.layers):
+        raise NegotiationError(
+            f"{asked}: {len(devices)} stages for {len(parts.layers)} layers",
+            fix=f"name at most {len(parts.layers)} devices",
+        )
+    counts = _layers_asked(loaded, len(devices), len(parts.layers)) or balanced(parts, len(devices))
+    stages = tuple(
+        Stage(device=device, first_layer=first, end_layer=end, num_parameters=_parameters(parts, first, end))
+        for device, (first, end) in zip(devices, pairwise(accumulate(counts, initial=0)), strict=True)
+    )
+    owners = [index for index, count in enumerate(counts) for _ in range(count)]
+    divided = Stages(stages, tuple(owners[layer] for layer in parts.attention))
+    _refuse_shared_caches(divided, facts)
+    return divided
+
+
+def balanced(parts: ModelParts, num_stages: int) -> tuple[int, ...]:
+    """Layers of each stage so that the largest stage has as few parameters as can be, then the second largest, ..."""
+    total = len(parts.layers)
+    # best[end]: the loads of the stages so far, largest first, and their layers, over layers 0 .. end - 1
+    best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([], ())}
+    for stage in range(num_stages):
+        last, found = stage == num_stages - 1, dict[int, tuple[list[int], tuple[int, ...]]]()
+        for end in [total] if last else range(stage + 1, total):
+            found[end] = min(
+                (sorted([*loads, _parameters(parts, first, end)], reverse=True), (*counts, end - first))
+                for first, (loads, counts) in best.items()
+                if first < end
+            )
+        best = found
+    return best[total][1]
+
+
+def _undivided(loaded: LoadedConfig, device: str, facts: ModelFacts) -> Stages:
+    if loaded.config.parallel.layers:
+        raise ConfigError(
+            f"parallel.layers = {list(loaded.config.parallel.layers)} without stages",
+            fix=f"name their devices in {_KEY}, or remove the key",
+        )
+    layers = len(facts.parts.layers) if facts.parts else len(facts.layers)
+    whole = Stage(device=device, first_layer=0, end_layer=layers, num_parameters=facts.num_parameters)
+    return Stages((whole,), (0,) * len(facts.layers))
+
+
+def named_devices(names: Sequence[str], *, key: str) -> tuple[str, ...]:
+    """The torch device strings that a key names, each CUDA device with its number.
+
+    Raises:
+        ConfigError: if one is not there.
+    """
+    return tuple(_numbered(resolve_device(name, key=key)) for name in names)
+
+
+def first_devices(own: str, count: int, *, key: str) -> tuple[str, ...]:
+    """The first `count` devices of a type; a CPU is one device, which then holds everything.
+
+    Raises:
+        ConfigError: if there are fewer, or `own` is one of several.
+    """
+    kind, _, index = own.partition(":")
+    if kind == "cpu":
+        return (own,) * count
+    if index:
+        raise ConfigError(
+            f"{key} = {count} with device = {own!r}, which names one device",
+            fix=f'set device = "{kind}", or list the devices in {key}',
+        )
+    if count > (there := torch.cuda.device_count()):
+        raise ConfigError(f"{key} = {count}, and there are {there} CUDA devices", fix=f"set {key} = {there} or less")
+    return tuple(f"{kind}:{number}" for number in range(count))
+
+
+def _numbered(device: str) -> str:
+    """The device with its number, so that one device has one name."""
+    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
+
+def _layers_asked(loaded: LoadedConfig, num_stages: int, num_layers: int) -> tuple[int, ...]:
+    asked = loaded.config.parallel.layers
+    if asked and (len(asked) != num_stages or sum(asked) != num_layers or min(asked) < 1):
+        raise NegotiationError(
+            f"parallel.layers = {list(asked)}: {num_stages} stages need as many numbers from 1 on, and they must sum "
+            f"to the model's {num_layers} layers, not {sum(asked)}",
+            fix="correct the numbers, or remove the key to balance the stages",
+        )
+    return asked
+
+
+def _parameters(parts: ModelParts, first: int, end: int) -> int:
+    """Of the stage that holds layers `first` .. `end` - 1."""
+    ends = (parts.embedding if first == 0 else 0) + (parts.head if end == len(parts.layers) else 0)
+    return sum(parts.layers[first:end]) + ends
+
+
+def _refuse_shared_caches(stages: Stages, facts: ModelFacts) -> None:
+    for layer in facts.layers:
+        owner = layer.shares_kv_with
+        if owner is not None and stages.of_layer[owner] != stages.of_layer[layer.index]:
+            raise NegotiationError(
+                f"layer {layer.name!r} in stage {stages.of_layer[layer.index]} reads the cache of "
+                f"{facts.layers[owner].name!r} in stage {stages.of_layer[owner]}",
+                fix="set parallel.layers so that both lie in one stage",
+            )

@@ -1,0 +1,416 @@
+"""From a configuration to a plan: which model, which device, which plugins, and why. Reads no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from slotline.planner.async_scheduling import choose_async, overlap_drafts
+from slotline.planner.cache_specs import SpecBuilder, of_encoder, plan_pool
+from slotline.planner.component_selection import (
+    StructuredOutputChoice,
+    choose_adaptive,
+    choose_draft_graphs,
+    choose_drafter,
+    choose_processors,
+    choose_structured_output,
+    choose_task,
+    choose_tree,
+    refuse_variance,
+)
+from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
+from slotline.planner.drafter import draft_layers
+from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
+from slotline.planner.kv_connector import choose_connector, refuse_connector
+from slotline.planner.lora import choose_lora, refuse_lora_dtype
+from slotline.planner.measurements import load_measurements
+from slotline.planner.microbatches import choose_microbatches, refuse_single_plans, without_cascade
+from slotline.planner.model_family import family_for
+from slotline.planner.non_chunkable import (
+    length_of_whole_prompts,
+    refuse_cache_dtype,
+    refuse_sharing,
+    whole_prompts,
+)
+from slotline.planner.offers import Offers, offers_of
+from slotline.planner.pipeline_parallel import Stages, describe_devices, divide, pipeline_devices
+from slotline.planner.sampling_defaults import sampling_defaults
+from slotline.planner.state_facts import refuse_unfit_states
+from slotline.planner.state_specs import StateSpecBuilder, with_state_memory
+from slotline.registry.config import LoadedConfig
+from slotline.registry.config.plugin_tables import options_path
+from slotline.registry.config.tree import find
+from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
+from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.discovery import PluginRegistry
+from slotline.registry.errors import ModelError, NegotiationError
+from slotline.registry.negotiation import (
+    Asked,
+    Part,
+    Plan,
+    attention_candidates,
+    kv_spec_candidates,
+    negotiate,
+    prepare_request,
+    review,
+    state_candidates,
+    with_measurements,
+)
+
+LONGEST_BY_DEFAULT = 8192
+SMALL_MODEL = Path(next(iter(find_spec("slotline.core").submodule_search_locations))) / "small_model"  # type: ignore[union-attr,arg-type]
+"""Folder of the model that ships with slotline, found without an import."""
+
+
+@frozen(kw_only=True, eq=False)
+class Planned:
+    """A plan and what building it needs.
+
+    Attributes:
+        loaded: the configuration.
+        registry: the plugins.
+        offers: of attention, cache and state plugins, as their probes left them.
+        facts: what is known of the model.
+        task: what the engine runs, of `facts.tasks`.
+        family_descriptor, family: the model family that loads it.
+        processors: descriptors of the logits processors, in no order.
+        drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
+        draft_layers: the drafter's own attention layers, numbered behind the model's.
+        structured_output: the plugin for it, or why there is none.
+        stages: where each part of the model lies.
+        shards: where the keys of a request lie.
+        max_model_len: tokens.
+        asynchronous: whether a step is prepared while the one before runs.
+        trees: whether drafts that form trees are verified as such.
+        adaptive: whether as many drafts are verified as pay.
+        captures_drafts: whether the drafter's own steps are captured.
+        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out.
+        plan: the negotiated plan.
+    """
+
+    loaded: LoadedConfig
+    registry: PluginRegistry
+    offers: Offers
+    facts: ModelFacts
+    task: str
+    family_descriptor: Descriptor[Any]
+    family: ModelFamily
+    processors: tuple[Descriptor[Any], ...]
+    drafter: Descriptor[Any] | None
+    draft_layers: tuple[AttentionLayer, ...]
+    structured_output: StructuredOutputChoice
+    lora: Descriptor[Any] | None
+    connector: Descriptor[Any] | None
+    stages: Stages
+    shards: ContextDevices
+    max_model_len: int
+    asynchronous: bool
+    trees: bool
+    adaptive: bool
+    captures_drafts: bool
+    sampling_defaults: Mapping[str, Any]
+    plan: Plan
+
+    @property
+    def device(self) -> str:
+        """The torch device string where logits come out and tokens are sampled: the last stage's."""
+        return self.stages.stages[-1].device
+
+    @property
+    def layers(self) -> tuple[AttentionLayer, ...]:
+        """All attention layers that the plan serves, by index: the model's, then the drafter's."""
+        return self.facts.layers + self.draft_layers
+
+    def options(self, descriptor: Descriptor[Any]) -> Any:
+        """A plugin's own table, typed by the plugin."""
+        return self.registry.options(self.loaded, descriptor)
+
+    def check_options(self) -> None:
+        """Read the table of every plugin of the plan, so that a plan is no promise that building breaks, and those of
+        other plugins that load, so that a mistake is not found on another machine only.
+
+        Raises:
+            ConfigError: for a wrong key or value.
+        """
+        backends = [self.offers[Kind.ATTENTION, group.backend] for group in self.plan.groups]
+        states = [self.offers[Kind.STATE, group.backend] for group in self.plan.state_groups]
+        caches = [self.offers[Kind.KV_SPEC, group.kv_spec] for group in self.plan.cache_groups]
+        parts = (self.family_descriptor, self.drafter, self.structured_output.descriptor, self.lora, self.connector)
+        for descriptor in (*backends, *states, *caches, *self.processors, *filter(None, parts)):
+            self.options(descriptor)
+        self.registry.check_tables(self.loaded, required=False)
+
+    @property
+    def chunked_prefill(self) -> bool:
+        """Whether long prompts may be split over steps."""
+        return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
+
+
+def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
+    """Discover, look at the model, negotiate.
+
+    Args:
+        use_measurements: whether what `slotline tune` measured decides where nothing was asked.
+
+    Raises:
+        SlotlineError: of the kind that fits; nothing has been allocated then.
+    """
+    registry = PluginRegistry.discover(loaded)
+    with registry.built.naming():
+        return _negotiated(loaded, registry, use_measurements=use_measurements)
+
+
+def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool) -> Planned:
+    """Return the plan with these plugins."""
+    config = loaded.config
+    _load_named(loaded, registry)
+    devices = pipeline_devices(loaded)
+    shards = context_devices(loaded, devices)
+    info = describe_devices(tuple(dict.fromkeys((*devices, *shards.devices))))
+    path = loaded.path("model") or SMALL_MODEL
+    family_descriptor, family = family_for(registry, path)
+    facts = family.inspect(path)
+    _refuse_windows(facts)
+    refuse_unfit_states(facts.state_layers)
+    refuse_variance(loaded, facts, family_descriptor)
+    setting = choose_task(loaded, facts, family_descriptor)
+    task = setting.resolved
+    defaults = sampling_defaults(loaded, path, task)
+    stages = divide(loaded, devices, facts, family_descriptor)
+    max_model_len = _max_model_len(loaded, facts)
+    if whole_prompts(facts):
+        max_model_len = length_of_whole_prompts(loaded, max_model_len)
+    drafter = choose_drafter(loaded, registry, info, max_model_len, family_descriptor)
+    fast_prefill = choose_fast_prefill(
+        loaded, facts, family_descriptor, task=task, drafter=drafter, stages=len(stages.stages)
+    )
+    own_layers = draft_layers(
+        loaded,
+        registry,
+        drafter,
+        facts,
+        max_model_len,
+        lambda other: family_for(registry, other, "drafter.path")[1].inspect(other),
+        divided=bool(stages.divided),
+    )
+    stages = evolve(stages, of_layer=(*stages.of_layer, *(0 for _ in own_layers)))
+    refuse_context(loaded, shards, facts, drafter)
+    sampled = task == "generate"
+    processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
+    grammars = choose_structured_output(loaded, registry, info, task)
+    asynchronous = choose_async(loaded, devices[0], drafter)
+    lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
+    connector = choose_connector(loaded, registry, info)
+    microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))
+    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora, connector)))
+    request = prepare_request(
+        loaded,
+        evolve(facts, layers=facts.layers + own_layers),
+        info,
+        max_model_len=max_model_len,
+        dtype_fallbacks=_dtype_fallbacks(facts, info),
+        draft_tokens=config.drafter.tokens if drafter else 0,
+        fast_prefill=fast_prefill.layers,
+        last_queries=last_queries(facts, task=task, drafter=drafter, stages=len(stages.stages)),
+        needs=shards.needs,
+        parts=tuple(_part(registry, d, loaded) for d in parts),
+        settings=(
+            setting,
+            *filter(None, (defaults.setting,)),
+            asynchronous,
+            grammars.setting,
+            *fast_prefill.settings,
+            *microbatches,
+        ),
+    )
+    request = for_shards(without_cascade(loaded, evolve(request, stages=stages.divided)), shards)
+    if whole_prompts(facts):
+        refuse_cache_dtype(loaded, facts)
+        request = evolve(request, prefix_caching=refuse_sharing(loaded))
+    attention, specs = attention_candidates(registry, info), kv_spec_candidates(registry, info)
+    if use_measurements:
+        dtype, kv_dtype = request.dtype.value, request.kv_dtype.value
+        measured = load_measurements(facts, info, dtype, dtype if kv_dtype == "auto" else kv_dtype)
+        request = with_measurements(request, measured, attention)
+    states = state_candidates(registry, info) if facts.state_layers else ()
+    rank = partial(registry.hooks.rank_candidates, device=info)
+    plan = negotiate(request, attention, specs, states, rank)
+    if plan.graphs.resolved != "none" and (
+        refusal := shards.graphs_refusal or _capture_refusal(family, facts, stages, plan, task)
+    ):
+        _refuse_explicit_graphs(request.graphs, refusal)
+        if task == "generate":
+            request = evolve(request, uncaptured=refusal)
+        else:  # no downgrade: there is nothing to decode
+            request = evolve(request, graphs=Asked("none", refusal))
+        plan = negotiate(request, attention, specs, states, rank)
+    offers = offers_of((*attention, *specs, *states))
+    refuse_single_plans(loaded, plan, offers)
+    plan = with_shards(plan, loaded, shards)
+    builder = SpecBuilder(loaded, registry, offers, plan.kv_dtype, max_model_len, facts.max_encoder_len)
+    plan = plan_pool(plan, request, builder)
+    held = StateSpecBuilder(loaded, registry, offers, max_model_len).build(plan)
+    plan = with_state_memory(plan, held, config.scheduler.max_requests, config.state.checkpoints)
+    tree = choose_tree(loaded, drafter, plan, offers, stages=len(stages.stages))
+    draft_graphs = choose_draft_graphs(loaded, drafter, plan, offers, own_layers)
+    adaptive = choose_adaptive(loaded, drafter, tree)
+    plan = evolve(plan, settings=(*plan.settings, *filter(None, (tree, adaptive, draft_graphs))))
+    if drafter is not None:
+        asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
+        plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
+    plan = evolve(plan, inline_plugins=loaded.inline_files)
+    plan = review(plan, request, registry.hooks)
+    refuse_lora_dtype(lora, plan.dtype)
+    refuse_connector(loaded, connector, plan)
+    _mark_selected(registry, plan)
+    planned = Planned(
+        loaded=loaded,
+        registry=registry,
+        offers=offers,
+        facts=facts,
+        task=task,
+        family_descriptor=family_descriptor,
+        family=family,
+        processors=processors,
+        drafter=drafter,
+        draft_layers=own_layers,
+        structured_output=grammars,
+        lora=lora,
+        connector=connector,
+        stages=stages,
+        shards=shards,
+        max_model_len=max_model_len,
+        asynchronous=asynchronous.resolved == "true",
+        trees=tree is not None and tree.resolved == "tree",
+        adaptive=adaptive is not None and adaptive.resolved == "true",
+        captures_drafts=draft_graphs is not None and draft_graphs.resolved == "true",
+        sampling_defaults=defaults.values,
+        plan=plan,
+    )
+    planned.check_options()
+    return planned
+
+
+def _refuse_windows(facts: ModelFacts) -> None:
+    """Refuse a window or a chunk without a token: a query always sees itself.
+
+    Raises:
+        ModelError: naming the layers.
+    """
+    for what in ("window", "chunk"):
+        wrong = [layer for layer in facts.layers if (reach := getattr(layer, what)) is not None and reach < 1]
+        if wrong:
+            raise ModelError(
+                f"attention layers {', '.join(layer.name for layer in wrong)} of {str(facts.path)!r} have a {what} of "
+                f"{getattr(wrong[0], what)} tokens",
+                fix=f"correct the checkpoint's config.json: a {what} counts the query itself; null is none",
+            )
+
+
+def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, plan: Plan, task: str) -> str | None:
+    """Why nothing can be captured, in a sentence, or None."""
+    if task != "generate":
+        return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
+    if stages.divided:
+        return f"the model's forward cannot be captured: it runs over {len(stages.divided)} pipeline stages"
+    if of_encoder(facts.layers):
+        return "the keys of cross-attention come with the step in which a request begins, and a graph takes none"
+    if not hasattr(family, "capture_refusal"):
+        return "the model's forward cannot be captured: its model family does not say that it can"
+    refusal = family.capture_refusal(facts, stages.stages[0].device, plan.dtype)
+    return None if refusal is None else f"the model's forward cannot be captured: {refusal}"
+
+
+def _refuse_explicit_graphs(asked: Asked[str], refusal: str) -> None:
+    """Refuse graphs that were asked for by name.
+
+    Raises:
+        NegotiationError: with the reason why there can be none.
+    """
+    if asked.explicit and asked.value != "auto":
+        raise NegotiationError(
+            f"graphs.mode = {asked.value!r} ({asked.origin}): {refusal}",
+            fix='set graphs.mode to "auto" or "none"',
+        )
+
+
+def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
+    """Note in the plugin list what the plan uses."""
+    for group in plan.groups:
+        registry.mark_selected(Kind.ATTENTION, group.backend)
+    for state_group in plan.state_groups:
+        registry.mark_selected(Kind.STATE, state_group.backend)
+    for cache_group in plan.cache_groups:
+        registry.mark_selected(Kind.KV_SPEC, cache_group.kv_spec)
+    for state_cache in plan.state_caches:
+        registry.mark_selected(Kind.KV_SPEC, state_cache.kv_spec)
+    for part in plan.parts:
+        registry.mark_selected(Kind(part.kind), part.name)
+
+
+def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
+    asked = loaded.config.scheduler.max_model_len
+    if asked == "auto":
+        lengths = (facts.max_model_len, LONGEST_BY_DEFAULT, facts.default_max_model_len)
+        return min(length for length in lengths if length is not None)
+    if asked > facts.max_model_len:
+        raise NegotiationError(
+            f"scheduler.max_model_len = {asked}, but the model's positions end at {facts.max_model_len}",
+            fix=f"set scheduler.max_model_len = {facts.max_model_len} or less",
+        )
+    return asked
+
+
+def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
+    """Dtypes to try where none is named: the checkpoint's first, unless this processor has no arithmetic for it."""
+    if info.type == "cpu" and (
+        facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
+    ):
+        return ("float32",)
+    return (facts.dtype, "float32")
+
+
+def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
+    """Load every backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
+    for kind, named in (
+        (Kind.ATTENTION, _names(loaded.config.attention.backend)),
+        (Kind.STATE, _names(loaded.config.state.backend)),
+        (Kind.KV_SPEC, loaded.config.cache.kv_spec.values()),
+    ):
+        for name in named:
+            if name != "auto":
+                registry.load(kind, name, required=True)
+
+
+def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
+    """Every name in a choice of backends."""
+    choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
+    return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
+
+
+def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedConfig) -> Part:
+    record = registry.record(descriptor.kind, descriptor.name)
+    keys = {
+        Kind.DRAFTER: "drafter.name",
+        Kind.LORA: "lora.name",
+        Kind.STRUCTURED_OUTPUT: "structured_output.backend",
+        Kind.KV_CONNECTOR: "kv_connector.name",
+    }
+    key = keys.get(descriptor.kind, "")
+    origin = loaded.origins.get(key)
+    if descriptor.kind is Kind.LOGITS_PROCESSOR:  # named by its table, perhaps by the first key of one
+        path = options_path(descriptor.kind, descriptor.name)
+        table = find(loaded.tree, path)
+        key, origin = ".".join(path), None if table is None else table.origin
+    return Part(
+        kind=descriptor.kind.value,
+        name=descriptor.name,
+        distribution=record.distribution,
+        version=record.version,
+        origin="default" if origin is None or origin.kind == "default" else f"{origin.where} {key}",
+    )

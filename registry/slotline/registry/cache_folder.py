@@ -1,0 +1,90 @@
+"""Location of the on-disk cache for tuning results and compiled kernels, and how a file of it is written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import platform
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+from threading import get_ident
+
+import psutil
+
+_SCRATCH = re.compile(r"\.scratch-(?P<place>\w+)-(?P<pid>\d+)-\d+$")
+_EARLIER = re.compile(r"\.(?P<pid>\d+)\.\d+$")
+"""Scratch files as earlier versions named them: without the place where the number counts."""
+_SETTLED_S = 3600.0
+_FOREIGN_S = 24 * 3600.0
+"""Age from which a scratch file counts as left over if its process cannot be asked."""
+
+
+def cache_folder() -> Path:
+    """Return ``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification.
+
+    Raises:
+        OSError: if the folder hangs on a home folder and the user has none.
+    """
+    try:
+        if named := os.environ.get("SLOTLINE_CACHE"):
+            return Path(named).expanduser()
+        base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+        return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
+    except RuntimeError as error:  # HOME is not set, and the system knows no such user
+        raise OSError(errno.ENOENT, str(error)) from error
+
+
+def write_atomic(file: Path, content: bytes) -> None:
+    """Write a file of that folder at once, so that no reader finds half of it.
+
+    What killed processes left of theirs in the same folder is removed.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(file.parent)
+    scratch = file.with_name(f"{file.name}.scratch-{_place()}-{os.getpid()}-{get_ident()}")
+    try:
+        scratch.write_bytes(content)
+        scratch.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            scratch.unlink()
+        raise
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove the scratch files of a folder whose processes have ended.
+
+    A file of this machine goes as soon as its process is gone, and never before. Whether a process of another machine
+    or container that shares the folder still runs cannot be asked, so its files go when they are a day old.
+    """
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.is_file(follow_symlinks=False) and _is_stale(entry.name, entry.stat().st_mtime):
+                    os.unlink(entry.path)
+
+
+def _is_stale(name: str, modified: float) -> bool:
+    age = time.time() - modified
+    if found := _SCRATCH.search(name):
+        if found["place"] == _place():
+            return not psutil.pid_exists(int(found["pid"]))
+        return age > _FOREIGN_S
+    if found := _EARLIER.search(name):
+        return age > _SETTLED_S and not psutil.pid_exists(int(found["pid"]))
+    return False
+
+
+def _place() -> str:
+    """Return a name for where process numbers count: the machine since it started, and the namespace."""
+    facts = [platform.node()]
+    for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
+        with suppress(OSError):
+            facts.append(os.readlink(file) if file.endswith("pid") else Path(file).read_text())
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
