@@ -94,7 +94,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> Callable[..., Watche
     """Builds such an engine."""
 
     def make(family: str, **settings: Any) -> Watched:
-        monkeypatch.setattr(build, "staging_for", Arena)
+        monkeypatch.setattr(build, "transfer_buffer_for", Arena)
         monkeypatch.setattr(build, "tables_for", DeviceTables)
         llm = LLM(tiny(family), **{**DEFAULTS, **SMALL, **ON, **settings})
         monkeypatch.undo()

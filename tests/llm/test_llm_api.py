@@ -589,7 +589,7 @@ def test_buffers_of_fixed_size_hold_every_step_the_profiling_one_included(
 ) -> None:
     prompts = random_prompts([28, 3, 17, 9])
     expected = tokens_of(engines(tiny("llama")), prompts, SHORT)
-    monkeypatch.setattr("slotline.core.builder.engine_builder.staging_for", lambda _: FixedBuffers())
+    monkeypatch.setattr("slotline.core.builder.engine_builder.transfer_buffer_for", lambda _: FixedBuffers())
     assert tokens_of(LLM(tiny("llama"), **{**DEFAULTS, **settings}), prompts, SHORT) == expected
 
 
