@@ -17,8 +17,9 @@ SHARES = {
     "registry/slotline/conformance": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "proposers": (0.079, 0.28),
     "plugins": (0.102, 0.25),
-    "backends": (0.125, 0.37),
-    "core": (0.15, 0.36),
+    "backends": (0.134, 0.37),
+    "core": (0.14, 0.37),
+    "registry/slotline/planner": (0.22, 0.18),
 }
 
 

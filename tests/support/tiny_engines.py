@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from slotline.core import LLM
-from slotline.core.scheduling.integrity import check_integrity
+from slotline.core.scheduler.integrity import check_integrity
 
 DEFAULTS: dict[str, Any] = {
     "dtype": "float32",

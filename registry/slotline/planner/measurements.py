@@ -24,7 +24,8 @@ logger = logging.getLogger("slotline")
 
 def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> dict[str, Any]:
     """What a measurement holds for: the device, the model's shape, the dtypes, and torch. Plugins' versions stand
-    beside each run, so that a new version of one costs the others nothing."""
+    beside each run, so that a new version of one costs the others nothing.
+    """
     layers = [{key: value for key, value in asdict(layer).items() if key != "name"} for layer in facts.layers]
     shape: dict[str, Any] = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size}
     shape |= {"parameters": facts.num_parameters}

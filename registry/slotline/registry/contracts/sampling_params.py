@@ -22,7 +22,7 @@ _LARGEST = 1e9
 
 
 def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
-    """A validator that refuses with the parameter's name, its value and what is allowed."""
+    """Return a validator that refuses with the parameter's name, its value and the allowed values."""
 
     def validate(_instance: Any, attribute: Any, value: Any) -> None:
         try:
@@ -48,7 +48,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _tuple(value: Any) -> Any:
-    """A list as a tuple, one string as one of one, None as an empty one; what is no list is left to the validator."""
+    """Return a list as a tuple, a string as a tuple of one, and None as an empty tuple.
+
+    Any other value is left to the validator.
+    """
     value = plain_list(value)
     if value is None or isinstance(value, str):
         return () if value is None else (value,)
