@@ -1,7 +1,7 @@
 """Caches of layers that read a bounded stretch of the past: a sliding window, or the query's own chunk.
 
-Once no later token reads a block, it goes back to the pool. A cached prefix of some length can be gone on from if the
-blocks that the next token reads are there; those before may be gone, and the table has the null block for them.
+A block that no later token reads goes back to the pool. A request can continue from a cached prefix if the blocks that
+the next token reads exist. Earlier blocks may be gone, and the table has the null block for them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ NULL_BLOCK = 0
 
 
 class LocalSpec(PagedSpec, ABC):
-    """What a bounded view of the past means for blocks. Implements `KVSpec`."""
+    """Blocks of a layer with a bounded view of the past. Implements `KVSpec`."""
 
     @abstractmethod
     def oldest_read(self, num_computed_tokens: int) -> int:
-        """The oldest position that the token behind `num_computed_tokens` reads; it never falls as they grow."""
+        """Return the oldest position that the token after `num_computed_tokens` reads. It never falls as they grow."""
 
     @abstractmethod
     def peaks(self, last: int) -> Iterable[int]:
-        """Computed lengths up to `last` at one of which a request holds the most blocks."""
+        """Return computed lengths up to `last` which include one with the most blocks held."""
 
     def max_blocks_held(self) -> int:
         context = self._context
@@ -41,11 +41,11 @@ class LocalSpec(PagedSpec, ABC):
         return max(0, self.oldest_read(num_computed_tokens)) // self._context.block_size
 
     def prefix_hit(self, hashes: Sequence[BlockHash], lookup: Callable[[BlockHash], int | None]) -> list[int]:
-        """Looks from the end, so that each block is looked up once at most.
+        """Search from the end, so that each block is looked up at most once.
 
-        If block i is missing, all lengths above i up to the one looked at read it, for a longer prefix never reads
-        older blocks; so the next length to try is i. The last block must be cached even where nothing reads it (at the
-        end of a chunk): a prefix that nobody computed is no hit.
+        If block i is missing, all lengths above i up to the current one read it, because a longer prefix never reads
+        older blocks. The next length to try is therefore i. The last block must be cached even if nothing reads it (at
+        the end of a chunk), because a prefix that was never computed is not a hit.
         """
         end, found = len(hashes), dict[int, int]()
         index = end - 1
@@ -60,7 +60,7 @@ class LocalSpec(PagedSpec, ABC):
         return [NULL_BLOCK] * first + [found[i] for i in range(first, end)]
 
     def _first_read(self, num_blocks: int) -> int:
-        """The first block that is read behind a prefix of `num_blocks` blocks."""
+        """Return the first block that is read after a prefix of `num_blocks` blocks."""
         return self.blocks_freeable(num_blocks * self._context.block_size)
 
 
@@ -78,7 +78,7 @@ class SlidingSpec(LocalSpec):
         return num_computed_tokens - self._window + 1
 
     def peaks(self, last: int) -> Iterable[int]:
-        """How many are held depends, once the window is full, on the place within a block alone."""
+        """Return the lengths of one block. With a full window the held blocks depend only on the offset in a block."""
         return range(max(0, last - self._context.block_size + 1), last + 1)
 
 
@@ -99,7 +99,7 @@ class ChunkedLocalSpec(LocalSpec):
         return num_computed_tokens // self._chunk * self._chunk
 
     def peaks(self, last: int) -> Iterable[int]:
-        """The last token of a chunk holds the most; where in a block the chunk begins repeats itself."""
+        """Return the ends of chunks, where most blocks are held, until the chunks' offsets in a block repeat."""
         different = self._context.block_size // gcd(self._chunk, self._context.block_size)
         ends = range((last + 1) // self._chunk, 0, -1)[:different]  # in chunks
         return [last, *(end * self._chunk - 1 for end in ends)]

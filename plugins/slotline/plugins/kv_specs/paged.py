@@ -1,4 +1,4 @@
-"""What the paged cache specs have in common: pages of keys and values, one block for so many tokens."""
+"""Common parts of the paged cache specs: pages of keys and values, and one block per block size of tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class PagedSpec:
-    """Pages, and the length of a table; what is freed and found again is each spec's own.
+    """Pages and the length of a table. Each spec defines which blocks are freed and found again.
 
     Raises PluginError if the kernel block size does not divide the block size.
     """

@@ -1,4 +1,4 @@
-"""How a page of keys and values lies in memory.
+"""Memory layout of a page of keys and values.
 
 One manager block of one layer is a *page*. It is `ratio` consecutive kernel blocks, and each kernel block holds its
 keys, then its values. With equal head sizes the memory is therefore, outermost first,
@@ -6,10 +6,10 @@ keys, then its values. With equal head sizes the memory is therefore, outermost 
 * ``NHD``: [num_blocks * ratio, 2, kernel_block_size, num_kv_heads, head_size]
 * ``HND``: [num_blocks * ratio, 2, num_kv_heads, kernel_block_size, head_size]
 
-so a page is one contiguous piece whichever layout is chosen, and can be copied or shared as bytes. Where groups with
-unequal pages share the pool, its kernel blocks lie apart instead: each is one contiguous piece at a fixed distance.
+so a page is contiguous in both layouts, and can be copied or shared as bytes. If groups with different page sizes share
+the pool, its kernel blocks are separate instead: each is contiguous, at a fixed distance.
 
-A page of latents is [num_blocks * ratio, kernel_block_size, head_size]; it holds no values of its own.
+A page of latents is [num_blocks * ratio, kernel_block_size, head_size]. It has no values of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slotline.registry.errors import CapacityError, PluginError
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype called `name`. Raises PluginError for a name that torch does not know."""
+    """Return the torch dtype called `name`. Raises PluginError for a name that torch does not know."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise PluginError(f"cache dtype {name!r} is no torch dtype", fix="use a name such as 'bfloat16'")
@@ -59,7 +59,7 @@ def bind_pages(
 def bind_latents(
     raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int
 ) -> KVCache:
-    """View `raw` as the latents of an MLA layer; the values are the first `head_size_v` numbers of the keys.
+    """View `raw` as the latents of an MLA layer. The values are the first `head_size_v` numbers of the keys.
 
     Raises CapacityError if `raw` has another size than `num_kernel_blocks` kernel blocks of `size` tokens.
     """

@@ -13,11 +13,12 @@ from slotline.core.device.async_copy import to_device
 def ban(logits: torch.Tensor, rows: npt.NDArray[Any], tokens: npt.NDArray[Any]) -> None:
     """Set single logits to minus infinity, in place and without waiting for the device.
 
-    Assigning Python's number to indexed places would wait: torch copies it from ordinary memory.
+    Assigning a Python number to indexed places would wait, because torch copies it from pageable memory.
 
     Args:
         logits: [rows, vocab].
-        rows: [m] rows of `logits`; tokens: [m] the token banned in each.
+        rows: [m] rows of `logits`.
+        tokens: [m] the token banned in each.
     """
     if len(rows):
         places = to_device(rows, logits.device), to_device(tokens, logits.device)

@@ -11,12 +11,12 @@ Int = npt.NDArray[np.int64]
 
 
 class RowValues:
-    """A list of values for each row that has one; packed anew only after lists came or went.
+    """Lists of values by row, packed again only after lists were added or removed.
 
     Args:
-        max_requests: rows.
-        width: numbers in a value; None for a single number.
-        dtype: of the numbers.
+        max_requests: number of rows.
+        width: numbers in a value. None for a single number.
+        dtype: dtype of the numbers.
     """
 
     def __init__(self, max_requests: int, width: int | None = None, dtype: type[np.generic] = np.int64) -> None:
@@ -39,7 +39,7 @@ class RowValues:
         self._packed = None
 
     def take(self, rows: Int) -> tuple[Int, npt.NDArray[Any]]:
-        """The values of `rows` [n], in order: which of the n each belongs to [m], and the values [m] or [m, width]."""
+        """Return the values of `rows` [n] in order: the index of each value's row [m], and values [m] or [m, width]."""
         if self._packed is None:
             self._pack()
         counts = self._counts[rows]

@@ -1,6 +1,6 @@
-"""Reads LoRA adapters as PEFT saves them: ``adapter_config.json`` beside ``adapter_model.safetensors``.
+"""Reader of LoRA adapters as PEFT saves them: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Whatever an adapter says that would not be honoured is refused; nothing is left out in silence.
+Unsupported settings of an adapter are refused. Nothing is ignored silently.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ such an adapter (PEFT 0.21, ``tuners/lora/layer.py``)."""
 
 @frozen(eq=False)
 class Share:
-    """What an adapter has for one module, in float32 or as saved: A [rank, in_features], B [out_features, rank], and
-    the factor of the product. An embedding's in_features are its rows."""
+    """Weights of an adapter for one module, in float32 or as saved.
+
+    A is [rank, in_features], B is [out_features, rank], and there is the factor of the product. An embedding's
+    in_features are its rows.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
@@ -71,7 +74,7 @@ class PeftAdapter:
 def read(
     path: str, modules: Mapping[str, tuple[int, int]], max_rank: int, embeddings: Collection[str] = ()
 ) -> PeftAdapter:
-    """A PEFT folder, checked as a whole.
+    """Read a PEFT folder and check it as a whole.
 
     Args:
         path: the folder.
@@ -80,7 +83,7 @@ def read(
         embeddings: those of the modules that are embeddings.
 
     Raises:
-        RequestError: naming the first fault found.
+        RequestError: naming the first fault.
     """
     config = _config(path)
     tensors = _by_module(path, _tensors(path), modules, embeddings)
@@ -114,7 +117,7 @@ def signature(path: str) -> tuple[tuple[str | int, ...], ...]:
 
 
 def _config(path: str) -> dict[str, Any]:
-    """The folder's configuration, of a plain or rank-stabilised adapter."""
+    """Return the folder's configuration, of a plain or rank-stabilised adapter."""
     try:
         config = read_json(Path(path, CONFIG))
     except (OSError, ValueError) as error:
@@ -187,7 +190,7 @@ def _by_module(
     modules: Mapping[str, tuple[int, int]],
     embeddings: Collection[str],
 ) -> dict[str, dict[str, torch.Tensor]]:
-    """The two tensors of each module, finite ones of modules that may carry an adapter."""
+    """Return the two tensors of each module, checked to be finite and of modules that may carry an adapter."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in tensors.items():
         name, _, part = key.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
@@ -210,7 +213,7 @@ def _by_module(
 
 
 def _module(name: str, modules: Mapping[str, tuple[int, int]]) -> str | None:
-    """The module that a name in the file means; a model of images and text calls its decoder `language_model`."""
+    """Return the module of a name in the file. A model of images and text calls its decoder `language_model`."""
     for candidate in (name, name.replace("language_model.", "", 1)):
         if candidate in modules:
             return candidate
@@ -227,7 +230,7 @@ def _check_shapes(path: str, module: str, parts: Mapping[str, torch.Tensor], ran
 
 
 def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> Any:
-    """The value of the first pattern that fits the end of the module's path, as PEFT looks it up."""
+    """Return the value of the first pattern that fits the end of the module's path, like PEFT."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):
             return value
@@ -235,6 +238,6 @@ def _pattern(patterns: Mapping[str, Any] | None, module: str, default: Any) -> A
 
 
 def _summary(modules: Mapping[str, Any]) -> str:
-    """The last parts of the paths, and how many there are of each."""
+    """Return the last parts of the paths with their counts."""
     names = [module.rpartition(".")[2] for module in modules]
     return ", ".join(f"{name} ({names.count(name)})" for name in dict.fromkeys(names)) or "none"

@@ -1,4 +1,4 @@
-"""What the plugins here have in common: which adapter is in which slot, and adapters kept in host memory."""
+"""Common parts of the LoRA plugins: assignment of adapters to slots, and adapters kept in host memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class AdapterSlots(ABC):
         return slot
 
     def unload(self, name: str) -> None:
-        """See `slotline.registry.contracts.lora.Lora.unload`; the adapter stays in host memory for a while."""
+        """Unload an adapter (see `slotline.registry.contracts.lora.Lora.unload`).
+
+        It stays in host memory for a while.
+        """
         if name not in self._slots:
             raise RequestError(f"adapter {name!r} is not loaded", fix=f"loaded are: {sorted(self._slots)}")
         self._clear(self._slots.pop(name))
@@ -53,14 +56,14 @@ class AdapterSlots(ABC):
 
     @abstractmethod
     def _write(self, slot: int, adapter: PeftAdapter) -> None:
-        """Put an adapter into a slot; nothing of what the slot held may stay."""
+        """Put an adapter into a slot, replacing all previous contents."""
 
     @abstractmethod
     def _clear(self, slot: int) -> None:
-        """Forget what a slot holds; it adds nothing from now on."""
+        """Clear a slot, which adds nothing from now on."""
 
     def _adapter(self, path: str) -> PeftAdapter:
-        """The folder's adapter, from host memory if it was read before and has not changed."""
+        """Return the folder's adapter, from host memory if it was read before and has not changed."""
         found = signature(path)
         if path in self._read and self._read[path][0] == found:
             self._read.move_to_end(path)

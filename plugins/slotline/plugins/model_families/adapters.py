@@ -1,8 +1,8 @@
-"""Where adapters join a loaded decoder: behind its linear layers, merged ones included, and its embedding.
+"""Connection of adapters to a loaded decoder: after its linear layers, merged ones included, and its embedding.
 
-Forward hooks do the work, or forwards of layers that were extended. The passes' short forwards look for both and leave
-such layers to be called as modules, so an adapter's share is added wherever the base's product is made; without them
-all is as fast as ever.
+Forward hooks do the work, or the forwards of extended layers. The passes' short forwards check for both and call these
+layers as modules, so an adapter's contribution is added wherever the base's product is computed. Without adapters the
+speed does not change.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Place:
 
 
 class Adaptation:
-    """The linear layers of a decoder that adapters can join.
+    """Linear layers of a decoder that support adapters.
 
     Args:
-        hf_model: after the passes.
-        probe: runs so many tokens through it; the linear layers that each of them passes once are the ones found, and
-            the embedding if it is. Others (experts, layers whose weights a kernel reads) have no output that an adapter
-            could add to.
+        hf_model: the model after the passes.
+        probe: runs the given number of tokens through it. The linear layers that all tokens pass exactly once are
+            found, and the embedding likewise. Others (experts, layers whose weights a kernel reads) have no output that
+            an adapter could add to.
     """
 
     PROBE_TOKENS = 3
@@ -86,7 +86,7 @@ class Adaptation:
 
     @property
     def active(self) -> bool:
-        """Whether shares are added."""
+        """True if contributions are added."""
         return self._added[0] is not None
 
     def adapt(self, add: AddShares | None, names: Collection[str], *, single: bool = False) -> None:
@@ -204,7 +204,7 @@ def _places(hf_model: nn.Module) -> list[Place]:
 
 
 def _embedding(hf_model: Any) -> list[Place]:
-    """The model's table of input embeddings."""
+    """Return the model's table of input embeddings."""
     table = hf_model.get_input_embeddings()
     path = next((path for path, module in hf_model.named_modules() if module is table), None)
     if not isinstance(table, nn.Embedding) or path is None:
@@ -213,7 +213,7 @@ def _embedding(hf_model: Any) -> list[Place]:
 
 
 def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: int) -> tuple[Place, ...]:
-    """The places that a probe passes with all its tokens at once, in that order."""
+    """Return the modules that all tokens of a probe pass at once, in that order."""
     passed: list[tuple[Place, int]] = []
 
     def listening(place: Place) -> Callable[..., None]:
@@ -231,11 +231,11 @@ def _passed_once(places: list[Place], probe: Callable[[int], None], num_tokens: 
 
 
 def _tied(hf_model: nn.Module) -> frozenset[int]:
-    """The weights of embeddings; an output projection may have one of them."""
+    """Return the weights of embeddings, which an output projection may share."""
     return frozenset(id(module.weight) for module in hf_model.modules() if isinstance(module, nn.Embedding))
 
 
 def _shared(hf_model: nn.Module) -> frozenset[int]:
-    """The weights that more than one module has."""
+    """Return the weights that several modules share."""
     own = [id(tensor) for module in hf_model.modules() for tensor in module._parameters.values() if tensor is not None]
     return frozenset(found for found, count in Counter(own).items() if count > 1)

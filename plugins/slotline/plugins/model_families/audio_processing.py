@@ -40,10 +40,10 @@ class AudioProcessing:
         self._num_states = num_states
 
     def process(self, audio: Any) -> ProcessedItem:
-        """The inputs of a recording: samples [n] between -1 and 1, or a pair of samples and their rate in Hz.
+        """Return the inputs of a recording: samples [n] between -1 and 1, or a pair of samples and their rate in Hz.
 
         Raises:
-            RequestError: if they are no such samples, come at another rate, or are longer than the model hears.
+            RequestError: if the samples are invalid, have another rate, or are too long for the model.
         """
         samples, rate = self._read(audio)
         wanted, longest = int(self._extractor.sampling_rate), int(self._extractor.n_samples)
@@ -62,7 +62,7 @@ class AudioProcessing:
         )
 
     def example(self) -> ProcessedItem:
-        """A second of silence."""
+        """Return a second of silence."""
         return self.process(np.zeros(min(int(self._extractor.sampling_rate), int(self._extractor.n_samples))))
 
     def _read(self, audio: Any) -> tuple[npt.NDArray[np.float32], object]:

@@ -1,11 +1,11 @@
-"""How attention of a transformers model reaches the attend callable of the current forward.
+"""Connection of a transformers model's attention to the attend callable of the current forward.
 
-transformers looks an attention function up by the name in the model's configuration and calls it with the attention
-module. Each attention module carries a slot object, and the slot knows its layer's facts and the model's holder of
-the current attend callable; so nothing lives in a module global, and two models do not meet.
+transformers looks up an attention function by the name in the model's configuration and calls it with the attention
+module. Each attention module carries a slot object. The slot knows its layer's facts and the model's holder of the
+current attend callable. There is no global state, so several models are independent.
 
-No mask function is registered under the name: transformers then builds no masks at all, and skips the check for
-packed sequences, which would cost a device synchronisation in every forward.
+No mask function is registered under the name: transformers then builds no masks at all, and skips the check for packed
+sequences, which would cost a device synchronisation in every forward.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any) -> torch.Tenso
 
 
 class AttendHolder:
-    """The attend and advance callables of one model's current forward, and the slots that count their calls in it.
+    """Attend and advance callables of one model's current forward, and the slots that count their calls in it.
 
     Attributes:
-        kept: [n] int64, the tokens that go through the layers that store nothing; None for all.
+        kept: [n] int64, the tokens that pass the layers that store nothing. None for all.
     """
 
     __slots__ = ("advance", "attend", "kept", "shared")
@@ -77,11 +77,11 @@ class AttendHolder:
 
 @define(eq=False)
 class AttentionSlot:
-    """What an attention module needs to reach `attend`.
+    """Link from an attention module to `attend`.
 
     Attributes:
         layer: the layer's facts.
-        holder: the model's holder; its `attend` takes (layer, query [num_tokens, num_heads, head_size], key, value
+        holder: the model's holder. Its `attend` takes (layer, query [num_tokens, num_heads, head_size], key, value
             [num_tokens, num_kv_heads, ...], sinks or None) and returns [num_tokens, num_heads, head_size_v].
     """
 
@@ -89,17 +89,17 @@ class AttentionSlot:
     holder: AttendHolder
 
     def slots(self, key: torch.Tensor) -> CacheSlots | None:
-        """Where the model may store the layer's new keys like `key`, and the values, in this step."""
+        """Return the place for the layer's new keys like `key`, and the values, in this step."""
         slots = getattr(self.holder.attend, "slots", None)  # of a `StoringAttend`
         return None if slots is None else slots(self.layer, key)
 
     def takes_wanted(self) -> bool:
-        """Whether `attend` takes the layer's queries of the wanted tokens alone in this step."""
+        """Return True if `attend` accepts the layer's queries of only the wanted tokens in this step."""
         takes = getattr(self.holder.attend, "takes_wanted", None)  # of a `StoringAttend`
         return takes is not None and self.is_plain() and takes(self.layer)
 
     def is_plain(self) -> bool:
-        """Whether `attend` takes the module's states as they are in this step."""
+        """Return True if `attend` accepts the module's states unchanged in this step."""
         return not self.layer.mla and (self.holder.kept is None or self.layer.shares_kv_with is None)
 
     def attend(
@@ -110,28 +110,28 @@ class AttentionSlot:
         sinks: torch.Tensor | None = None,
         **said: bool,
     ) -> torch.Tensor:
-        """The holder's `attend` for the layer; what is said are the options of a `StoringAttend`."""
+        """Call the holder's `attend` for the layer, with the options of a `StoringAttend`."""
         return self.holder.attend(self.called(), query, key, value, sinks, **said)
 
     def called(self) -> AttentionLayer:
-        """The layer that the module is called for."""
+        """Return the layer that the module is called for."""
         return self.layer
 
 
 @define(eq=False)
 class SharedSlot(AttentionSlot):
-    """The slot of a module that is several layers of the model, one after the other; `layer` is the first.
+    """Slot of a module that acts as several layers of the model in turn. `layer` is the first.
 
     Attributes:
-        layers: in call order.
-        num_calls: in the current forward.
+        layers: the layers in call order.
+        num_calls: number of calls in the current forward.
     """
 
     layers: tuple[AttentionLayer, ...]
     num_calls: int = 0
 
     def called(self) -> AttentionLayer:
-        """The layer whose turn it is."""
+        """Return the layer of the current call."""
         self.num_calls += 1
         return self.layers[self.num_calls - 1]
 
@@ -140,17 +140,17 @@ class SharedSlot(AttentionSlot):
         return None
 
     def takes_wanted(self) -> bool:
-        """False: which layer it is called for is not known before."""
+        """Return False, because the layer of the next call is not known before."""
         return False
 
 
 def name_of(module: str, call: int) -> str:
-    """The name of the layer that a module is in its `call`-th call (from 0) in a forward."""
+    """Return the name of the layer that a module acts as in its `call`-th call (from 0) in a forward."""
     return module if call == 0 else f"{module}#{call}"
 
 
 def module_of(name: str) -> str:
-    """Return the module of a layer's name; see `name_of`."""
+    """Return the module of a layer's name (see `name_of`)."""
     return name.partition("#")[0]
 
 
@@ -163,11 +163,11 @@ def slot_attention(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls. Scale, window and soft cap are known from the layer's facts.
+    """Compute attention for transformers. Scale, window and soft cap are known from the layer's facts.
 
     Args:
-        query: [1, num_heads, num_tokens, head_size]; key and value have num_kv_heads. Where keys are latents, the
-            query is the one for expanded keys, and the output that of expanded values.
+        query: [1, num_heads, num_tokens, head_size]. key and value have num_kv_heads. If keys are latents, the query is
+            for expanded keys, and the output is that of expanded values.
         s_aux: the sink logits [num_heads] of models that learn them.
 
     Returns:
@@ -187,14 +187,14 @@ def slot_attention(
 
 
 def register(name: str, function: Any) -> None:
-    """Make an attention function known to transformers; registering the same one again changes nothing."""
+    """Register an attention function with transformers. Registering it again has no effect."""
     AttentionInterface.register(name, function)
 
 
 def find_body(hf_model: Any) -> Any:
-    """The same model, whose `base_model` is the decoder without its head.
+    """Return the model with `base_model` set to the decoder without its head.
 
-    Some classes (Llama 4's) are named after their place in a larger model, and transformers then finds no body in them.
+    Some classes (Llama 4's) are named after their place in a larger model, and transformers finds no body in them.
     """
     if not hasattr(hf_model, hf_model.base_model_prefix) and hasattr(hf_model, "model"):
         hf_model.base_model_prefix = "model"

@@ -20,19 +20,19 @@ def run_layers(
     tap: Tap | None = None,
     first: int = 0,
 ) -> torch.Tensor:
-    """Run decoder layers, and the norm behind the last one.
+    """Run decoder layers, and the norm after the last one.
 
-    A layer whose forward has a `chain` (see `passes.lean_layer.LeanLayer`) takes its normed input and gives the next
-    one's; any other is called as it is.
+    A layer whose forward has a `chain` (see `passes.lean_layer.LeanLayer`) takes its normed input and returns the next
+    layer's. Other layers are called unchanged.
 
     Args:
         layers: decoder layers of transformers.
         embeddings: the position embeddings of each.
         hidden_states: [1, num_tokens, hidden_size].
         norm: the model's last norm, None if other layers follow.
-        wanted: [n] int64, the tokens to return; None for all. Only they attend in the last layer, and go past its
-            attention, where its forward can do that.
-        tap: called as ``tap(index, hidden_states)`` in front of each layer; the first one's index is `first`.
+        wanted: [n] int64, the tokens to return. None for all. In the last layer only these tokens attend and continue
+            after attention, if its forward supports it.
+        tap: called as ``tap(index, hidden_states)`` before each layer. The first layer's index is `first`.
 
     Returns:
         [1, num_tokens or n, hidden_size].

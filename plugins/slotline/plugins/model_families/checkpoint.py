@@ -26,13 +26,13 @@ LENGTH_WITHOUT_POSITIONS = 2**20
 
 @frozen(kw_only=True)
 class Checkpoint:
-    """A folder that holds a served architecture.
+    """Folder with a supported architecture.
 
     Attributes:
         path: the folder.
         architecture: the class's name in transformers.
         model_class: the transformers class.
-        config: its configuration; do not change it, ask `read` for another.
+        config: its configuration. Do not change it, but call `read` for another.
         generation: generation_config.json, empty if there is none.
     """
 
@@ -44,7 +44,7 @@ class Checkpoint:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a generation: generation_config.json's, else config.json's; negative ones mean none."""
+        """Ids that end a generation: generation_config.json's, else config.json's. Negative ids mean none."""
         found = self.generation.get("eos_token_id")
         if found is None:
             found = getattr(self.config, "eos_token_id", None)
@@ -70,12 +70,12 @@ class Checkpoint:
         return _scaled_length(self.path, self.config)
 
     def attention(self, name: str) -> str:
-        """The attention implementation to name in the configuration, where layers are to call the one called `name`."""
+        """Return the attention implementation to set in the configuration, so that layers call the function `name`."""
         return "eager" if self.architecture in OWN_ATTENTION else name
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """What it can do; first what it was made for."""
+        """Tasks that it supports, the one that it was trained for first."""
         if self.architecture in CLASSIFIERS:
             return ("classify",)
         if self.architecture not in GENERATING:
@@ -179,7 +179,7 @@ def _refuse_unserved_features(path: Path, config: Any) -> None:
 
 
 def _quantizes_the_cache_alone(quantization: Any) -> bool:
-    """Whether a compressed-tensors configuration leaves all weights as they are: scales of the cache, no more."""
+    """Return True if a compressed-tensors configuration quantizes only the cache and leaves all weights unchanged."""
     return (
         isinstance(quantization, Mapping)
         and quantization.get("kv_cache_scheme") is not None

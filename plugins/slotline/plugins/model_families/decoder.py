@@ -106,9 +106,9 @@ class DecoderOptions:
     """The plugin's own table.
 
     Attributes:
-        lean: run the decoder layers in a loop of ours where that gives the same logits (checked at load); false
-            always calls transformers' own forward.
-        pooling: which hidden states make an embedding; ``auto`` is the checkpoint's pooling, else ``last``.
+        lean: run the decoder layers in our own loop if that gives the same logits (checked at load). false always calls
+            transformers' own forward.
+        pooling: hidden states used for an embedding. ``auto`` is the checkpoint's pooling, else ``last``.
     """
 
     lean: bool = True

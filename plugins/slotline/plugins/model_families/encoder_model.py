@@ -27,10 +27,10 @@ PROBE_TOKENS = 2
 
 
 class TransformersEncoder:
-    """Serves every model of `encoder.ARCHITECTURES`; it keeps no state, so one may load many models."""
+    """Family of every model of `encoder.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
     def __init__(self, context: object = None) -> None:
-        """The family needs nothing at build time; `load` gets its context later."""
+        """Do nothing, because `load` gets its context later."""
 
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
@@ -102,14 +102,14 @@ class EncoderModel:
         return hidden if wanted is None else hidden[wanted]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The hidden states [n, hidden_size] float32: an encoder has no logits."""
+        """Return the hidden states [n, hidden_size] float32, because an encoder has no logits."""
         return self._head(hidden_states)
 
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place.
 
         Args:
-            path: another checkpoint's folder, for weights of the same names and shapes; None for the same one.
+            path: another checkpoint's folder, for weights of the same names and shapes. None for the same one.
 
         Raises:
             ModelError: if the weights are missing or do not fit the loaded model.
@@ -126,13 +126,16 @@ class EncoderModel:
 
 
 def _first_position(found: Checkpoint) -> int:
-    """The position of a prompt's first token: RoBERTa and its kin count from behind the padding token's id."""
+    """Return the position of a prompt's first token.
+
+    RoBERTa and related models count from after the padding token's id.
+    """
     counts_from_padding = found.config.model_type in ("roberta", "xlm-roberta", "camembert")
     return int(found.config.pad_token_id) + 1 if counts_from_padding else 0
 
 
 def _watch(model: Any, max_model_len: int) -> tuple[AttentionLayer, ...]:
-    """The attention layers in call order: all see the whole prompt, and none keeps anything."""
+    """Return the attention layers in call order. All see the whole prompt, and none keeps anything."""
     recorder = inspection.Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)

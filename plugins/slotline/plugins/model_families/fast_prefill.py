@@ -52,5 +52,5 @@ def _keeping(forward: Callable[..., Any], holder: AttendHolder, *, first: bool) 
 
 
 def _of_tokens(tensor: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-    """Some tokens of position ids [1, num_tokens], or of states [..., num_tokens, size]."""
+    """Return some tokens of position ids [1, num_tokens], or of states [..., num_tokens, size]."""
     return tensor.index_select(-1 if tensor.ndim == 2 else -2, kept)

@@ -1,4 +1,4 @@
-"""Which of a forward's tensors come from the host: each is a copy that a device waits for, and no graph can hold it."""
+"""Detection of a forward's tensors that come from the host. Each copy waits for the device and cannot be captured."""
 
 from __future__ import annotations
 
@@ -46,5 +46,5 @@ class HostCopies(TorchFunctionMode):
 
 
 def _on_host(source: object) -> bool:
-    """Whether numbers or a tensor lie on the host."""
+    """Return True if numbers or a tensor are on the host."""
     return not isinstance(source, torch.Tensor) or source.device.type == "cpu"

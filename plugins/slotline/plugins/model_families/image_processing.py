@@ -50,7 +50,7 @@ class ImageProcessing:
         self._modality = modality
 
     def process(self, image: Any) -> ProcessedItem:
-        """The inputs and the expansion of an image: a PIL image or an array [height, width, 3] of 0 to 255.
+        """Return the inputs and the expansion of an image: a PIL image or an array [height, width, 3] of 0 to 255.
 
         Raises:
             RequestError: if the processor cannot read it.
@@ -73,5 +73,5 @@ class ImageProcessing:
         )
 
     def example(self) -> ProcessedItem:
-        """A grey square."""
+        """Return a grey square."""
         return self.process(self._image.new("RGB", (EXAMPLE_SIZE, EXAMPLE_SIZE), (128, 128, 128)))

@@ -37,7 +37,7 @@ PROBE_TOKENS = 2
 
 @define(eq=False)
 class Recorder:
-    """The slot of every attention module while the model is watched; collects layers in call order."""
+    """Slot of every attention module during inspection. It collects layers in call order."""
 
     names: dict[torch.nn.Module, str]
     max_model_len: int
@@ -53,10 +53,10 @@ class Recorder:
         value: torch.Tensor,
         asked: dict[str, Any],
     ) -> None:
-        """Note one call; heads and sizes come from the tensors, the rest from what the module asked for.
+        """Record one call. Heads and sizes come from the tensors, the rest from the module's arguments.
 
-        Each call is a layer of its own, also where a module is called again (Zamba2 shares its attention blocks). A
-        layer that is called with the very keys of an earlier one reads that one's cache (Gemma 3n).
+        Each call is a separate layer, even if a module is called again (Zamba2 shares its attention blocks). A layer
+        that is called with the same keys object as an earlier layer reads that layer's cache (Gemma 3n).
         """
         call = sum(module is caller for caller in self.callers)
         scale, mla = asked.get("scaling"), latents.hands_on(module)
@@ -97,7 +97,7 @@ def _kv_kind(mla: bool, window: int | None, chunk: int | None) -> str:
 
 
 def _chunk(module: Any) -> int | None:
-    """The chunk of a layer that attends within chunks: transformers tells the mask alone, by the layer's type."""
+    """Return the chunk of a layer that attends within chunks. transformers only sets the mask, by the layer's type."""
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     if not types or index is None or types[index] != "chunked_attention":
@@ -150,10 +150,10 @@ def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
 
 
 def facts_of(found: Checkpoint) -> ModelFacts:
-    """The facts of a decoder's configuration.
+    """Return the facts of a decoder's configuration.
 
     Raises:
-        ModelError: if no model can be made of it, or none that runs.
+        ModelError: if no model can be built from it, or the model does not run.
     """
     with sizes_that_fit(found):
         model = _model_without_memory(found)
@@ -179,7 +179,7 @@ def facts_of(found: Checkpoint) -> ModelFacts:
 
 
 def _model_without_memory(found: Checkpoint) -> Any:
-    """The model on the meta device: shapes and dtypes, no storage."""
+    """Return the model on the meta device: shapes and dtypes, no storage."""
     binding.register(INSPECT_NAME, recording_attention)
     config = found.config
     config._attn_implementation = found.attention(INSPECT_NAME)
@@ -191,14 +191,14 @@ def _model_without_memory(found: Checkpoint) -> Any:
 
 
 def _unadvanced(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A state layer that computes nothing."""
+    """Return zeros for a state layer, without computing anything."""
     return torch.empty_like(inputs[state_mixers.output_like(layer)])
 
 
 def _watch(
     model: Any, max_model_len: int, state_layers: tuple[StateLayer, ...]
 ) -> tuple[tuple[AttentionLayer, ...], int]:
-    """The attention layers that one forward calls, and how often it copies from the host."""
+    """Return the attention layers that one forward calls, and the number of its copies from the host."""
     recorder = Recorder({module: name for name, module in model.named_modules()}, max_model_len)
     for module in model.modules():
         setattr(module, binding.SLOT_ATTRIBUTE, recorder)
@@ -214,9 +214,9 @@ def _watch(
 
 
 def _parts(model: Any, layers: tuple[AttentionLayer, ...]) -> ModelParts | None:
-    """What can lie on devices of its own: the embedding, each decoder layer, the final norm with a head.
+    """Return the parts that can be on different devices: the embedding, each decoder layer, the final norm with a head.
 
-    None for a model whose layers or last norm are called otherwise: its weights lie on one device.
+    None for a model whose layers or last norm have other names. Its weights stay on one device.
     """
     base = model.base_model  # the model itself where it has no head
     if not (hasattr(base, "layers") and hasattr(base, "norm")):

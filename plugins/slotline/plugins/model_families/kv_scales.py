@@ -24,12 +24,12 @@ ModelOpt (last) write them, and the older name of one for both."""
 
 
 def read(path: Path, layers: Sequence[AttentionLayer]) -> dict[int, tuple[float, float]]:
-    """The scales (of keys, of values) of the layers that have any, by layer index; the other one of a pair is 1.
+    """Return the scales (of keys, of values) of layers that have any, by layer index. A missing one of a pair is 1.
 
-    Stored keys are ``key / scale``. What is not positive counts as not calibrated, so as 1.
+    Stored keys are ``key / scale``. Scales that are not positive count as uncalibrated, so as 1.
 
     Raises:
-        ModelError: if a scale has more than one element, as one per head or per channel.
+        ModelError: if a scale has more than one element, e.g. one per head or per channel.
     """
     wanted = {f"{layer.name}.{end}": (layer.index, places) for layer in layers for end, places in PLACES.items()}
     found: dict[int, list[float]] = {}

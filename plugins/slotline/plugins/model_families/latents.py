@@ -17,17 +17,17 @@ EXPANSION = "expand_kv"
 
 
 def is_latent(module: Any) -> bool:
-    """Whether an attention module keeps latents that one plain projection expands."""
+    """Return True if an attention module keeps latents that one plain projection expands."""
     return hasattr(module, EXPANSION) and type(getattr(module, "kv_b_proj", None)) is torch.nn.Linear
 
 
 def hands_on(module: Any) -> bool:
-    """Whether `hand_on` was called for it."""
+    """Return True if `hand_on` was called for it."""
     return getattr(module, EXPANSION, None) is latents
 
 
 class Expansion(torch.nn.Linear):
-    """A projection whose weight is read and which nobody calls; a class of its own, so that no pass changes it."""
+    """Projection whose weight is read without calling it. Its own class keeps passes from changing it."""
 
 
 def hand_on(module: Any) -> None:
@@ -43,7 +43,7 @@ def latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
-    """Queries for latents, [num_tokens, num_heads, rank + rotary size], from those for keys.
+    """Return queries for latents, [num_tokens, num_heads, rank + rotary size], from those for keys.
 
     Args:
         module: the attention module.
@@ -56,12 +56,12 @@ def absorbed(module: Any, query: torch.Tensor) -> torch.Tensor:
 
 
 def expanded(module: Any, out: torch.Tensor) -> torch.Tensor:
-    """Outputs [num_tokens, num_heads, v_head_dim] from weighted sums of latents [num_tokens, num_heads, rank]."""
+    """Return outputs [num_tokens, num_heads, v_head_dim] of weighted sums of latents [num_tokens, num_heads, rank]."""
     weight = _expansion(module)[:, module.qk_nope_head_dim :]  # [num_heads, v_head_dim, rank]
     return torch.bmm(out.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def _expansion(module: Any) -> torch.Tensor:
-    """The projection's own weight, [num_heads, size without positions + v_head_dim, rank]; nothing is copied."""
+    """View the projection's own weight as [num_heads, size without positions + v_head_dim, rank]."""
     weight: torch.Tensor = module.kv_b_proj.weight
     return weight.view(-1, module.qk_nope_head_dim + module.v_head_dim, weight.shape[1])

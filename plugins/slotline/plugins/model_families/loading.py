@@ -29,7 +29,7 @@ logger = logging.getLogger("slotline")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name such as ``bfloat16``.
+    """Return the torch dtype of a name, e.g. ``bfloat16``.
 
     Raises:
         ModelError: if weights cannot have it.
@@ -43,10 +43,10 @@ def torch_dtype(name: str) -> torch.dtype:
 def load_transformers_model(
     context: ModelContext, found: Checkpoint | None = None, attention: str = binding.ATTENTION_NAME
 ) -> Any:
-    """The model in host memory: weights read, cast and checked, evaluation mode, no gradients.
+    """Return the model in host memory: weights read, cast and checked, evaluation mode, no gradients.
 
     Args:
-        found: the folder's checkpoint; read again as a decoder's if not given.
+        found: the folder's checkpoint, by default read again as a decoder's.
         attention: the attention implementation of all parts of the model.
 
     Raises:
@@ -92,10 +92,10 @@ def load_transformers_model(
 
 
 def copy_weights(own: Mapping[str, torch.Tensor], new: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Copy the tensors of a folder into a loaded model's by name, in place: addresses stay.
+    """Copy the tensors of a folder into a loaded model's by name, in place, so that addresses stay.
 
     Raises:
-        ModelError: if names or shapes differ; nothing has been copied then.
+        ModelError: if names or shapes differ. Nothing has been copied then.
     """
     changed = sorted(n for n in own.keys() | new.keys() if n not in own or n not in new or own[n].shape != new[n].shape)
     if changed:
@@ -133,7 +133,7 @@ class _Reports(logging.Filter):
             theirs.removeFilter(self)
 
     def __str__(self) -> str:
-        """The tables, for an error that speaks of them."""
+        """Return the tables, for an error message."""
         return "".join(f"\n{table}" for table in self._tables)
 
 
@@ -159,7 +159,7 @@ def _refuse_incomplete(context: ModelContext, report: dict[str, Any]) -> None:
 
 
 def _said(entry: str | tuple[str, torch.Size, torch.Size]) -> str:
-    """A weight's name; of one that does not fit the two shapes, too."""
+    """Return a weight's name, with the two shapes if they differ."""
     if isinstance(entry, str):
         return entry
     name, stored, own = entry

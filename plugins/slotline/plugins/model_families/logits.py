@@ -1,4 +1,4 @@
-"""From hidden states to logits, with what some families do to them; or, where there are none, to what stands in."""
+"""Conversion of hidden states to logits, with the scaling of some families. Models without logits have a stand-in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class LogitsHead:
-    """The output projection with the configuration's logit scaling and final soft cap.
+    """Output projection with the configuration's logit scaling and final soft cap.
 
-    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`; Gemma 2
+    Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`, Falcon-H1 by `lm_head_multiplier`. Gemma 2
     caps with `final_logit_softcapping`, RecurrentGemma with `logits_soft_cap`.
     """
 
@@ -33,7 +33,7 @@ class LogitsHead:
         return logits
 
     def of_transformers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The logits [n, vocab_size] float32 that the whole transformers model gives for tokens [n]."""
+        """Return the logits [n, vocab_size] float32 of the whole transformers model for tokens [n]."""
         outputs = self._model(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         logits: torch.Tensor = outputs.logits[0]
         return logits.float()
@@ -46,11 +46,11 @@ class NoHead:
         self._base = hf_model.base_model
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """The hidden states [n, hidden_size] in float32."""
+        """Return the hidden states [n, hidden_size] in float32."""
         return hidden_states.float()
 
     def of_transformers(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The last hidden states [n, hidden_size] float32 that transformers' base model gives for tokens [n]."""
+        """Return the last hidden states [n, hidden_size] float32 of transformers' base model for tokens [n]."""
         outputs = self._base(input_ids=input_ids[None], position_ids=positions[None], use_cache=False)
         hidden_states: torch.Tensor = outputs.last_hidden_state[0]
         return hidden_states.float()

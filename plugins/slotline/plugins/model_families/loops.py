@@ -1,8 +1,8 @@
-"""The two ways through the decoder layers: transformers' own forward, and a loop that leaves out what we never use.
+"""Two loops over the decoder layers: transformers' own forward, and a loop without the parts that we never use.
 
-transformers' forward collects outputs, merges configuration defaults, plans masks and caches; all of it is host time in
-every step. The lean loop calls the same modules with position embeddings alone. It is used only after it has given the
-same logits as the whole transformers model on a probe at load.
+transformers' forward collects outputs, merges configuration defaults, and plans masks and caches. All of this costs
+host time in every step. The lean loop calls the same modules with only position embeddings. It is used only after it
+has given the same logits as the whole transformers model on a probe at load.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class TransformersLoop:
         inputs_embeds: torch.Tensor | None = None,
         tap: Tap | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
+        """Return hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
 
-        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids; `tap` is
-        called in front of each layer.
+        `inputs_embeds` [num_tokens, hidden_size] replace the embeddings of input_ids. `tap` is called before each
+        layer.
         """
         with self._crossing.scope(), _tapped(self._base, tap):
             outputs = self._base(
@@ -69,10 +69,10 @@ class TransformersLoop:
 
 
 class LeanLoop:
-    """Embeds, computes the position embeddings once, runs the layers, norms; modules are looked up in each call.
+    """Loop that embeds, computes the position embeddings once, runs the layers and norms.
 
-    Over several parts, hidden states and positions are copied to the next part's device, and position embeddings are
-    computed there.
+    Modules are looked up in each call. With several parts, hidden states and positions are copied to the next part's
+    device, and position embeddings are computed there.
     """
 
     def __init__(self, hf_model: Any, parts: Sequence[Part]) -> None:
@@ -90,10 +90,10 @@ class LeanLoop:
         inputs_embeds: torch.Tensor | None = None,
         tap: Tap | None = None,
     ) -> torch.Tensor:
-        """Hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
+        """Return hidden states [1, n, hidden_size] of input_ids and positions [num_tokens], of the `wanted` [n] tokens.
 
-        `inputs_embeds` [num_tokens, hidden_size] stand in for the embeddings of input_ids; `tap` is
-        called in front of each layer.
+        `inputs_embeds` [num_tokens, hidden_size] replace the embeddings of input_ids. `tap` is called before each
+        layer.
         """
         *earlier, last = self._parts
         layers, hidden_states = list(self._base.layers), self._embed(input_ids, inputs_embeds)
@@ -120,7 +120,7 @@ class LeanLoop:
             return hidden_states if self._multiplier is None else hidden_states * self._multiplier
 
     def _position_embeddings(self, part: Part, hidden_states: torch.Tensor, positions: torch.Tensor) -> list[Any]:
-        """The (cos, sin) of each of the part's layers, [1, num_tokens, rotary_size] each."""
+        """Return the (cos, sin) of each of the part's layers, [1, num_tokens, rotary_size] each."""
         position_ids = positions.unsqueeze(0)  # [1, num_tokens]
         rotary = self._base._modules[part.rotary]
         if not self._layer_types:
@@ -131,7 +131,7 @@ class LeanLoop:
 
 
 def _tapped(base: Any, tap: Tap | None) -> ExitStack:
-    """A scope in which each layer of transformers' own forward shows its input to `tap`."""
+    """Pass the input of each layer of transformers' own forward to `tap` inside."""
     scope = ExitStack()
     for index, layer in enumerate(base.layers if tap is not None else ()):
 
@@ -146,10 +146,10 @@ def _tapped(base: Any, tap: Tap | None) -> ExitStack:
 def choose_loop(
     hf_model: Any, holder: AttendHolder, head: LogitsHead | NoHead, parts: Sequence[Part], *, lean: bool
 ) -> tuple[Loop, tuple[str, ...]]:
-    """The fastest loop that gives the model's own logits, and a note on it.
+    """Return the fastest loop that gives the model's own logits, and a note on it.
 
     Raises:
-        ModelError: if not even transformers' own layers with our head give them.
+        ModelError: if even transformers' own layers with our head give other logits.
     """
     crossing = Crossing(hf_model, parts)
     probe = _Probe(hf_model, holder, head, crossing, parts)
@@ -179,7 +179,7 @@ def choose_loop(
 
 
 def _not_finite(hf_model: Any) -> ModelError:
-    """What to say of a model whose logits are no numbers."""
+    """Return the error for a model whose logits are not finite."""
     wrong = [name for name, weight in hf_model.named_parameters() if not bool(weight.isfinite().all())]
     where = f"{type(hf_model).__name__} in {hf_model.config.name_or_path}"
     if wrong:
@@ -234,5 +234,5 @@ def plain_attend(
 
 
 def plain_advance(layer: StateLayer, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A state layer that keeps nothing and hands its input on: enough to tell two loops apart."""
+    """Return the input of a state layer, without a state. This is sufficient to compare two loops."""
     return inputs[output_like(layer)].clone()

@@ -6,5 +6,5 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of further ones."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

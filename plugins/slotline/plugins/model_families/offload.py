@@ -12,10 +12,10 @@ MIB = 1 << 20
 
 
 class HostWeights:
-    """One layer's parameters in host memory, with the two hooks that bring them to the device and drop them again.
+    """Parameters of one layer in host memory, with the two hooks that copy them to the device and drop them again.
 
-    The copies run on the current stream, so a captured graph holds them too; the device memory of a layer goes back
-    to the allocator as soon as the layer has run.
+    The copies run on the current stream, so a captured graph holds them too. The device memory of a layer goes back to
+    the allocator as soon as the layer has run.
     """
 
     def __init__(self, layer: torch.nn.Module, device: torch.device) -> None:
@@ -64,10 +64,10 @@ def place(hf_model: Any, device: torch.device, offload_bytes: int) -> tuple[str,
 
 
 def place_whole(hf_model: Any, device: torch.device, offload_bytes: int) -> tuple[str, ...]:
-    """The same for a model whose layers cannot be copied one by one: all of it moves.
+    """Move a whole model whose layers cannot be copied one by one.
 
     Raises:
-        ModelError: if some of it is to stay in host memory.
+        ModelError: if a part of it should stay in host memory.
     """
     if offload_bytes and device.type != "cpu":
         raise ModelError(

@@ -1,10 +1,11 @@
-"""BLOOM, Falcon and MPT, whose attention transformers computes inside their modules, most of it with ALiBi.
+"""BLOOM, Falcon and MPT, whose attention transformers computes inside their modules, mostly with ALiBi.
 
-Other decoders look an attention function up by name. Here classes that are bound stand in place of transformers' own,
-with the same parameters: attention hands queries, keys and values to the function, and the decoder builds neither
-biases nor masks. Slopes are read off the biases that transformers' functions give for two neighbouring keys.
+Other decoders look up an attention function by name. Here bound classes replace transformers' own, with the same
+parameters. Attention passes queries, keys and values to the function, and the decoder builds neither biases nor masks.
+Slopes are derived from the biases that transformers' functions return for two neighbouring keys.
 
-transformers rounds a Falcon's biases to bfloat16, position by position; here its slopes are, and distances are exact.
+transformers rounds Falcon's biases to bfloat16, position by position. Here the slopes are rounded, and distances are
+exact.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MPT_SETTINGS: Mapping[str, Any] = {
 
 
 def adopt(hf_model: Any, function: Attention) -> Any:
-    """The same model; its attention calls `function` if it is one of these, else nothing is changed."""
+    """Return the model. If it is one of these, its attention calls `function` afterwards."""
     for module in hf_model.modules():
         bound = BOUND.get(type(module))
         if bound is not None:
@@ -46,7 +47,7 @@ def adopt(hf_model: Any, function: Attention) -> Any:
 
 
 def is_bound(hf_model: Any) -> bool:
-    """Whether a model's decoder is one of these."""
+    """Return True if a model's decoder is one of these."""
     return isinstance(hf_model.base_model, (BoundBloom, BoundFalcon, BoundMpt))
 
 
@@ -70,7 +71,7 @@ def refuse_ignored_settings(path: Path, config: Any) -> None:
 
 
 def _slopes(module: Any, config: Any) -> tuple[float, ...] | None:
-    """What a score loses for each token between query and key, head by head; None for Falcons with rotary positions."""
+    """Return each head's ALiBi slope, None for Falcons with rotary positions."""
     if isinstance(module, BoundMptAttention):
         biases = mpt.build_mpt_alibi_tensor(module.n_heads, 2)  # [num_heads, 1, 2]
         return tuple((biases[:, 0, 1] - biases[:, 0, 0]).tolist())
@@ -93,14 +94,14 @@ class BoundBloomAttention(bloom.BloomAttention):  # type: ignore[misc]
     def forward(
         self, hidden_states: torch.Tensor, residual: torch.Tensor, **_options: Any
     ) -> tuple[torch.Tensor, None]:
-        """The residual and what attention adds, [1, num_tokens, hidden_size]."""
+        """Return the residual plus the output of attention, [1, num_tokens, hidden_size]."""
         states = self._reshape(self.query_key_value(hidden_states))
         out, _ = self.attention(self, *states, scaling=self.inv_norm_factor, alibi_slopes=self.slopes)
         return residual + self.dense(out.flatten(2)), None
 
 
 class BoundBloom(bloom.BloomModel):  # type: ignore[misc]
-    """BLOOM's decoder; `layers` and `norm` are where other decoders have them."""
+    """BLOOM's decoder, with `layers` and `norm` under the names of other decoders."""
 
     layers = property(lambda self: self.h)
     norm = property(lambda self: self.ln_f)
@@ -128,7 +129,10 @@ class BoundFalconAttention(falcon.FalconAttention):  # type: ignore[misc]
         position_embeddings: tuple[torch.Tensor, torch.Tensor] | None,
         **_options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """What attention adds, [1, num_tokens, hidden_size]; position embeddings are None where there are slopes."""
+        """Return the output of attention, [1, num_tokens, hidden_size].
+
+        Position embeddings are None for models with slopes.
+        """
         query, key, value = (part.transpose(1, 2) for part in self._heads(self.query_key_value(hidden_states)))
         if position_embeddings is not None:
             query, key = falcon.apply_rotary_pos_emb(query, key, *position_embeddings)
@@ -136,9 +140,9 @@ class BoundFalconAttention(falcon.FalconAttention):  # type: ignore[misc]
         return self.dense(out.flatten(2)), None
 
     def _heads(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries [1, num_tokens, num_heads, size], keys and values [1, num_tokens, num_kv_heads, size].
+        """Return queries [1, num_tokens, num_heads, size], keys and values [1, num_tokens, num_kv_heads, size].
 
-        Views alone: transformers' own split indexes by lists, which copies from the host.
+        These are views. transformers' own split indexes by lists, which copies from the host.
         """
         if not self.new_decoder_architecture and self.multi_query:
             heads = states.unflatten(2, (-1, self.head_dim))
@@ -151,7 +155,7 @@ class BoundFalconAttention(falcon.FalconAttention):  # type: ignore[misc]
 
 
 class BoundFalcon(falcon.FalconModel):  # type: ignore[misc]
-    """Falcon's decoder; `layers` and `norm` are where other decoders have them."""
+    """Falcon's decoder, with `layers` and `norm` under the names of other decoders."""
 
     layers = property(lambda self: self.h)
     norm = property(lambda self: self.ln_f)
@@ -178,7 +182,7 @@ class BoundMptAttention(mpt.MptAttention):  # type: ignore[misc]
     slopes: tuple[float, ...]
 
     def forward(self, hidden_states: torch.Tensor, **_options: Any) -> tuple[torch.Tensor, None]:
-        """What attention adds, [1, num_tokens, hidden_size]."""
+        """Return the output of attention, [1, num_tokens, hidden_size]."""
         mixed = self.Wqkv(hidden_states)
         if self.clip_qkv:
             mixed = mixed.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -188,7 +192,7 @@ class BoundMptAttention(mpt.MptAttention):  # type: ignore[misc]
 
 
 class BoundMpt(mpt.MptModel):  # type: ignore[misc]
-    """MPT's decoder; `layers` and `norm` are where other decoders have them."""
+    """MPT's decoder, with `layers` and `norm` under the names of other decoders."""
 
     layers = property(lambda self: self.blocks)
     norm = property(lambda self: self.norm_f)

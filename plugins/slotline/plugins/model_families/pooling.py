@@ -19,14 +19,14 @@ from slotline.registry.errors import ModelError, RequestError
 
 @frozen(eq=False)
 class EmbeddingPooler:
-    """Embeddings: pooled states, cut to the dimensions asked for and divided by their length.
+    """Embeddings: pooled states, cut to the requested dimensions and divided by their length.
 
     Cutting before normalising follows Matryoshka Representation Learning (Kusupati et al., 2022, section 3).
 
     Attributes:
-        recipe: the checkpoint's, or the default.
+        recipe: the checkpoint's recipe, or the default.
         hidden_size: numbers in a whole embedding.
-        dimensions: lengths that the model was trained to be cut to; None if it was not.
+        dimensions: lengths that the model was trained for, None if it was trained for one length.
     """
 
     recipe: Recipe
@@ -35,7 +35,7 @@ class EmbeddingPooler:
 
     @property
     def method(self) -> PoolingMethod:
-        """Which hidden states count."""
+        """Hidden states to use."""
         return self.recipe.method
 
     def adjust(self, params: PoolingParams) -> PoolingParams:
@@ -47,7 +47,7 @@ class EmbeddingPooler:
         return evolve(params, dimensions=wanted or self.hidden_size, normalize=normalize)
 
     def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
-        """Embeddings [n, hidden_size] float32; numbers past a request's dimensions are 0."""
+        """Return embeddings [n, hidden_size] float32. Numbers past a request's dimensions are 0."""
         sizes = [one.dimensions or self.hidden_size for one in params]
         if min(sizes, default=self.hidden_size) < self.hidden_size:
             ends = to_device(np.array(sizes), states.device)  # [n] int64
@@ -79,7 +79,8 @@ class ClassPooler:
     """Class scores: the checkpoint's `score` head over the last token's state, as transformers does.
 
     Attributes:
-        hf_model: holds the head; looked up in each call, since weights may be reloaded and modules replaced.
+        hf_model: the model with the head, which is looked up in each call, since weights may be reloaded and modules
+            replaced.
         activation: from logits [n, num_labels] to scores.
         method: last.
     """
@@ -124,10 +125,10 @@ class HeadPooler(ClassPooler):
 
 
 def make_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler | None, tuple[str, ...]]:
-    """The pooler of a loaded model's task, and a note on it; None where tokens are generated.
+    """Return the pooler of a loaded model's task, and a note on it. None if tokens are generated.
 
     Raises:
-        ModelError: if the checkpoint or the options ask for a pooling that the task has not.
+        ModelError: if the checkpoint or the options ask for a pooling that the task does not have.
     """
     options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
     if context.task != "embed" and options.pooling != "auto":
@@ -145,11 +146,12 @@ def make_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler | None, tu
 
 
 def make_encoder_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler, tuple[str, ...]]:
-    """The pooler of a loaded encoder's task, and a note on it: embeddings of the first token unless the folder or the
-    options say otherwise.
+    """Return the pooler of a loaded encoder's task, and a note on it.
+
+    Embeddings are those of the first token unless the folder or the options select others.
 
     Raises:
-        ModelError: if the checkpoint or the options ask for a pooling that the task has not.
+        ModelError: if the checkpoint or the options ask for a pooling that the task does not have.
     """
     options = context.options if isinstance(context.options, DecoderOptions) else DecoderOptions()
     if context.task == "embed":
@@ -165,7 +167,10 @@ def make_encoder_pooler(context: ModelContext, hf_model: Any) -> tuple[Pooler, t
 
 
 def _encoder_head(hf_model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """From the first token's states [n, 1, hidden_size] to logits [n, num_labels]; looks modules up in each call."""
+    """Map the first token's states [n, 1, hidden_size] to logits [n, num_labels].
+
+    Modules are looked up in each call.
+    """
     if hasattr(hf_model, "pre_classifier"):  # DistilBERT
         return lambda states: hf_model.classifier(torch.relu(hf_model.pre_classifier(states[:, 0])))
     if getattr(hf_model.base_model, "pooler", None) is not None:  # BERT
@@ -185,9 +190,9 @@ def _embedding_pooler(
 
 
 def _recipe(context: ModelContext, options: DecoderOptions, default: PoolingMethod) -> Recipe:
-    """The checkpoint's pooling, with the options' in its place if they name one; else the default, normalised.
+    """Return the options' pooling if they name one, else the checkpoint's, else the default, normalised.
 
-    The defaults are vLLM's for models that were not made for embeddings.
+    The defaults are vLLM's for models that were not trained for embeddings.
     """
     named: PoolingMethod | None = None if options.pooling == "auto" else options.pooling
     if sentence_transformers.present(context.facts.path):
@@ -197,7 +202,7 @@ def _recipe(context: ModelContext, options: DecoderOptions, default: PoolingMeth
 
 
 def _dimensions(config: Any, hidden_size: int) -> Sequence[int] | None:
-    """The lengths that a Matryoshka model names in config.json."""
+    """Return the lengths that a Matryoshka model lists in config.json."""
     listed = getattr(config, "matryoshka_dimensions", None)
     if listed:
         return tuple(listed)

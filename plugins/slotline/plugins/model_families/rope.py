@@ -1,8 +1,8 @@
 """Rotary frequencies that hold for every batch.
 
 transformers chooses the frequencies of `dynamic` and `longrope` scaling in each forward, by the highest position in it.
-In a batch of several requests that would make one request's result depend on the others, and its cached keys on what
-came before; it also costs a device synchronisation. So the choice is made once, for the longest sequence allowed.
+In a batch of several requests one request's result would then depend on the others, and its cached keys on earlier
+steps. It also costs a device synchronisation. The choice is therefore made once, for the longest allowed sequence.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 def freeze(hf_model: torch.nn.Module, max_model_len: int) -> tuple[str, ...]:
     """Fix the frequencies of every rotary module in place.
 
-    * ``dynamic``: those of the unscaled model; they are exact up to `max_position_embeddings`, which is also the
+    * ``dynamic``: those of the unscaled model. They are exact up to `max_position_embeddings`, which is also the
       longest sequence that inspection allows.
-    * ``longrope``: the long ones if `max_model_len` exceeds the original length, else the short ones (as vLLM does).
+    * ``longrope``: the long ones if `max_model_len` exceeds the original length, else the short ones (like vLLM).
 
     Returns:
         A note for each kind of scaling that was fixed.
@@ -38,7 +38,7 @@ def freeze(hf_model: torch.nn.Module, max_model_len: int) -> tuple[str, ...]:
 
 
 def _rope_types(module: Any) -> Iterator[tuple[str | None, str]]:
-    """The (layer type, rope type) pairs of a rotary module; the layer type is None where one type serves all."""
+    """Return the (layer type, rope type) pairs of a rotary module. The layer type is None if there is only one type."""
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, dict):
         yield from rope_type.items()
@@ -60,5 +60,5 @@ def _freeze_longrope(module: Any, layer_type: str | None, max_model_len: int) ->
 
 
 def _mark_fixed(module: Any, layer_type: str | None) -> None:
-    """A `default` rope type is one that the forward does not touch."""
+    """Set the `default` rope type, which the forward does not change."""
     module.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}

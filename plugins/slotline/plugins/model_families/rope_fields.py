@@ -128,7 +128,7 @@ def scaled_length(parameters: Mapping[str, Any] | None, length: int) -> int:
 
 
 def _sets(place: str, parameters: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The sets of parameters, each with its place in the configuration: one, or one for each layer type."""
+    """Return the sets of parameters with their places in the configuration: one, or one for each layer type."""
     if not isinstance(parameters, Mapping) or not parameters:
         return
     other = {name: value for name, value in parameters.items() if name not in _CHECKS}

@@ -1,4 +1,4 @@
-"""What a sentence-transformers folder says about pooling: modules.json and the pooling module's own config.json."""
+"""Pooling settings of a sentence-transformers folder: modules.json and the pooling module's own config.json."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SERVED_MODULES = ("Transformer", "Pooling", "Normalize")
 
 @frozen(kw_only=True)
 class Recipe:
-    """How a checkpoint's embeddings are made of its hidden states.
+    """Method for computing embeddings from a checkpoint's hidden states.
 
     Attributes:
-        method: which hidden states count.
-        normalize: whether the embedding is divided by its length.
-        origin: who says so, in words.
+        method: hidden states to use.
+        normalize: True to divide the embedding by its length.
+        origin: origin of the settings, in words.
     """
 
     method: PoolingMethod
@@ -40,15 +40,15 @@ class Recipe:
 
 
 def present(path: Path) -> bool:
-    """Whether the folder is one of sentence-transformers, and so was made for embeddings."""
+    """Return True if the folder is a sentence-transformers folder, so that the model was trained for embeddings."""
     return (path / MODULES_FILE).is_file()
 
 
 def read(path: Path, hidden_size: int, method: PoolingMethod | None = None) -> Recipe:
-    """The recipe of a folder; a `method` that is given stands in for the folder's.
+    """Return the recipe of a folder. A given `method` replaces the folder's.
 
     Raises:
-        ModelError: if a file is broken, or asks for something that this family cannot do.
+        ModelError: if a file is broken, or requires an unsupported feature.
     """
     modules = _read(path / MODULES_FILE)
     if not isinstance(modules, list) or not all(
@@ -71,7 +71,7 @@ def read(path: Path, hidden_size: int, method: PoolingMethod | None = None) -> R
 
 
 def _method(file: Path, hidden_size: int) -> PoolingMethod:
-    """The one pooling mode that the module's configuration sets, in the older or the newer of its two spellings."""
+    """Return the single pooling mode of the module's configuration, in the older or the newer of its two forms."""
     config = _read(file)
     if not isinstance(config, dict):
         raise ModelError(f"{file} is no JSON object", fix="download the file again")

@@ -30,10 +30,10 @@ CROSS_ATTENTION = "encoder_attn"
 
 
 class TransformersSpeech:
-    """Serves every model of `speech.ARCHITECTURES`; it keeps no state, so one may load many models."""
+    """Family of every model of `speech.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
     def __init__(self, context: object = None) -> None:
-        """The family needs nothing at build time; `load` gets its context later."""
+        """Do nothing, because `load` gets its context later."""
 
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
@@ -101,7 +101,7 @@ class SpeechModel:
 
     @torch.inference_mode()
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """The encoder's states [max_encoder_len, hidden_size] of each recording, all in one call."""
+        """Return the encoder's states [max_encoder_len, hidden_size] of each recording, all computed in one call."""
         features = torch.stack([item["input_features"] for item in items])  # [items, mel bins, frames]
         states = self.hf_model.model.encoder(features.to(self._device, self.hf_model.dtype)).last_hidden_state
         return list(states)
@@ -141,7 +141,7 @@ class SpeechModel:
         """Read the weights again, in place.
 
         Args:
-            path: another checkpoint's folder, for weights of the same names and shapes; None for the same one.
+            path: another checkpoint's folder, for weights of the same names and shapes. None for the same one.
 
         Raises:
             ModelError: if the weights are missing or do not fit the loaded model.
@@ -153,7 +153,7 @@ class SpeechModel:
 
     @staticmethod
     def _read(context: ModelContext) -> Any:
-        """The model, its encoder with attention of transformers' own, its decoder with that of slots."""
+        """Return the model, with transformers' own attention in its encoder and slots in its decoder."""
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         hf_model = loading.load_transformers_model(context, found, attention="sdpa")
         config = copy.deepcopy(hf_model.config)
@@ -165,7 +165,7 @@ class SpeechModel:
 
 
 def _watch(model: Any, found: Checkpoint) -> tuple[AttentionLayer, ...]:
-    """The decoder's attention layers in call order."""
+    """Return the decoder's attention layers in call order."""
     length = int(found.config.max_target_positions)
     recorder = inspection.Recorder({module: name for name, module in model.named_modules()}, length)
     for module in model.modules():

@@ -23,7 +23,7 @@ ROTARY = "rotary_emb"
 
 
 def device_scope(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a CUDA device the current one, which is where Triton launches."""
+    """Make a CUDA device the current device, which Triton launches on."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -47,12 +47,15 @@ class Part:
         return nullcontext() if self.alone else device_scope(self.device)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the part's device; the copy is ordered behind what made it and the host does not wait."""
+        """Return the tensor on the part's device.
+
+        The copy is ordered after the tensor's computation, and the host never waits.
+        """
         return tensor if self.alone else tensor.to(self.device, non_blocking=True)
 
 
 def parts_of(hf_model: Any, device: str, stages: Sequence[Stage]) -> tuple[Part, ...]:
-    """The parts of a model: one for each stage, or the whole on `device`."""
+    """Return the parts of a model: one for each stage, or the whole on `device`."""
     if not stages:
         return (Part(torch.device(device), 0, len(hf_model.base_model.layers)),)
     return tuple(
@@ -84,7 +87,7 @@ def place(hf_model: Any, parts: Sequence[Part]) -> None:
 
 
 def stage_of(hf_model: Any, parts: Sequence[Part]) -> dict[int, int]:
-    """The part of every module, by the module's id."""
+    """Return the part of every module, by the module's id."""
     return {
         id(module): index
         for index in range(len(parts))
@@ -135,7 +138,7 @@ class Crossing:
         ]
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Around each forward; afterwards the current device is again what it was."""
+        """Restore the current device after each forward."""
         return self._first.scope()
 
     def remove(self) -> None:
@@ -151,7 +154,7 @@ def _enter(part: Part, _: nn.Module, args: Any, options: Any) -> Any:
 
 
 def _own(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[tuple[Any, str, nn.Module]]:
-    """The modules of one part, each with the module that holds it and its name there."""
+    """Yield the modules of one part, each with its parent module and its name there."""
     base, part, is_last = hf_model.base_model, parts[index], index == len(parts) - 1
     for name, child in hf_model.named_children() if hf_model is not base else ():  # a head
         if is_last and child is not base:

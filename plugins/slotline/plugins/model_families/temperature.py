@@ -1,7 +1,7 @@
 """Llama 4's temperature tuning, which makes queries of far positions longer.
 
 transformers takes a token's position from its place in the forward, and tokens of many requests are flattened here. The
-factor is ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))``, exactly 1 below `floor_scale`; there the
+factor is ``1 + attn_scale * log(1 + floor((position + 1) / floor_scale))``, exactly 1 below `floor_scale`. Below it the
 tuning is switched off, and longer sequences are refused.
 """
 
@@ -13,7 +13,7 @@ from slotline.registry.errors import ModelError
 
 
 def longest_untuned(hf_model: Any) -> int | None:
-    """Return the longest sequence in which the tuning changes nothing; None for a model without it."""
+    """Return the longest sequence in which the tuning changes nothing, or None for a model without it."""
     scales = [m.floor_scale for m in hf_model.modules() if getattr(m, "attn_temperature_tuning", False)]
     return max(1, int(min(scales)) - 1) if scales else None
 

@@ -34,18 +34,20 @@ if TYPE_CHECKING:
 
 
 class TransformersDecoder:
-    """Serves every decoder of `decoder.ARCHITECTURES`; it keeps no state, so one may load many models."""
+    """Family of every decoder of `decoder.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
     def __init__(self, context: object = None) -> None:
-        """The family needs nothing at build time; `load` gets its context later."""
+        """Do nothing, because `load` gets its context later."""
 
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
         return inspection.inspect(Path(path))
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
-        """Copies from the host cannot be captured; nor can torch's grouped matrix product, which reads its group sizes
-        on the host, save for bfloat16 on CUDA.
+        """Return the reason why a forward cannot be captured, or None.
+
+        Copies from the host cannot be captured. The same holds for torch's grouped matrix product, which reads its
+        group sizes on the host, except in bfloat16 on CUDA.
         """
         if facts.host_copies and device.startswith("cuda"):
             return f"each forward copies from the host (copies: {facts.host_copies})"
@@ -61,13 +63,13 @@ class TransformersDecoder:
 
 
 class DecoderModel:
-    """A loaded decoder.
+    """Loaded decoder.
 
     Attributes:
-        facts: what `inspect` found.
+        facts: the facts returned by `inspect`.
         hf_model: the transformers model itself, for plugins that replace its modules.
-        pooler: what makes answers of hidden states; None where tokens are generated.
-        notes: what was done while loading, in words.
+        pooler: computes answers from hidden states. None if tokens are generated.
+        notes: changes made while loading, in words.
         load_seconds: wall time of loading, probes included.
         weight_bytes: bytes of all parameters and buffers, those in host memory included.
     """
@@ -158,11 +160,11 @@ class DecoderModel:
     def reload_weights(self, path: Path | None = None) -> None:
         """Read the weights again, in place: addresses stay, so captured graphs stay valid.
 
-        Args:
-            path: another checkpoint's folder, for weights of the same names and shapes; None for the same one.
+        The new weights pass through host memory. If passes have changed the model, a second copy of it is on the device
+        while this runs, since the passes must run over the new weights too.
 
-        The new weights pass through host memory; where passes have changed the model, a second copy of it lives on
-        the device while this runs, since the passes must run over the new weights too.
+        Args:
+            path: another checkpoint's folder, for weights of the same names and shapes. None for the same one.
 
         Raises:
             ModelError: if the weights are missing or do not fit the loaded model any more.
@@ -174,12 +176,12 @@ class DecoderModel:
         self.facts, self._context = facts, context
 
     def _adaptable(self) -> Adaptation:
-        """The model's linear layers, found when they are asked for first."""
+        """Linear layers of the model, found on first use."""
         self._adaptation = self._adaptation or Adaptation(self.hf_model, self._probe)
         return self._adaptation
 
     def _probe(self, num_tokens: int) -> None:
-        """A forward pass of some tokens, under an attention and states that keep nothing."""
+        """Run a forward pass of some tokens, with attention and states that keep nothing."""
         device = next(self.hf_model.parameters()).device
         tokens = torch.arange(num_tokens, device=device)
         with torch.no_grad(), self._holder.serving(plain_attend, plain_advance):
@@ -197,14 +199,14 @@ class DecoderModel:
         return fresh
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
-        """The decoder in host memory, and what encodes its other inputs if it takes any."""
+        """Return the decoder in host memory, and the encoder of its other inputs if it takes any."""
         return loading.load_transformers_model(context), None
 
     def _build(self, context: ModelContext) -> tuple[Any, binding.AttendHolder, tuple[str, ...]]:
-        """Read, bind, place and optimise; returns the model, its holder and notes.
+        """Read, bind, place and optimise the model, and return it with its holder and notes.
 
-        Passes run on the device, where they are fast; but before placing where not all weights may go there. They
-        know decoders, so the encoder becomes a part of the model only after them.
+        Passes run on the device, where they are fast, or before placing if not all weights fit there. They only know
+        decoders, so the encoder becomes a part of the model after them.
         """
         hf_model, encoder = self._load(context)
         holder = binding.bind(hf_model, context.facts.layers)
@@ -227,7 +229,7 @@ class DecoderModel:
 
 
 def _over_stages(hf_model: Any, parts: Sequence[stages.Part], context: ModelContext) -> tuple[str, ...]:
-    """Place every part of the model and optimise it there; the notes name the stage."""
+    """Place every part of the model and optimise it there. The notes name the stage."""
     notes: tuple[str, ...] = ()
     stages.place(hf_model, parts)
     for index, part in enumerate(parts):

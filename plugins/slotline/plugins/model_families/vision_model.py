@@ -1,7 +1,7 @@
-"""The model family for images and text: a decoder as `transformers_model` runs it, and an encoder in front of it.
+"""Model family for images and text: an encoder followed by a decoder as `transformers_model` runs it.
 
-The whole transformers model is read once and taken apart. Its language model becomes an ordinary causal model, so that
-inspection, attention slots, passes and graphs are a decoder's; encoder and projector stay as they are.
+The whole transformers model is read once and divided. Its language model becomes an ordinary causal model, so that
+inspection, attention slots, passes and graphs are the same as a decoder's. Encoder and projector are not changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IMAGE = "image"
 
 
 class TransformersVision(TransformersDecoder):
-    """Serves every model of `vision.ARCHITECTURES`; it keeps no state, so one may load many models."""
+    """Family of every model of `vision.ARCHITECTURES`. It keeps no state, so one instance may load many models."""
 
     def inspect(self, path: Path) -> ModelFacts:
         """See `slotline.registry.contracts.model_family.ModelFamily.inspect`."""
@@ -74,7 +74,7 @@ class VisionModel(DecoderModel):
 
     @torch.inference_mode()
     def encode(self, modality: str, items: Sequence[Mapping[str, torch.Tensor]]) -> list[torch.Tensor]:
-        """Embeddings [n, hidden_size] of each image; neighbours of equal shapes go through the encoder together."""
+        """Return embeddings [n, hidden_size] of each image. Adjacent images of equal shapes are encoded together."""
         outputs: list[torch.Tensor] = []
         for _, alike in groupby(items, key=lambda item: {name: value.shape for name, value in item.items()}):
             outputs += self._encode_alike(list(alike))
@@ -90,7 +90,7 @@ class VisionModel(DecoderModel):
         return list(rows.chunk(len(items)))  # of equal shapes, so of equal numbers of embeddings
 
     def _load(self, context: ModelContext) -> tuple[Any, torch.nn.Module | None]:
-        """The decoder as a causal model of its own, and the rest of the base model."""
+        """Return the decoder as a separate causal model, and the rest of the base model."""
         found = checkpoint.read(context.facts.path, ARCHITECTURES)
         whole = loading.load_transformers_model(context, found, attention="sdpa")
         encoder, decoder = whole.model, _decoder_of(found)
@@ -105,10 +105,10 @@ class VisionModel(DecoderModel):
 
 
 def _decoder_of(found: Checkpoint) -> Checkpoint:
-    """The decoder's part of a checkpoint.
+    """Return the decoder's part of a checkpoint.
 
     Raises:
-        ModelError: if this family does not run such a decoder.
+        ModelError: if this family does not support the decoder.
     """
     text = found.config.text_config
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)

@@ -34,11 +34,12 @@ _PREFERRED = (
 
 
 def unreadable(path: Path, error: Exception, report: str = "", file: Path | None = None) -> ModelError:
-    """What to say of a folder whose weights could not be read: the file at fault, where one can be found.
+    """Return the error for a folder whose weights could not be read, with the file at fault if it can be found.
 
     Args:
-        report: more lines on it.
-        file: that was being read.
+        path: the folder.
+        report: further lines.
+        file: the file that was being read.
     """
     fix = "download the checkpoint again"
     for stored in sorted(path.glob("*.safetensors")):
@@ -176,7 +177,7 @@ def refuse_adapter(path: Path) -> None:
 
 
 def _is_left_out(tensor: StoredTensor) -> bool:
-    """True for a tensor that checkpoints hold and no model of this family reads."""
+    """Return True for a tensor in checkpoints that no model of this family reads."""
     mask = tensor.dtype in _MASKS and _MASK.search(tensor.name) is not None
     return mask or _LEFT_OUT.search(tensor.name) is not None
 

@@ -66,7 +66,7 @@ def refuse_larger(found: Checkpoint, tensors: Iterable[StoredTensor]) -> None:
 
 
 def _differing(model: Any, tensors: Iterable[StoredTensor]) -> Iterator[str]:
-    """The tensors that have another shape in the model, in words."""
+    """Return the tensors that have another shape in the model, in words."""
     own = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for tensor in tensors:
         for name in (tensor.name, f"{model.base_model_prefix}.{tensor.name}"):

@@ -20,9 +20,9 @@ _TABLES = frozenset({*_DEFINITIONS, "dependencies", "dependentSchemas", "pattern
 
 
 def subschemas(root: Any) -> list[tuple[str, Any]]:
-    """Return every schema inside a schema, innermost first, with its JSON pointer; the schema itself comes last.
+    """Return every schema inside a schema, innermost first, with its JSON pointer. The schema itself comes last.
 
-    Definitions come before what refers to them, and so does what a reference finds at any other place.
+    Definitions and other targets of references come before the schemas that refer to them.
     """
     found = list(_inside(root, "#"))
     known = {id(part) for _, part in found}
@@ -39,7 +39,7 @@ def subschemas(root: Any) -> list[tuple[str, Any]]:
 
 
 def refuse_values_as_schemas(text: str, place: str) -> None:
-    """Refuse a schema with a reference to what is a value elsewhere in it; `place` as for `refuse`.
+    """Refuse a schema with a reference to a value elsewhere in it. `place` as for `refuse`.
 
     Raises:
         RequestError: naming the reference.
@@ -129,10 +129,10 @@ def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str
 
 
 def refuse_long_patterns(text: str, place: str) -> None:
-    """Refuse a schema with an expression that asks for too much text (`regex.too_long`); `place` as for `refuse`.
+    """Refuse a schema with an expression that requires too much text (`regex.too_long`). `place` as for `refuse`.
 
     Raises:
-        RequestError: with the JSON pointer of the schema that has it.
+        RequestError: with the JSON pointer of the schema.
     """
     for pointer, part in subschemas(json.loads(text)):
         if isinstance(part, Mapping):
@@ -144,8 +144,10 @@ def refuse_long_patterns(text: str, place: str) -> None:
 
 
 def _alone(part: Any, root: Any) -> Any:
-    """A part of a schema with the definitions that it needs and no others, of which there may be hundreds; None if it
-    refers to other parts, so that it means nothing by itself."""
+    """Return a part of a schema with only the definitions that it needs, of possibly hundreds.
+
+    None if it refers to other parts, so that it has no meaning by itself.
+    """
     if not isinstance(part, Mapping):
         return part
     needed: dict[str, dict[str, Any]] = {}
@@ -177,7 +179,7 @@ def _references(value: Any) -> Iterator[str]:
 
 
 def _escaped(key: str) -> str:
-    """A key as a part of a JSON pointer (RFC 6901)."""
+    """Return a key as a part of a JSON pointer (RFC 6901)."""
     return key.replace("~", "~0").replace("/", "~1")
 
 

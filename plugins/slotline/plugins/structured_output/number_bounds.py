@@ -34,14 +34,14 @@ _EXCLUSIVE = {"minimum": "exclusiveMinimum", "maximum": "exclusiveMaximum"}
 
 
 def with_kept_bounds(text: str, place: str) -> str:
-    """Rewrite the bounds of numbers in a schema; a schema without any stays as it is.
+    """Rewrite the bounds of numbers in a schema. A schema without any is unchanged.
 
     Args:
         text: the schema.
-        place: the parameter that the schema stands in, and where in it, such as ``structured_outputs.json at #``.
+        place: the parameter with the schema, and the place in it, e.g. ``structured_outputs.json at #``.
 
     Raises:
-        RequestError: with the JSON pointer of bounds that no number lies between, or that are out of range.
+        RequestError: with the JSON pointer of bounds that no number satisfies, or that are out of range.
     """
     root = json.loads(text, parse_float=Decimal)
     changed = False
@@ -93,7 +93,7 @@ def _fits(values: Collection[Decimal], *, whole: bool, merged: bool = False) -> 
 
 
 def _rewrite(part: dict[str, Any], place: str) -> bool:
-    """Rewrite the bounds of one schema in place; returns whether anything changed."""
+    """Rewrite the bounds of one schema in place, and return True if anything changed."""
     before = dict(part)
     _read_flags(part)
     keys = [key for pair in _EXCLUSIVE.items() for key in pair if key in part]
@@ -166,7 +166,7 @@ def _decimal_inside(side: str, value: Decimal, exclusive: bool) -> tuple[Decimal
 
 
 def _float_inside(side: str, value: int, place: str, *, steps: int = 0) -> int:
-    """The whole number next to `value`, inwards, that is a float; `steps` floats further if it is a large one.
+    """Return the next integer inside of `value` that is a float, `steps` floats further if it is large.
 
     Raises:
         RequestError: if it does not fit into 64 bits.

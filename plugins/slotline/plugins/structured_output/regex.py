@@ -22,7 +22,7 @@ _PART = re.compile(
 
 
 def located(expression: str, why: str) -> str:
-    """An engine's complaint about an expression, with the position in it where the engine or Python names one."""
+    """Return an engine's error about an expression, with the position in it if the engine or Python names one."""
     if "at position" in why:
         return why
     if caret := _CARET.search(why):
@@ -35,8 +35,11 @@ def located(expression: str, why: str) -> str:
 
 
 def shortest(expression: str) -> int:
-    """Characters of the shortest text that an expression matches, counted without building it: a scan over the notation
-    that ECMAScript and Rust share, for expressions that an engine has taken."""
+    """Return the number of characters in the shortest text that an expression matches.
+
+    The text is not built. The function scans the notation common to ECMAScript and Rust, for expressions that an engine
+    has accepted.
+    """
     outer: list[tuple[int, int | None]] = []
     best: int | None = None  # the least of the branches before
     length = last = 0  # of this branch but for its last part, and that part's

@@ -15,9 +15,9 @@ _FORM = '{"structures": [{"begin": "<a>", "schema": {...}, "end": "</a>"}], "tri
 
 @frozen
 class Structure:
-    """Between `begin` and `end` stands JSON that `schema` accepts; the text that begins with `trigger` is a tag.
+    """Tag with JSON that `schema` accepts between `begin` and `end`. A text that begins with `trigger` is a tag.
 
-    `place` says where the schema stands.
+    `place` is the place of the schema.
     """
 
     trigger: str
@@ -28,10 +28,10 @@ class Structure:
 
 
 def structures(text: str) -> tuple[Structure, ...]:
-    """The structures of a structural tag in the form of OpenAI's and vLLM's API.
+    """Return the structures of a structural tag in the form of OpenAI's and vLLM's API.
 
     Raises:
-        RequestError: naming the part that is wrong.
+        RequestError: naming the wrong part.
     """
     given = json.loads(text)
     if not isinstance(given, Mapping) or not given.get("structures") or not given.get("triggers"):

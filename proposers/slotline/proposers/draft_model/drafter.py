@@ -22,7 +22,7 @@ from slotline.registry.errors import ConfigError, ContractError, ModelError
 
 
 class ModelDrafter:
-    """Implements `Observer`; its class is the `KVDrafterFactory`."""
+    """Implements `Observer`. Its class is the `KVDrafterFactory`."""
 
     def __init__(self, context: DrafterContext) -> None:
         if context.load_model is None:
@@ -32,10 +32,10 @@ class ModelDrafter:
 
     @classmethod
     def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
-        """The draft model's attention layers.
+        """Return the draft model's attention layers.
 
         Raises:
-            ModelError: if its vocabulary is another one, if its sequences are too short, or if it is no plain decoder.
+            ModelError: if its vocabulary differs, if its sequences are too short, or if it is not a plain decoder.
         """
         target, facts = inspection.facts, inspection.inspect_model(_folder(inspection.path))
         name, fix = f"draft model {facts.architecture} in {str(facts.path)!r}", "name another model in drafter.path"
@@ -70,10 +70,10 @@ class ModelDrafter:
         self._model.forward(computed.token_ids, computed.positions, computed.attend)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The likeliest token behind the newest, and the likeliest behind that, and so on.
+        """Propose the likeliest token after the newest, the likeliest after that, and so on.
 
-        The first pass computes the token in front of the newest, too. If all drafts of the step before stood, that is
-        the last of them, which no pass has seen.
+        The first pass also computes the token before the newest. If all drafts of the previous step were accepted, that
+        is the last of them, which no pass has computed yet.
         """
         assert batch.attend is not None
         assert batch.previous_token_ids is not None

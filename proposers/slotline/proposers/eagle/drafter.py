@@ -1,8 +1,8 @@
 """EAGLE and EAGLE-3 as drafters: chains, greedy, with the head's attention in the model's cache.
 
-Entry i of the head's cache is the hidden state at position i and the token behind it. A block of the cache may be
-shared by requests that go on differently behind it; its last entry is then the one of the request that computed it.
-That costs a guess now and then, and no text.
+Entry i of the head's cache is the hidden state at position i and the token after it. A block of the cache may be shared
+by requests that continue differently after it. Its last entry is then that of the request that computed it. This
+occasionally costs a guess, but never changes a text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Call = Callable[[torch.Tensor], torch.Tensor]
 
 
 class EagleDrafter:
-    """Implements `Observer`; its class is the `KVDrafterFactory`."""
+    """Implements `Observer`. Its class is the `KVDrafterFactory`."""
 
     def __init__(self, context: DrafterContext) -> None:
         self._num_tokens, self._layers = context.num_tokens, context.layers
@@ -49,10 +49,10 @@ class EagleDrafter:
 
     @classmethod
     def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
-        """The head's decoder layers, as its config.json tells them.
+        """Return the head's decoder layers, from its config.json.
 
         Raises:
-            ModelError: if the folder is none of a head, or its head is another model's.
+            ModelError: if the folder does not contain a head, or contains the head of another model.
         """
         facts, config = inspection.facts, read_config(_folder(inspection.path))
         llama = config.llama
@@ -94,7 +94,7 @@ class EagleDrafter:
         return self._step(embeds, hidden, computed.positions, computed.attend)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The head's likeliest token, and the likeliest behind it, and so on."""
+        """Propose the head's likeliest token, the likeliest after it, and so on."""
         assert batch.attend is not None
         out, hidden = batch.observed
         token_ids = [self._tokens(out)]
@@ -172,12 +172,12 @@ def _folder(path: str | None) -> Path:
 
 
 def _name(name: str) -> str:
-    """The authors' name of a weight: other tools write `layers.0` for `midlayer`."""
+    """Return the authors' name of a weight. Other tools write `layers.0` for `midlayer`."""
     return name.replace("layers.0.", "midlayer.")
 
 
 def _shared(context: DrafterContext) -> tuple[ModelFacts, Call, Call]:
-    """What a head shares with its model: the facts, the embedding, the output projection."""
+    """Return the facts, the embedding and the output projection that a head shares with its model."""
     if context.facts is None or context.embed is None or context.compute_logits is None:
         raise ContractError(
             "the drafter's layers share the model's embedding, and this model family gives none",

@@ -31,14 +31,14 @@ _INDICES = ("d2t", "t2d")
 
 @frozen(kw_only=True, eq=False)
 class HeadConfig:
-    """What a folder's config.json says.
+    """Settings in a folder's config.json.
 
     Attributes:
         path: the folder.
         llama: its decoder layers, a Llama's.
-        draft_vocab_size: tokens that an EAGLE-3 head chooses among; the target's where nothing is said.
-        layer_ids: the target's layers, from 0, whose inputs an EAGLE-3 head reads; empty for the usual three.
-        norm_before_residual: whether what an EAGLE-3 head adds its attention to is the normalised hidden state.
+        draft_vocab_size: tokens that an EAGLE-3 head chooses from, by default all of the target's.
+        layer_ids: the target's layers, from 0, whose inputs an EAGLE-3 head reads. Empty for the usual three.
+        norm_before_residual: True if an EAGLE-3 head adds its attention to the normalised hidden state.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class HeadConfig:
     norm_before_residual: bool = False
 
     def layers_of(self, num_layers: int) -> tuple[int, ...]:
-        """The layers to read of a target with `num_layers`: early, middle and late, as the authors of EAGLE-3 do."""
+        """Return the layers to read of a target with `num_layers`: early, middle and late, as in EAGLE-3."""
         return self.layer_ids or (2, num_layers // 2, num_layers - 3)
 
 
@@ -85,7 +85,10 @@ def read_config(path: Path) -> HeadConfig:
 
 
 def _flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings as the authors write them: speculators keeps the layer's apart, and normalises first by default."""
+    """Return the settings in the authors' form.
+
+    speculators stores the layer's settings separately, and normalises first by default.
+    """
     layer = settings.get("transformer_layer_config")
     if layer is None:
         return settings
@@ -135,7 +138,7 @@ def _unreadable(file: Path, error: Exception) -> ModelError:
 
 
 def _file(path: Path) -> Path:
-    """The folder's file of weights."""
+    """Return the folder's file of weights."""
     for name in WEIGHT_FILES:
         if (path / name).exists():
             return path / name
@@ -168,12 +171,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, assign: bool = False) -> None:
-    """Copy weights into a module; more of them than it has are left out. `assign` takes them as they are instead.
+    """Copy weights into a module and ignore additional ones. `assign` uses the tensors without a copy.
 
-    A module on the meta device has its shapes compared before it takes any memory.
+    The shapes of a module on the meta device are compared before it allocates any memory.
 
     Raises:
-        ModelError: naming what is missing or has another shape.
+        ModelError: naming a weight that is missing or has another shape.
     """
     own = module.state_dict()
     wrong = [name for name, tensor in own.items() if name not in weights or weights[name].shape != tensor.shape]
@@ -211,7 +214,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=config.attention_bias)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        """[n, input_size] to [n, hidden_size]; `rotary` are cosines and sines [n, head_size]."""
+        """Map [n, input_size] to [n, hidden_size]. `rotary` are cosines and sines [n, head_size]."""
         if self.merged is None:
             states = torch.cat([projection(x) for projection in (self.q_proj, self.k_proj, self.v_proj)], -1)
         else:
@@ -239,7 +242,7 @@ class MLP(LlamaMLP):  # type: ignore[misc]  # transformers has no types
 
 
 class EagleLayer(nn.Module):
-    """A Llama decoder layer; the first one's attention has no norm in front."""
+    """Llama decoder layer. The attention of the first layer has no norm before it."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -257,7 +260,7 @@ class EagleLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """What both kinds have: rotary positions, and `step`."""
+    """Common parts of both kinds of heads: rotary positions, and `step`."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
@@ -278,7 +281,7 @@ class Head(nn.Module):
         return cosines[0], sines[0]
 
     def merge(self) -> None:
-        """Join products of the same input, once the head is where it serves; its weights may still be written to."""
+        """Merge products of the same input, once the head is on its device. Its weights may still be written."""
         for module in self.modules():
             if isinstance(module, Attention):
                 module.merged = merge(module.q_proj, module.k_proj, module.v_proj)
@@ -296,7 +299,7 @@ class EagleHead(Head):
         self.layers = nn.ModuleList(EagleLayer(config.llama, i) for i in range(config.llama.num_hidden_layers))
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's last hidden states [n, hidden_size] as `forward` takes them."""
+        """Return the target's last hidden states [n, hidden_size] in the form that `forward` takes."""
         return hidden
 
     def forward(
@@ -347,7 +350,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(Head):
-    """EAGLE-3: inputs of three layers of the target, joined by `fc`; an output projection over a draft vocabulary."""
+    """EAGLE-3: inputs of three target layers joined by `fc`, and an output projection over a draft vocabulary."""
 
     def __init__(self, config: HeadConfig, *, num_states: int = 3, target_size: int = 0, bias: bool = False) -> None:
         super().__init__(config)
@@ -358,13 +361,16 @@ class Eagle3Head(Head):
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The inputs of the target's layers, side by side, [n, layers * hidden_size], as `forward` takes them."""
+        """Return the target layers' inputs, [n, layers * hidden_size], in the form that `forward` takes."""
         joined: torch.Tensor = self.fc(hidden)
         return joined
 
     def forward(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `EagleHead.forward`; `lm_head` reads the first result, the second is without the last norm."""
+        """Compute like `EagleHead.forward`.
+
+        `lm_head` reads the first result, and the second is without the last norm.
+        """
         x = self.midlayer(embeddings, hidden, self.positions(positions, embeddings), attend)
         return self.norm(x), x

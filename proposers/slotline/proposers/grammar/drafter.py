@@ -8,7 +8,10 @@ from slotline.registry.contracts import Draft, DraftBatch, DrafterContext
 
 
 class GrammarDrafter:
-    """Proposes nothing. With any drafter the core drafts what a grammar forces; this one adds no guesses to that."""
+    """Drafter without proposals.
+
+    With any drafter the core drafts forced tokens of grammars, and this one adds no guesses.
+    """
 
     def __init__(self, context: DrafterContext) -> None: ...
 

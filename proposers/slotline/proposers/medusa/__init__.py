@@ -14,7 +14,7 @@ class MedusaTreeOptions:
     """The table `[drafter.medusa_tree]`.
 
     Attributes:
-        choices: the tree's nodes as paths of ranks, as in the authors' `medusa_choices`; empty for the likeliest tree
+        choices: the tree's nodes as paths of ranks, as in the authors' `medusa_choices`. Empty for the likeliest tree
             of `drafter.tokens` nodes.
     """
 

@@ -1,6 +1,6 @@
-"""Which guesses of which heads make a tree, in the form of the authors' `medusa_choices`: paths of ranks from 0.
+"""Trees of the heads' guesses, in the form of the authors' `medusa_choices`: paths of ranks from 0.
 
-Example: ((0,), (0, 0), (1,)) is the first head's best token, the second head's best behind it, and the first head's
+Example: ((0,), (0, 0), (1,)) is the first head's best token, the second head's best after it, and the first head's
 second-best token.
 """
 
@@ -19,7 +19,7 @@ with each rank and with each head. A guess, not a measurement: it decides which 
 
 
 def likeliest(num_nodes: int, num_heads: int) -> list[Path]:
-    """The `num_nodes` paths over `num_heads` heads that stand most often under the assumed accuracies, in order."""
+    """Return the `num_nodes` paths over `num_heads` heads that are likeliest under the assumed accuracies, in order."""
     chosen: list[Path] = []
     waiting: list[tuple[float, Path]] = [(-ACCURACY, (0,))]
     while waiting and len(chosen) < num_nodes:
@@ -32,10 +32,10 @@ def likeliest(num_nodes: int, num_heads: int) -> list[Path]:
 
 
 def ordered(choices: Sequence[Sequence[int]]) -> list[Path]:
-    """The paths so that the likeliest chain lies first, each node behind its parent, and likelier children first.
+    """Return the paths with the likeliest chain first, each node after its parent, and likelier children first.
 
     Raises:
-        ConfigError: if one is empty, there twice, or without the path that it continues.
+        ConfigError: if a path is empty, repeated, or lacks the path that it continues.
     """
     paths = [tuple(path) for path in choices]
     known = set(paths)
@@ -55,6 +55,6 @@ def ordered(choices: Sequence[Sequence[int]]) -> list[Path]:
 
 
 def parents_of(paths: Sequence[Path]) -> list[int]:
-    """The index of each path's beginning, -1 for none."""
+    """Return the index of each path's parent, -1 for none."""
     place = {path: index for index, path in enumerate(paths)}
     return [place[path[:-1]] if len(path) > 1 else -1 for path in paths]

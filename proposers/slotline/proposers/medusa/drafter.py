@@ -15,11 +15,11 @@ from slotline.registry.errors import ConfigError
 
 
 class MedusaDrafter:
-    """Implements `Drafter`. Keeps nothing between steps; all heads run as one batch of matrix products.
+    """Implements `Drafter`. It keeps nothing between steps, and all heads run as one batch of matrix products.
 
     Raises:
-        ConfigError: without a folder, or if more tokens are asked for than there are heads.
-        ModelError: if the folder does not hold heads for this model.
+        ConfigError: without a folder, or if more tokens are requested than there are heads.
+        ModelError: if the folder does not contain heads for this model.
     """
 
     write_example = staticmethod(write_example)
@@ -70,7 +70,7 @@ class MedusaTreeDrafter:
         """Nothing to prepare."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The tree's tokens; a head whose vocabulary ends before a rank says -1 there."""
+        """Propose the tree's tokens, with -1 if a head's vocabulary ends before a rank."""
         assert batch.hidden_states is not None  # declared as a need
         logits = self._heads.logits(batch.hidden_states)  # [heads, n, vocab_size]
         most = min(int(self._ranks.max()) + 1, logits.shape[-1])
@@ -85,10 +85,10 @@ class MedusaTreeDrafter:
 
 
 class ProjectedHeads:
-    """The first heads of a folder with what turns their states into logits.
+    """First heads of a folder with their output projections.
 
     Args:
-        num_heads: how many are needed; 0 for all.
+        num_heads: number of heads needed, 0 for all.
     """
 
     def __init__(self, context: DrafterContext, num_heads: int) -> None:
@@ -112,7 +112,7 @@ class ProjectedHeads:
 
     @property
     def num_heads(self) -> int:
-        """How many there are."""
+        """Number of heads."""
         return self._heads.num_heads
 
     def keep(self, num_heads: int) -> None:
@@ -129,5 +129,5 @@ class ProjectedHeads:
         return shared.view(*states.shape[:2], -1)
 
     def tokens(self, index: torch.Tensor) -> torch.Tensor:
-        """The model's tokens of places [..] int64 among the logits."""
+        """Return the model's tokens of indices [..] int64 into the logits."""
         return index if self._heads.token_map is None else self._heads.token_map[index]

@@ -12,7 +12,7 @@ from slotline.registry.contracts import DrafterContext
 
 
 def write_example(folder: Path, context: DrafterContext) -> None:
-    """A folder in the authors' form: a head for each draft token, one block each, projections of their own."""
+    """Write a folder in the authors' form: a head for each draft token, with one block and its own projection."""
     heads, size = context.num_tokens, context.hidden_size
     generator, weights = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
     for head in range(heads):

@@ -36,9 +36,10 @@ class MedusaHeads:
     """All heads, stacked.
 
     Attributes:
-        weights: [num_layers, num_heads, hidden_size, hidden_size]; biases: [num_layers, num_heads, hidden_size].
-        projections: [num_heads, vocab_size, hidden_size], or None where the model's own is shared.
-        token_map: [vocab_size] int64, the model's token of each that the projections know; None where both count alike.
+        weights: [num_layers, num_heads, hidden_size, hidden_size].
+        biases: [num_layers, num_heads, hidden_size].
+        projections: [num_heads, vocab_size, hidden_size], or None if the model's own is shared.
+        token_map: [vocab_size] int64, the model's token of each token of the projections. None if both are equal.
     """
 
     weights: torch.Tensor
@@ -48,23 +49,23 @@ class MedusaHeads:
 
     @property
     def num_heads(self) -> int:
-        """How many tokens they can predict."""
+        """Number of tokens that they can predict."""
         return self.weights.shape[1]
 
     def first(self, count: int) -> MedusaHeads:
-        """The first heads alone."""
+        """Return only the first heads."""
         projections = None if self.projections is None else self.projections[:count]
         return evolve(self, weights=self.weights[:, :count], biases=self.biases[:, :count], projections=projections)
 
     def to(self, device: str, dtype: torch.dtype) -> MedusaHeads:
-        """The same on a device, in the model's dtype."""
+        """Return the same heads on a device, in the model's dtype."""
         moved = evolve(self, weights=self.weights.to(device, dtype), biases=self.biases.to(device, dtype))
         if self.token_map is not None:
             moved = evolve(moved, token_map=self.token_map.to(device))
         return moved if self.projections is None else evolve(moved, projections=self.projections.to(device, dtype))
 
     def states(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """What the output projections read, [num_heads, n, hidden_size], from hidden states [n, hidden_size]."""
+        """Return inputs of the output projections, [num_heads, n, hidden_size], from hidden states [n, hidden_size]."""
         x = hidden_states.to(self.weights.dtype).expand(self.num_heads, *hidden_states.shape)
         for weight, bias in zip(self.weights, self.biases, strict=True):
             x = x + silu(torch.baddbmm(bias[:, None], x, weight.transpose(1, 2)))
@@ -72,10 +73,10 @@ class MedusaHeads:
 
 
 def read_heads(path: Path, hidden_size: int, vocab_size: int) -> MedusaHeads:
-    """The heads of a folder, in host memory.
+    """Return the heads of a folder, in host memory.
 
     Raises:
-        ModelError: if something is missing or does not fit a model of these sizes.
+        ModelError: if a tensor is missing or does not fit a model of these sizes.
     """
     num_heads, num_layers, shared = _read_config(path)
     found = {_PREFIX.sub("", name): tensor for name, tensor in _read_weights(path).items()}
@@ -179,7 +180,7 @@ def _read_weights(path: Path) -> Mapping[str, torch.Tensor]:
 def _find(
     found: Mapping[str, torch.Tensor], names: tuple[str, ...], shape: tuple[int, ...], path: Path
 ) -> torch.Tensor:
-    """The tensor under one of the names."""
+    """Return the tensor under one of the names."""
     name = next((name for name in names if name in found), None)
     if name is None:
         raise ModelError(f"the heads in {str(path)!r} lack {' or '.join(names)}", fix=_FIX)
@@ -193,5 +194,5 @@ def _find(
 
 
 def _bias(found: Mapping[str, torch.Tensor], names: tuple[str, ...], zeros: torch.Tensor, path: Path) -> torch.Tensor:
-    """The bias under one of the names; zeros if there is none."""
+    """Return the bias under one of the names, or zeros if there is none."""
     return _find(found, names, tuple(zeros.shape), path) if any(name in found for name in names) else zeros

@@ -1,12 +1,12 @@
-"""How the attention of a transformers decoder layer reaches the drafter's `attend`, latent attention included.
+"""Connection of a transformers decoder layer's attention to the drafter's `attend`, latent attention included.
 
-transformers calls the function that `ATTENTION_NAME` names with the attention module, and finds on it what serves the
-current call. No mask is built: the cache knows what a token may see.
+transformers calls the function named `ATTENTION_NAME` with the attention module. The function finds the current call's
+`attend` on the module. No mask is built, because the cache knows the keys that a token may see.
 
 Multi-head latent attention keeps one latent c a token instead of keys and values (DeepSeek-V2, arXiv 2405.04434,
 section 2.1). The keys are ``W_k c`` and the values ``W_v c``, so the layer can attend over the latents themselves: with
-``q W_k`` for a query, and ``W_v`` behind the weighted sum. transformers expands latents in `expand_kv`; in its place
-stands `keep_latents`.
+``q W_k`` for a query, and ``W_v`` after the weighted sum. transformers expands latents in `expand_kv`, which
+`keep_latents` replaces.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def register() -> None:
-    """Make the function known to transformers; a second time changes nothing."""
+    """Register the function with transformers. Repeated calls have no effect."""
     AttentionInterface.register(ATTENTION_NAME, _attention)
 
 

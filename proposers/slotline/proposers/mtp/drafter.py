@@ -1,7 +1,7 @@
-"""Multi-token prediction as a drafter: a chain of greedy guesses, made by the one layer again and again.
+"""Multi-token prediction as a drafter: a chain of greedy guesses, made by repeating one layer.
 
-The layer's attention lies in the model's cache, as an EAGLE head's does: entry i is the hidden state at position i and
-the token behind it. Families that publish several layers train each for a distance of its own; the first one is taken.
+The layer's attention uses the model's cache like an EAGLE head: entry i is the hidden state at position i and the token
+after it. Families that publish several layers train each of them for a different distance. The first layer is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slotline.registry.contracts import AttentionLayer, DrafterContext, DrafterI
 
 
 class MtpDrafter(EagleDrafter):
-    """Implements `Observer`; its class is the `KVDrafterFactory`."""
+    """Implements `Observer`. Its class is the `KVDrafterFactory`."""
 
     @classmethod
     def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
@@ -37,5 +37,5 @@ class MtpDrafter(EagleDrafter):
 
 
 def _folder(path: str | None, facts: ModelFacts) -> Path:
-    """Where the tensors lie: in the model's own folder, unless another is named."""
+    """Return the folder of the tensors: the model's own folder, unless another is configured."""
     return facts.path if path is None else Path(path)

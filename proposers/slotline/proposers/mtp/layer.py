@@ -26,7 +26,7 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def model_layer(facts: ModelFacts) -> AttentionLayer:
-    """The attention layer of the model whose decoder layer the multi-token-prediction layer is like: the last full one.
+    """Return the model's attention layer that the multi-token-prediction layer resembles: the last full one.
 
     Raises:
         ModelError: if the model has no attention.
@@ -68,22 +68,22 @@ class MtpLayer(nn.Module):
             attention.keep_latents(self.__dict__["attention"])
 
     def enter(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's last hidden states [n, hidden_size] as `forward` takes them."""
+        """Return the model's last hidden states [n, hidden_size] in the form that `forward` takes."""
         return hidden
 
     def forward(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step.
+        """Run one step.
 
         Args:
-            embeddings: [n, hidden_size] of the tokens behind the positions.
-            hidden: [n, hidden_size] at the positions, the model's or this method's own.
+            embeddings: [n, hidden_size] of the tokens after the positions.
+            hidden: [n, hidden_size] at the positions, from the model or from this method.
             positions: [n] int64.
-            attend: (0, query, key, value) to the attention's output; see `slotline.proposers.eagle.heads`.
+            attend: maps (0, query, key, value) to the attention's output (see `slotline.proposers.eagle.heads`).
 
         Returns:
-            What the output projection reads, and what the next step takes as `hidden`: the same [n, hidden_size].
+            The input of the output projection, and the `hidden` of the next step: the same [n, hidden_size].
         """
         both = [self.enorm(embeddings), self.hnorm(hidden)]
         x = self.projection(torch.cat(both[::-1] if self._hidden_first else both, -1))[None]
@@ -97,7 +97,7 @@ class MtpLayer(nn.Module):
 
 
 def _without_memory(facts: ModelFacts) -> Any:
-    """The model itself on the meta device: its decoder layer and its norm are taken from it, and nothing else."""
+    """Return the model on the meta device. Only its decoder layer and its norm are used."""
     model_class = getattr(transformers, facts.architecture, None)
     if model_class is None:
         raise ModelError(
@@ -120,7 +120,7 @@ def _without_memory(facts: ModelFacts) -> Any:
 def _named(
     weights: Mapping[str, torch.Tensor], layout: Layout, layer: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors under the names of `MtpLayer`, experts that come one by one stacked."""
+    """Return the checkpoint's tensors under the names of `MtpLayer`, with separate experts stacked."""
     around = {
         "enorm": layout.embedding_norm,
         "hnorm": layout.hidden_norm,
@@ -139,7 +139,7 @@ def _named(
 
 
 def _experts(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | None:
-    """A stack of experts, [experts, out, in], from one weight for each, `gate_up_proj` from two; None if there is none.
+    """Return a stack of experts, [experts, out, in], from one weight each (`gate_up_proj` from two), or None.
 
     `...experts.gate_up_proj` is made of `...experts.0.gate_proj.weight`, `...experts.0.up_proj.weight` and so on.
     """

@@ -1,6 +1,6 @@
-"""Where a checkpoint keeps its multi-token-prediction layer: the names under which families publish it.
+"""Names under which families publish the multi-token-prediction layer in a checkpoint.
 
-transformers leaves these tensors out when it loads a model, so they are read from the checkpoint's safetensors.
+transformers skips these tensors when it loads a model, so they are read from the checkpoint's safetensors.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Found:
     files: Mapping[str, Path]
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, in host memory.
+        """Return the tensors by name, in host memory.
 
         Raises:
             ModelError: if a file is broken, or a tensor is quantized.
@@ -117,7 +117,7 @@ def layouts(num_hidden_layers: int) -> tuple[Layout, ...]:
 
 
 def find(path: Path) -> Found:
-    """The multi-token-prediction layer in a checkpoint's folder, by the names of its tensors; none is read.
+    """Find the multi-token-prediction layer in a checkpoint's folder by its tensors' names, without reading tensors.
 
     Raises:
         ModelError: if there is none.
@@ -148,7 +148,7 @@ def _num_hidden_layers(path: Path) -> int:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """The file of each tensor: the headers of all safetensors are read, since an index may leave these tensors out."""
+    """Return the file of each tensor, from the headers of all safetensors. An index may leave these tensors out."""
     found: dict[str, Path] = {}
     for file in sorted(path.glob("*.safetensors")):
         try:

@@ -16,7 +16,7 @@ class NgramOptions:
 
     Attributes:
         min_tokens: shortest end of the text that is looked up.
-        max_tokens: longest one; of all earlier places the one with the longest match wins, of equals the latest.
+        max_tokens: longest end. The earlier place with the longest match wins, of equal ones the latest.
     """
 
     min_tokens: int = 2

@@ -31,7 +31,7 @@ class NgramDrafter:
         """Nothing to prepare."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The tokens behind the best earlier place of each request's last tokens; none where there is no such place."""
+        """Propose the tokens after the best earlier place of each request's last tokens, or none without a match."""
         drafts = np.full((len(batch.rows), self._num_tokens), -1, np.int64)
         rows, table, known = batch.rows.numpy(), batch.token_table.numpy(), batch.num_tokens.numpy()
         # Threads cost more than they save where others want the cores too, unless there is much to read.
@@ -45,7 +45,7 @@ class NgramDrafter:
 
 @cached_njit(nogil=True)
 def _place(tokens: Any, shortest: int, longest: int) -> int:
-    """Index behind the earlier place of the longest possible end of `tokens`, the latest of equals; -1 for none."""
+    """Return the index after the earlier place of the longest possible end of `tokens`, the latest of equals, or -1."""
     count = len(tokens)
     best, place = shortest - 1, -1
     last = tokens[count - 1]

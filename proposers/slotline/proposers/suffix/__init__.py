@@ -16,11 +16,11 @@ class SuffixOptions:
 
     Attributes:
         min_tokens: shortest end of the text that is looked up.
-        max_depth: longest end that is compared; of longer matches no one is preferred.
-        max_places: places that are looked at for an end, the latest first, in the text and in past outputs each.
-        past_tokens: tokens of finished requests' outputs that are kept, the latest; 0 for none. Eight bytes each.
-        factor: draft tokens for each token of the match, at most.
-        min_probability: a draft goes on while at least this share of the places where the match was found agrees.
+        max_depth: longest end that is compared. Longer matches are all equal.
+        max_places: places that are compared for an end, the latest first, in the text and in past outputs each.
+        past_tokens: latest tokens of finished requests' outputs to keep, 0 for none. Eight bytes each.
+        factor: most draft tokens for each token of the match.
+        min_probability: a draft continues while at least this share of the matching places agrees.
     """
 
     min_tokens: int = 2

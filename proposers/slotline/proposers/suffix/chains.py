@@ -13,7 +13,7 @@ from slotline.kernels.numba_cache import cached_njit
 
 @cached_njit(nogil=True)
 def _hash(tokens: Any, end: int, count: int, buckets: int) -> int:
-    """The bucket of the `count` tokens up to and with `end` of a ring."""
+    """Return the bucket of the `count` tokens up to and including `end` of a ring."""
     size = len(tokens)
     value = np.uint32(0)
     for i in range(count):
@@ -23,11 +23,11 @@ def _hash(tokens: Any, end: int, count: int, buckets: int) -> int:
 
 @cached_njit(nogil=True)
 def extend(rows: Any, table: Any, known: Any, tokens: Any, before: Any, latest: Any, count: Any, shortest: int) -> None:
-    """Take over what `rows` [n] got since the last call: tokens [.., length], `before` and `latest` by row.
+    """Add the tokens that `rows` [n] got since the last call: tokens [.., length], `before` and `latest` by row.
 
     Args:
         table: [max_requests, max_model_len], read up to `known` [n].
-        count: [max_requests], tokens that were taken over; becomes `known`.
+        count: [max_requests], tokens that were added before. Becomes `known`.
     """
     for index in range(len(rows)):
         row, end = rows[index], known[index]
@@ -43,7 +43,7 @@ def extend(rows: Any, table: Any, known: Any, tokens: Any, before: Any, latest: 
 
 @cached_njit(nogil=True)
 def remember(text: Any, past: Any, gaps: Any, latest: Any, end: int, shortest: int) -> int:
-    """Append `text` and -1 to the ring `past`, whose next token is number `end`; returns the next one after that."""
+    """Append `text` and -1 to the ring `past`, whose next token is number `end`, and return the new end."""
     size = len(past)
     for i in range(len(text) + 1):
         at = end % size
@@ -60,7 +60,7 @@ def remember(text: Any, past: Any, gaps: Any, latest: Any, end: int, shortest: i
 
 @cached_njit(nogil=True)
 def _match(text: Any, last: int, other: Any, place: int, room: int, longest: int) -> int:
-    """How many tokens up to `last` of a text equal those up to `place` of a ring, of which `room` may be read."""
+    """Return the number of tokens up to `last` of a text that equal those up to `place` of a ring, at most `room`."""
     size = len(other)
     length = 0
     most = min(longest, room, last + 1)
@@ -71,7 +71,7 @@ def _match(text: Any, last: int, other: Any, place: int, room: int, longest: int
 
 @cached_njit(nogil=True)
 def _keep(places: Any, kept: int, best: int, length: int, place: int) -> tuple[int, int]:
-    """Note a place of a match; only those of the longest one stay. Returns how many there are, and its length."""
+    """Record a place of a match, and keep only those of the longest match. Return their number and its length."""
     if length > best:
         kept, best = 0, length
     if length == best:
@@ -86,9 +86,9 @@ def _vote(source: Any, end: int, places: Any, kept: int, most: int, least: float
 
     Args:
         source: a ring of tokens, of which those below number `end` are known.
-        places: [kept] numbers of the tokens that matched; not kept in order.
-        most, least: drafts at most, and the probability below which there is none.
-        wraps: whether `end` is the end of the text itself, behind which its own draft goes on.
+        places: [kept] numbers of the tokens that matched, whose order is not preserved.
+        most, least: most drafts, and the least probability of a draft.
+        wraps: True if `end` is the end of the text itself, which its own draft continues.
     """
     size, alive, score = len(source), kept, 0.0
     for position in range(most):
@@ -117,7 +117,7 @@ def _vote(source: Any, end: int, places: Any, kept: int, most: int, least: float
 
 @cached_njit(nogil=True)
 def _behind(source: Any, size: int, number: int, end: int, wraps: bool, out: Any) -> int:
-    """Token `number` of a ring; behind its end the draft if it `wraps`, else -1."""
+    """Return token `number` of a ring. After its end, return the draft's token if it `wraps`, else -1."""
     if number < end:
         return int(source[number % size])
     return out[number - end] if wraps else -1

@@ -39,13 +39,13 @@ class SuffixDrafter:
         self._compile()
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """An empty text; the prompt is read with the first proposal."""
+        """Start an empty text. The prompt is read with the first proposal."""
         self._latest[row] = -1
         self._known[row] = 0
         self._first[row] = max(0, len(prompt_token_ids) - self._options.max_depth)
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """The tokens that most places agree on; none where the end of the text never stood before."""
+        """Propose the tokens that most places agree on, or none if the end of the text did not occur before."""
         options, rows = self._options, batch.rows.numpy()
         extend(
             *(rows, batch.token_table.numpy(), batch.num_tokens.numpy()),
@@ -82,5 +82,5 @@ class SuffixDrafter:
 
 
 def _buckets(num_tokens: int) -> int:
-    """A power of two; about one for each token, so that chains are short."""
+    """Return a power of two of about one bucket per token, so that chains are short."""
     return int(min(_MOST_BUCKETS if num_tokens < _MOST_BUCKETS << 5 else 1 << 18, 1 << max(num_tokens, 1).bit_length()))

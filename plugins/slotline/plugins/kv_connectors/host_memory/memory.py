@@ -1,7 +1,7 @@
-"""Blocks in host memory, found by their hash; the least recently used one makes room.
+"""Blocks in host memory, found by their hash, with eviction of the least recently used.
 
-A block stays here when it goes back to the pool, so that giving it up again copies nothing. All copies run in the order
-of the device's current stream, as the forward passes do: nothing waits on the host, and no copy is overtaken.
+A block stays here when it goes back to the pool, so that evicting it from the pool again copies nothing. All copies run
+in the order of the device's current stream, like the forward passes. The host never waits, and no copy is overtaken.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HostMemory:
         self._row_of.clear()
 
     def _make_room(self, wanted: Collection[Key]) -> bool:
-        """Whether a row is free, now that the least recently used block was dropped unless it is `wanted`."""
+        """Return True if a row is free, after dropping the least recently used block unless it is `wanted`."""
         if not self._free:
             oldest = next(iter(self._row_of))
             if oldest in wanted:

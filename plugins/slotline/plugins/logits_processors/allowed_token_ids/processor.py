@@ -21,7 +21,7 @@ class AllowedTokenIds:
         self._allowed = RowValues(context.max_requests)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Token ids must be in the vocabulary; their type is checked by `SamplingParams`."""
+        """Check that token ids are in the vocabulary. `SamplingParams` checks their type."""
         for token in params.get("allowed_token_ids") or ():
             if token >= self._vocab_size:
                 raise RequestError(

@@ -21,10 +21,10 @@ _KEPT = 256
 
 
 class BadWords:
-    """Each row's words; one may begin in the prompt, as in transformers.
+    """Banned words of each row. A match may begin in the prompt, as in transformers.
 
-    A text is banned wherever it would stand, inside of a longer word too, with or without a space before it. It needs
-    the model's tokenizer; without one the words' own tokens are all that is banned.
+    A text is banned at every position, also inside a longer word, with or without a space before it. This needs the
+    model's tokenizer. Without one only the words' own tokens are banned.
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
@@ -38,7 +38,7 @@ class BadWords:
         self._tails: Tails | None = None
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Token ids must be in the vocabulary; their form is checked by `SamplingParams`."""
+        """Check that token ids are in the vocabulary. `SamplingParams` checks their form."""
         for word in params.get("bad_words_token_ids") or ():
             for token in word:
                 if token >= self._vocab_size:
@@ -63,7 +63,7 @@ class BadWords:
         return bool(words or texts)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Set what would complete a word to minus infinity, in place; all rows at once for each length of word."""
+        """Set tokens that would complete a word to minus infinity, in place, all rows at once per length of word."""
         tail = batch.tail(max(self._words, default=1))
         for length, words in self._words.items():
             entries, tokens = words.take(batch.rows)  # [m], [m, length]
@@ -81,7 +81,7 @@ class BadWords:
             words.drop(row)
 
     def _ban_texts(self, logits: torch.Tensor, batch: LogitsBatch) -> None:
-        """Ban the tokens that would complete a text; each text for all its rows at once."""
+        """Ban the tokens that would complete a text, for all rows of a text at once."""
         assert self._tails is not None
         tails = self._tails.of(batch.tail(self._tails.num_tokens))
         live = [text for text in self._known.values() if text.users]
@@ -91,7 +91,7 @@ class BadWords:
             ban(logits, np.concatenate(entries), np.concatenate(tokens))
 
     def _text(self, word: str) -> BadText | None:
-        """Return what is known of a word, without the space before it; None where there is no tokenizer."""
+        """Return the text of a word, without the space before it, or None without a tokenizer."""
         stripped = word.lstrip()
         if self._tokenizer is None or not stripped:
             return None

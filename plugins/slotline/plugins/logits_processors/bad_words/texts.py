@@ -23,13 +23,14 @@ _EMPTY = 8
 
 
 class BadText:
-    """One word, and the rows whose requests name it.
+    """Banned word, and the rows whose requests name it.
 
     Args:
         text: the word's bytes, at least one.
 
     Attributes:
-        rows: [max_requests] bool; `users` how many they are.
+        rows: [max_requests] bool.
+        users: number of these rows.
     """
 
     def __init__(self, text: bytes, vocabulary: Vocabulary, max_requests: int) -> None:
@@ -47,15 +48,17 @@ class BadText:
         self._lengths = np.arange(1, width + 1)
 
     def set(self, row: int, named: bool) -> None:
-        """Whether the request of a row names the word from now on."""
+        """Set if the request of a row names the word."""
         self.users += int(named) - int(self.rows[row])
         self.rows[row] = named
 
     def banned(self, rows: Int, tails: npt.NDArray[np.int16]) -> Iterator[tuple[Int, Int]]:
-        """Yield entries and tokens, [m] each: what would complete the word in those of `rows` [n] that name it.
+        """Yield entries and tokens, [m] each, that would complete the word in those of `rows` [n] that name it.
 
         Args:
-            tails: [n, width] the last bytes of each text, aligned to the right; as many as the word has but one.
+            rows: [n] rows of the logits.
+            tails: [n, width] the last bytes of each text, aligned to the right. The width is the word's length minus
+                one.
         """
         entries = np.flatnonzero(self.rows[rows])
         matched = self._matched(tails[entries])

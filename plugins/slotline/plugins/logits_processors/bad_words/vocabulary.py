@@ -20,7 +20,7 @@ class Vocabulary:
     """Tokens by their bytes.
 
     Attributes:
-        pieces: what each token adds to a text; nothing for special tokens, which no text shows.
+        pieces: bytes that each token adds to a text, none for special tokens, which no text shows.
     """
 
     def __init__(self, pieces: list[bytes]) -> None:

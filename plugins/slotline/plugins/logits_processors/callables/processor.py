@@ -68,7 +68,7 @@ class Callables:
 
 
 def _takes_prompt(function: _Function) -> bool:
-    """Whether it takes three arguments.
+    """Return True if the callable takes three arguments.
 
     Raises:
         RequestError: if it takes neither two nor three.

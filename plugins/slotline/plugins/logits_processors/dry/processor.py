@@ -22,9 +22,10 @@ _LONGEST = 50
 
 
 class Dry:
-    """If a token would make the last tokens of the history, n of them, go on as they did before, its logit is lowered
-    by multiplier * base ** (n - allowed_length), where n is at least allowed_length. Passages do not reach across a
-    sequence breaker.
+    """Penalty for tokens that continue a repetition.
+
+    If a token would repeat a passage of the last n tokens of the history, n at least allowed_length, its logit is
+    lowered by multiplier * base ** (n - allowed_length). Passages do not cross a sequence breaker.
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
@@ -51,7 +52,7 @@ class Dry:
             )
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """Write the row's numbers; the defaults are the proposal's."""
+        """Write the row's numbers, with the proposal's defaults."""
         self._multiplier[row] = params.get("dry_multiplier", 0.0)
         self._base[row] = params.get("dry_base", 1.75)
         self._allowed[row] = params.get("dry_allowed_length", 2)
@@ -74,7 +75,7 @@ class Dry:
         return torch.where(longest >= allowed, logits - penalty, logits)
 
     def _repeats(self, batch: LogitsBatch) -> tuple[Int, Int]:
-        """How long a passage each token of the history would go on repeating [n, places], and those tokens."""
+        """Return the length of the passage that each token of the history would continue [n, places], and tokens."""
         history = batch.tail()
         width = history.shape[1]
         last_n = self._last_n[batch.rows][:, None]
@@ -95,7 +96,7 @@ class Dry:
         return lengths, np.where(follows >= 0, follows, 0)
 
     def _breaks(self, batch: LogitsBatch, history: Int) -> npt.NDArray[np.bool_]:
-        """Which tokens of the history [n, width] are sequence breakers of their row."""
+        """Return the tokens of the history [n, width] that are sequence breakers of their row."""
         entries, tokens = self._breakers.take(batch.rows)
         if not len(entries):
             return np.zeros(history.shape, bool)

@@ -19,10 +19,10 @@ class Guidance:
         self._scale = np.ones(context.max_requests, np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The parameters' ranges are checked by `SamplingParams`."""
+        """Do nothing, because `SamplingParams` checks the parameters' ranges."""
 
     def companion(self, params: Mapping[str, Any], prompt_token_ids: list[int]) -> Companion | None:
-        """The negative prompt; without one the prompt's last token."""
+        """Return the negative prompt, or the prompt's last token without one."""
         scale = params.get("guidance_scale", 1.0)
         if np.float32(scale) == 1:
             return None
@@ -31,7 +31,7 @@ class Guidance:
         return Companion(prompt=prompt, name="negative_prompt", asked=f"guidance_scale={scale}")
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """Write the row's scale; 1 changes nothing."""
+        """Write the row's scale. 1 changes nothing."""
         self._scale[row] = params.get("guidance_scale", 1.0)
         return bool(self._scale[row] != 1)
 
@@ -44,4 +44,4 @@ class Guidance:
         return torch.where(possible, other + scale * (own - other), own)
 
     def release(self, row: int) -> None:
-        """The next request of the row writes its own."""
+        """Do nothing, because the next request of the row writes its own values."""

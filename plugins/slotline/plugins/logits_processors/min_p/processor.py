@@ -14,21 +14,24 @@ from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 
 class MinP:
-    """A floor that the sampler applies; see `floor`. What the methods of every processor do says the same."""
+    """Min-p, applied by the sampler as a floor (see `floor`). The methods of every processor do the same."""
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self._below = np.zeros(context.max_requests, np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The parameter's range is checked by `SamplingParams`."""
+        """Do nothing, because `SamplingParams` checks the parameter's range."""
 
     def floor(self, params: Mapping[str, Any]) -> float:
-        """The logarithm of `min_p`."""
+        """Return the logarithm of `min_p`."""
         min_p = params.get("min_p", 0.0)
         return math.log(min_p) if min_p else -math.inf
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """How far below the largest logit a token may lie, before the temperature divides both; nothing if greedy."""
+        """Write the largest distance of a kept logit from the highest, before the temperature.
+
+        Nothing for greedy requests.
+        """
         temperature, floor = params.get("temperature", 1.0), self.floor(params)
         works = temperature > 0 and floor > -math.inf
         self._below[row] = temperature * floor if works else 0
@@ -40,4 +43,4 @@ class MinP:
         return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + below[:, None], -torch.inf)
 
     def release(self, row: int) -> None:
-        """The next request of the row writes its own."""
+        """Do nothing, because the next request of the row writes its own values."""

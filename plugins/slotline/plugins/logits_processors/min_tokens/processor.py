@@ -23,7 +23,7 @@ class MinTokens:
         self._stops = RowValues(context.max_requests)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The parameter's own range is checked by `SamplingParams`."""
+        """Check the parameters. `SamplingParams` checks the parameter's own range."""
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
         """Collect the tokens that end this request."""

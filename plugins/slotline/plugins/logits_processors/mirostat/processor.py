@@ -21,12 +21,14 @@ _LEAST_TEMPERATURE = np.float32(1e-6)  # as in the sampler
 
 
 class Mirostat:
-    """Bans tokens with a surprise above the row's bound, but never the likeliest. The bound begins at twice the target
-    and moves, with each token, by eta times what its surprise among the tokens kept was off the target.
+    """Ban of tokens with a surprise above the row's bound, except the likeliest.
 
-    The surprise of a token is known only in the next step, when the token is: the log-probabilities of a row's last
-    step stay on the device, [vocab_size] float32 for each row that uses this, and so does its bound. Nothing is waited
-    for. A second call for the same place changes nothing.
+    The bound begins at twice the target. With each token it moves by eta times the difference between the target and
+    the token's surprise among the kept tokens.
+
+    The surprise of a token is known only in the next step, together with the token. The log-probabilities of a row's
+    last step therefore stay on the device, [vocab_size] float32 for each row that uses this, and so does its bound. The
+    host never waits. A second call for the same position changes nothing.
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
@@ -64,7 +66,7 @@ class Mirostat:
                 )
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """Write the row's numbers and find it a slot; a greedy request has no use for it."""
+        """Write the row's numbers and assign it a slot. Greedy requests need none."""
         tau, temperature = params.get("mirostat_tau"), params.get("temperature", 1.0)
         if tau is None or temperature == 0:
             return False
@@ -108,7 +110,7 @@ class Mirostat:
         return logits.masked_fill(banned, -torch.inf)
 
     def release(self, row: int) -> None:
-        """Give the row's slot back; without any in use, the memory too."""
+        """Free the row's slot, and the memory if no slot is used."""
         self._free.append(int(self._slot[row]))
         self._slot[row] = -1
         if len(self._free) == len(self._bound):

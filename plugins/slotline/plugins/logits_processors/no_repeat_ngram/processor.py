@@ -15,13 +15,13 @@ from slotline.registry.safe_repr import safe_repr
 
 
 class NoRepeatNGram:
-    """Keeps each row's n; looks for repeats in the whole history, prompt included, as transformers does."""
+    """Ban of repeated n-grams, with each row's n. The whole history counts, prompt included, as in transformers."""
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self._sizes = np.zeros(context.max_requests, np.int64)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The size must be a whole number; 0 is none."""
+        """Check that the size is an integer. 0 means none."""
         size = params.get("no_repeat_ngram_size", 0)
         if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size < 2**31:
             raise RequestError(
@@ -35,7 +35,7 @@ class NoRepeatNGram:
         return bool(self._sizes[row])
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Set what would repeat to minus infinity, in place; all rows of one size at once."""
+        """Set tokens that would repeat an n-gram to minus infinity, in place, all rows of one size at once."""
         sizes, history = self._sizes[batch.rows], batch.tail()
         width = history.shape[1]
         for size in np.unique(sizes[sizes <= width]).tolist():
@@ -51,4 +51,4 @@ class NoRepeatNGram:
         return logits
 
     def release(self, row: int) -> None:
-        """The next request of the row writes its own size."""
+        """Do nothing, because the next request of the row writes its own size."""

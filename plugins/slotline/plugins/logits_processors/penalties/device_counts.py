@@ -1,6 +1,4 @@
-"""What requests have said so far, counted on the device, so that a step sends the new tokens alone and reads no more of
-the logits than these.
-"""
+"""Token counts of requests on the device. A step sends only new tokens and reads only the logits of counted ones."""
 
 from __future__ import annotations
 
@@ -36,11 +34,12 @@ def warm_up(vocab_size: int, device: str) -> None:
 
 
 class DeviceCounts:
-    """Tables by permanent row, made when a request first asks for a penalty.
+    """Tables by permanent row, created when a request first asks for a penalty.
 
-    `counts` [max_requests, vocab_size] int32 is how often a token stands in the output, and a flag for the prompt;
-    `distinct` [max_requests, capacity] int32 is the tokens with a count, each once and in no order, `num_distinct`
-    [max_requests] int32 how many. A row's known tokens never change, so each is counted once; drafts are not.
+    `counts` [max_requests, vocab_size] int32 has the number of occurrences of a token in the output, and a flag for the
+    prompt. `distinct` [max_requests, capacity] int32 has the tokens with a count, each once and unordered.
+    `num_distinct` [max_requests] int32 is their number. A row's known tokens never change, so each is counted once.
+    Drafts are not counted.
     """
 
     def __init__(self, max_requests: int, vocab_size: int, device: str) -> None:
@@ -90,7 +89,7 @@ class DeviceCounts:
         return logits
 
     def _tables(self, longest: int) -> torch.Tensor:
-        """The counts; makes room for so many tokens in a row."""
+        """Return the counts, with room for the given number of tokens in a row."""
         if self._counts is None:
             shape = len(self._seen), self._vocab_size
             self._counts = torch.zeros(shape, dtype=torch.int32, device=self._device)
@@ -104,7 +103,7 @@ class DeviceCounts:
         return self._counts
 
     def _news(self, batch: LogitsBatch) -> tuple[Int, Int, Int, Int]:
-        """Rows [f] to be counted afresh; and by token not counted yet [m], its row, itself, and 1 for the prompt's."""
+        """Return rows [f] to count anew, and for each uncounted token [m] its row, itself, and 1 if in the prompt."""
         rows, first = np.unique(batch.rows, return_index=True)
         known, prompt = batch.num_tokens[first], batch.num_prompt_tokens[first]
         stale = self._stale[rows] | (known < self._seen[rows])
@@ -123,7 +122,7 @@ class DeviceCounts:
         return fresh, entry_rows, tokens, (places < ends).astype(np.int64)
 
     def _send(self, parts: list[npt.NDArray[Any]]) -> list[torch.Tensor]:
-        """The arrays as int32 on the device, in one copy that nothing waits for."""
+        """Return the arrays as int32 on the device, in one copy without waiting."""
         sizes = [len(part) for part in parts]
         flat = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         np.concatenate(parts, out=flat.numpy(), casting="unsafe")

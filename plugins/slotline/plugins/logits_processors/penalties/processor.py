@@ -18,10 +18,13 @@ if TYPE_CHECKING:
 
 
 class Penalties:
-    """Keeps the three penalties of each row. On a CUDA device with Triton tokens are counted as they come; elsewhere
-    afresh from the rows' history in each step.
+    """Repetition, presence and frequency penalties of each row.
 
-    Repetition looks at prompt and output (Keskar et al. 2019, section 4.1); presence and frequency at the output alone.
+    On a CUDA device with Triton, tokens are counted as they come. Elsewhere they are counted anew from the rows'
+    history in each step.
+
+    Repetition considers prompt and output (Keskar et al. 2019, section 4.1). Presence and frequency consider only the
+    output.
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
@@ -36,7 +39,7 @@ class Penalties:
             self._counts = DeviceCounts(context.max_requests, context.vocab_size, context.device)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The parameters' ranges are checked by `SamplingParams`."""
+        """Do nothing, because `SamplingParams` checks the parameters' ranges."""
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
         """Write the row's penalties."""
@@ -68,16 +71,16 @@ class Penalties:
         return logits
 
     def release(self, row: int) -> None:
-        """The next request of the row writes its own."""
+        """Do nothing, because the next request of the row writes its own values."""
 
     @staticmethod
     def _history(
         batch: LogitsBatch, first: npt.NDArray[np.int64], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens at positions first .. num_tokens - 1 of each row and the drafts assumed, in no order.
+        """Return the tokens at positions first .. num_tokens - 1 of each row and the assumed drafts, unordered.
 
-        Returns [n, width] int64, filled up with a token that is among them (with 0 for a row without any), so that all
-        places of a token may be written with the same number; and which places are not filling.
+        The result is [n, width] int64, padded with a token of the row (with 0 for a row without tokens), so that all
+        places of a token can be written with the same number. A mask of the places without padding is returned too.
         """
         width = int(batch.num_tokens.max(initial=0))
         start = int(first.min(initial=width))
@@ -96,5 +99,5 @@ class Penalties:
 
 
 def _column(values: npt.NDArray[np.float32], batch: LogitsBatch, like: torch.Tensor) -> torch.Tensor:
-    """The batch's rows of a per-row array as [n, 1] on the logits' device."""
+    """Return the batch's rows of a per-row array as [n, 1] on the logits' device."""
     return to_device(values[batch.rows], like.device)[:, None]

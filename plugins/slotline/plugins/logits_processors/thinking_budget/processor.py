@@ -20,7 +20,7 @@ _Marks = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class ThinkingBudget:
-    """Keeps each row's budget and marks; what a row is doing is read from its history, drafts included.
+    """Budget and marks of each row. The state of a row is read from its history, drafts included.
 
     Tokens count from the last start mark, in the prompt or in the output. An end mark that has begun is completed.
     """
@@ -35,7 +35,7 @@ class ThinkingBudget:
         self._uses: list[int] = []  # rows that have each of them
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """The budget is a whole number, and both marks must be known."""
+        """Check that the budget is an integer, and that both marks are known."""
         budget = params.get("thinking_token_budget")
         if budget is None:
             return
@@ -63,7 +63,7 @@ class ThinkingBudget:
         return True
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Leave only the end mark's next token where the budget is spent, in place; all rows of equal marks at once."""
+        """Leave only the end mark's next token if the budget is spent, in place, all rows of equal marks at once."""
         history, kinds = batch.tail(), self._kind[batch.rows]
         for kind in np.unique(kinds).tolist():
             start, end = self._marks[kind]
@@ -85,7 +85,7 @@ class ThinkingBudget:
         self._uses[self._kind[row]] -= 1
 
     def _index(self, marks: _Marks) -> int:
-        """Where the marks stand; in the place of unused ones, if they are new."""
+        """Return the index of the marks. New marks replace unused ones."""
         used = [i for i, known in enumerate(self._marks) if known == marks]
         free = [i for i, count in enumerate(self._uses) if count == 0]
         if not used and not free:
@@ -104,7 +104,7 @@ class ThinkingBudget:
 
 
 def _tokens_since(history: Int, mark: tuple[int, ...]) -> Int:
-    """How many tokens [m] stand behind the last `mark` in histories [m, width]; -1 where there is none."""
+    """Return the number of tokens [m] after the last `mark` in histories [m, width], or -1 without a mark."""
     width = history.shape[1]
     begins = width - len(mark) + 1
     if begins <= 0:
@@ -117,7 +117,7 @@ def _tokens_since(history: Int, mark: tuple[int, ...]) -> Int:
 
 
 def _next_of_mark(history: Int, since: Int, mark: tuple[int, ...]) -> Int:
-    """The token [m] of `mark` that follows as much of it as ends the history, looking back `since` [m] tokens."""
+    """Return the token [m] of `mark` that continues the end of the history, looking back `since` [m] tokens."""
     width, following = history.shape[1], np.full(len(history), mark[0])
     for length in range(1, min(len(mark), width + 1)):
         begun = (history[:, width - length :] == mark[:length]).all(axis=1) & (since >= length)

@@ -19,8 +19,11 @@ _CHANCE = np.uint64(0xC2B2AE3D27D4EB4F)
 
 
 class Xtc:
-    """With a row's probability, at each position anew, bans every token whose probability reaches the threshold but the
-    least likely of them. The decision depends on the request's seed and the position alone, never on the batch.
+    """Exclusion of top choices.
+
+    With a row's probability, at each position anew, all tokens whose probability reaches the threshold are banned
+    except the least likely of them. The decision depends only on the request's seed and the position, never on the
+    batch.
     """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
@@ -36,7 +39,7 @@ class Xtc:
                 raise RequestError(f"{name}={safe_repr(value, 80)} is not allowed", fix="give a number in [0, 1]")
 
     def admit(self, row: int, params: Mapping[str, Any], prompt_token_ids: list[int]) -> bool:
-        """Write the row's numbers; above a threshold of 0.5 there is never a second token to take."""
+        """Write the row's numbers. With a threshold above 0.5 there is never a second token to keep."""
         self._probability[row] = params.get("xtc_probability", 0.0)
         self._threshold[row] = params.get("xtc_threshold", 0.1)
         self._seed[row] = (params.get("seed") or 0) & (2**64 - 1)
@@ -53,4 +56,4 @@ class Xtc:
         return logits.masked_fill(likely & (logits > least), -torch.inf)
 
     def release(self, row: int) -> None:
-        """The next request of the row writes its own."""
+        """Do nothing, because the next request of the row writes its own values."""

@@ -16,7 +16,7 @@ TILE = 16
 class GroupedLora(AdapterSlots):
     """Implements `slotline.registry.contracts.lora.Lora` in plain torch.
 
-    Adapters lie on the device in their own rank, unpadded; modules that an adapter leaves alone cost nothing.
+    Adapters are on the device in their own rank, unpadded. Modules without an adapter cost nothing.
     """
 
     def __init__(self, context: LoraContext) -> None:
@@ -60,7 +60,7 @@ class GroupedLora(AdapterSlots):
         self._shares[slot] = {module: self._placed(module, share) for module, share in adapter.shares.items()}
 
     def _placed(self, module: str, share: Share) -> Share:
-        """The share on the device; an embedding's A lies as a table [rows, rank]."""
+        """Return the weights on the device. An embedding's A is stored as a table [rows, rank]."""
         a = share.a.T.contiguous() if module in self.context.embeddings else share.a
         device = self.context.device
         return Share(a.to(device, self._dtype), share.b.to(device, self._dtype), share.scale)

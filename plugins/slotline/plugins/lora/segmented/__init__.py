@@ -11,7 +11,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton's kernels can run."""
+    """Return the offer, if Triton's kernels can run."""
     if device.type == "cuda" and (reason := why_no_triton()):
         return reason
     return descriptor.capabilities

@@ -1,10 +1,10 @@
 """Kernels of segmented LoRA: sort tokens by slot, multiply with A (shrink), multiply with B and add (expand).
 
 After Punica (Chen et al., "Punica: Multi-tenant LoRA serving", 2023) and S-LoRA (Sheng et al., 2023). Tokens of one
-slot are cut into blocks; which blocks there are stands in device memory, so a launch depends on the number of tokens
-alone and can be captured: it has programs for as many blocks as there may be at most, and those without tokens return.
-Where the device can start a kernel early (programmatic dependent launch), expanding fetches its weights and outputs
-while shrinking still runs.
+slot are divided into blocks. The list of blocks is in device memory, so a launch depends only on the number of tokens
+and can be captured. It has programs for the largest possible number of blocks, and programs without tokens return. If
+the device can start a kernel early (programmatic dependent launch), expanding fetches its weights and outputs while
+shrinking still runs.
 """
 
 # mypy: ignore-errors
@@ -20,10 +20,10 @@ def sort_tokens(
     slots, block_slots, block_tokens, num_tokens, max_blocks,
     block_m: tl.constexpr, slots_padded: tl.constexpr, chunk: tl.constexpr,
 ):  # fmt: skip
-    """Cut each slot's tokens into blocks; a program for each slot.
+    """Divide each slot's tokens into blocks, with one program for each slot.
 
-    Writes block_slots [max_blocks] int32, -1 behind the last block, and block_tokens [blocks, block_m] int32, -1 where
-    a block is not full.
+    Writes block_slots [max_blocks] int32, -1 after the last block, and block_tokens [blocks, block_m] int32, -1 in the
+    rest of a block that is not full.
     """
     slot, index = tl.program_id(0), tl.arange(0, slots_padded)
     totals = tl.zeros((slots_padded,), tl.int32)
@@ -55,10 +55,10 @@ def shrink(
     width: tl.constexpr, padded: tl.constexpr, block_m: tl.constexpr, block_k: tl.constexpr,
     precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """inner [splits, num_tokens, width] float32 = x @ A^T, each split over its own elements of a row.
+    """Compute inner [splits, num_tokens, width] float32 = x @ A^T, each split over its own elements of a row.
 
-    x [num_tokens, k], a [num_slots, width, k] strided by place, the one that `places` [num_slots] int32 has for a slot;
-    width counts the ranks of all parts.
+    x is [num_tokens, k]. a is [num_slots, width, k], strided by place, which is `places` [num_slots] int32 for a slot.
+    width is the sum of the ranks of all parts.
     """
     if early:
         gdc_launch_dependents()
@@ -90,12 +90,12 @@ def expand(
     splits: tl.constexpr, rank: tl.constexpr, parts: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
     behind: tl.constexpr, single: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
-    """out [num_tokens, size_0 + size_1 + size_2] += scale * inner @ B^T, part by part.
+    """Add scale * inner @ B^T to out [num_tokens, size_0 + size_1 + size_2], part by part.
 
-    inner [splits, num_tokens, parts * rank] strided by split and token, or unless `single` [splits, num_tokens,
-    num_slots * parts * rank], the slots' in the order of `places`. With `behind` it comes from the kernel that wrote
-    out. b [num_slots, all sizes, rank] and scales [num_slots, parts] strided by slot; a part with scale 0 is left
-    alone.
+    inner is [splits, num_tokens, parts * rank] strided by split and token, or unless `single` [splits, num_tokens,
+    num_slots * parts * rank], with the slots in the order of `places`. With `behind` it comes from the kernel that
+    wrote out. b [num_slots, all sizes, rank] and scales [num_slots, parts] are strided by slot. A part with scale 0 is
+    unchanged.
     """
     if early:
         gdc_launch_dependents()

@@ -25,13 +25,13 @@ EARLIEST = (9, 0)
 
 
 class Weights(NamedTuple):
-    """One product's weights in all slots.
+    """Weights of one product in all slots.
 
     Attributes:
-        a: [num_slots, parts, rank, in_features], a slot's at its place; of an embedding [num_slots, 1, num_embeddings,
+        a: [num_slots, parts, rank, in_features], a slot's at its place. Of an embedding [num_slots, 1, num_embeddings,
             rank] by slot.
         b: [num_slots, all out_features, rank].
-        scales: [num_slots, parts] float32; 0 where the slot's adapter leaves the part alone.
+        scales: [num_slots, parts] float32. 0 if the slot's adapter does not change the part.
         sizes: out_features of each part.
     """
 
@@ -93,7 +93,7 @@ class SegmentedLora(AdapterSlots):
         self._sort(slots, 1)
 
     def _sort(self, slots: torch.Tensor, most: int) -> None:
-        """Have the tokens sorted by slot; there are `most` slots at most."""
+        """Sort the tokens by slot, with at most `most` slots."""
         count = len(slots)
         if self.context.embeddings:
             self._token_slots[:count].copy_(slots)
@@ -168,7 +168,7 @@ class SegmentedLora(AdapterSlots):
         self._expand(weights, inner, out, cut)
 
     def _look_up(self, weights: Weights, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """An embedding's share: the row of A that a token names is its product with the row of an identity."""
+        """Compute an embedding's contribution by looking up the row of A of each token."""
         if len(token_ids) == 0:
             return
         slots = self._token_slots[: len(token_ids)].clamp(min=0)  # tokens without an adapter are in no block
@@ -176,7 +176,7 @@ class SegmentedLora(AdapterSlots):
         self._expand(weights, inner, out, self._cut(weights, self._rank, out.itemsize)._replace(splits=1))
 
     def _cut(self, weights: Weights, k: int, itemsize: int) -> Tiling:
-        """The sizes for this step's blocks and rows of k elements."""
+        """Return the sizes for this step's blocks and rows of k elements."""
         if self.context.batch_invariant:
             cut = FIXED
         elif self._block_m == FEW_M:
@@ -236,7 +236,7 @@ class SegmentedLora(AdapterSlots):
         )
 
     def _room(self, names: tuple[str, ...], inner: int, outer: int) -> torch.Tensor:
-        """The first matrices of a product's modules: behind its weight, if they are few beside it."""
+        """Return the matrices A of a product's modules, after its weight if they are small compared with it."""
         slots, parts, extend = self.context.max_adapters, len(names), self.context.extend
         rows = slots * parts * self._rank
         embeds = names[0] in self.context.embeddings

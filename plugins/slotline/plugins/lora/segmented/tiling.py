@@ -1,4 +1,4 @@
-"""How the launches of segmented LoRA cut their work."""
+"""Tile sizes of the launches of segmented LoRA."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ TILE_BYTES = 48 << 10
 
 
 class Tiling(NamedTuple):
-    """How two launches cut their work.
+    """Tile sizes of two launches.
 
     Attributes:
-        splits: parts of a row that are shrunk apart.
-        block_k: elements at a time; `block_n` columns of a program that expands.
-        shrink_warps, expand_warps: of a program.
+        splits: parts of a row that are shrunk separately.
+        block_k: elements at a time.
+        block_n: columns of a program that expands.
+        shrink_warps, expand_warps: warps of a program.
     """
 
     splits: int
@@ -32,7 +33,7 @@ MANY = Tiling(splits=1, block_k=64, block_n=128, shrink_warps=4, expand_warps=4)
 
 
 def tiling(blocks: int, k: int) -> Tiling:
-    """The sizes for so many small blocks of tokens and a row of k elements."""
+    """Return the sizes for a number of small blocks of tokens and a row of k elements."""
     splits = 1
     while 2 * splits <= MOST_SPLITS and splits * blocks < 160 and 512 * splits <= k:
         splits *= 2
@@ -40,7 +41,7 @@ def tiling(blocks: int, k: int) -> Tiling:
 
 
 def fitting(cut: Tiling, block_m: int, width: int, rank: int, itemsize: int) -> Tiling:
-    """The sizes, less where a tile would not fit into a multiprocessor."""
+    """Return the sizes, reduced if a tile would not fit into a multiprocessor."""
     block_k, block_n = cut.block_k, cut.block_n
     while block_k > 16 and (block_m + width) * block_k * itemsize > TILE_BYTES:
         block_k //= 2

@@ -1,4 +1,4 @@
-"""What the short forwards are checked with: hidden states, position embeddings and a recording attention function."""
+"""Inputs for checks of the short forwards: hidden states, position embeddings and a recording attention function."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Recorder:
 
 @contextmanager
 def recording(model: Any) -> Iterator[Recorder]:
+    """Record the calls of the model's attention function inside."""
     recorder, before = Recorder([]), model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[PROBE_NAME] = recorder
     model.config._attn_implementation = PROBE_NAME
@@ -41,6 +42,7 @@ def recording(model: Any) -> Iterator[Recorder]:
 
 
 def probe(module: Any, rotary: Any, target: Target) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Return random hidden states [1, tokens, features] and their position embeddings."""
     features = module.config.hidden_size
     hidden = torch.randn(1, len(PROBE_POSITIONS), features, generator=torch.Generator().manual_seed(features))
     device = next(rotary.buffers()).device
@@ -52,12 +54,13 @@ def probe(module: Any, rotary: Any, target: Target) -> tuple[torch.Tensor, tuple
 
 
 def _layer_type(module: Any) -> str:
-    """The type of an attention module's layer: its own attribute, or the configuration's (Olmo 3)."""
+    """Return the type of an attention module's layer: its own attribute, or the configuration's (Olmo 3)."""
     own = getattr(module, "layer_type", None)
     return str(own if own is not None else module.config.layer_types[module.layer_idx])
 
 
 def same(found: Any, expected: torch.Tensor, states: tuple[torch.Tensor, ...], recorder: Recorder) -> bool:
+    """Return True if outputs and rotated states of both forwards agree within the tolerance."""
     *turned, _ = recorder.calls.pop()
     pairs = [(found[0], expected), *zip(turned, states, strict=True)]
     tolerance = TOLERANCES[expected.dtype]

@@ -96,11 +96,11 @@ class Form(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a weight is cut for some rows.
+    """Division of a weight for some rows.
 
     Attributes:
-        form: of the product.
-        parts: of the elements of a row.
+        form: form of the product.
+        parts: number of parts of the elements of a row.
         items: pairs of tiles, or tiles by rows, and their parts, for two multiprocessors each.
     """
 
@@ -128,10 +128,10 @@ class ClusterProducts:
     def suits(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: Kind, activation: str = "none"
     ) -> bool:
-        """Whether this is the fastest product for x [..., k] and weight [outputs, k].
+        """Return True if this is the fastest product for x [..., k] and weight [outputs, k].
 
-        The first question about a weight's shape, whatever the rows, has all its kernels compiled, so that no request
-        waits for one.
+        The first call for a weight's shape, with any number of rows, compiles all its kernels, so that no request waits
+        for one.
         """
         (n, k), rows = weight.shape, x.numel() // x.shape[-1]
         if weight.numel() < LARGE_WEIGHT or bias is not None:
@@ -153,10 +153,11 @@ class ClusterProducts:
                 self._images[cut.form, dtype, activation] = _threads().submit(compiled, text, ARCHITECTURE)
 
     def cut(self, rows: int, n: int, k: int, kind: Kind) -> Cut | None:
-        """What takes the least time for n outputs of k elements; of equals the fewest parts, then the widest tiles.
+        """Return the fastest division for n outputs of k elements.
 
-        None where torch's library is faster or too few multiprocessors would have work. In parts it is faster behind a
-        gated one of k outputs alone, which it lets begin early.
+        Of equal ones it is the one with the fewest parts, then with the widest tiles. None if torch's library is faster
+        or too few multiprocessors would have work. A product in parts is faster only after a gated product of k
+        outputs, which it lets start early.
         """
         key = (rows, n, k, kind)
         if key not in self._cuts:
@@ -232,7 +233,7 @@ class ClusterProducts:
 
 
 def source(form: Form, dtype: torch.dtype, activation: str) -> str:
-    """The kernel's source for a form, bfloat16 or float16, and one of `ACTIVATIONS`."""
+    """Return the kernel's source for a form, bfloat16 or float16, and one of `ACTIVATIONS`."""
     half = "bf16" if dtype == torch.bfloat16 else "f16"
     pieces = 1 if form.columns <= WIDEST[form.groups] else 2
     columns = form.columns // pieces
@@ -277,5 +278,5 @@ def _rest() -> str:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """What compiles."""
+    """Return the pool of threads that compile."""
     return ThreadPoolExecutor(len(CLASSES), "cluster-products")

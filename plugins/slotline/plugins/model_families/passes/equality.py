@@ -1,4 +1,4 @@
-"""Whether a replacement computes what the original does, on random input."""
+"""Test that a replacement computes the same as the original, on random input."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def equal(original: Function, replacement: Function, features: int, like: torch.Tensor) -> bool:
-    """Whether both give the same output for random input [1, PROBE_TOKENS, features] of `like`'s dtype and device.
+    """Return True if both give the same output for random input [1, PROBE_TOKENS, features] like `like`.
 
-    A replacement that raises or gives another shape or dtype is not equal, nor one of an original that cannot be called
-    with its input alone (Zamba2's shared MLPs want to know the layer).
+    The input has `like`'s dtype and device. A replacement that raises or returns another shape or dtype is not equal.
+    The same holds if the original cannot be called with only its input (Zamba2's shared MLPs need the layer).
     """
     generator = torch.Generator().manual_seed(features)
     probe = torch.randn(1, PROBE_TOKENS, features, generator=generator).to(like.device, like.dtype)

@@ -51,7 +51,7 @@ class ExtendedLinear:
         self.room = self._weight[self._size :]
 
     def enter(self, add: AddShares, *, single: bool = False) -> None:
-        """Take the module's place, and call `add` behind each product; `single` says that the step has one adapter."""
+        """Replace the module, and call `add` after each product. `single` is True if the step has one adapter."""
         self._add = add
         count = self._rows_of_one if single else len(self._weight)
         self._used = self._weight[:count], None if self._bias is None else self._bias[:count]
@@ -87,7 +87,7 @@ class ExtendedLinear:
 
 
 def _with_room(parameter: torch.Tensor, rows: int) -> torch.Tensor:
-    """A tensor with so many zeros behind the parameter, which becomes its first part in place."""
+    """Return a tensor with zero rows after the parameter, which becomes its first part in place."""
     size = parameter.shape[0]
     whole = parameter.new_zeros((size + rows, *parameter.shape[1:]))
     whole[:size] = parameter

@@ -25,10 +25,10 @@ EARLIEST = (9, 0)
 
 
 class TritonKernels:
-    """Row kernels on a GPU; capturable, and compiled at their first call for each dtype and width.
+    """Row kernels on a GPU. They can be captured, and are compiled at their first call for each dtype and width.
 
     Args:
-        early: whether kernels may start early (programmatic dependent launch).
+        early: True if kernels may start early (programmatic dependent launch).
         multiprocessors: see `Products`.
     """
 
@@ -276,7 +276,7 @@ class TritonKernels:
 
 
 def triton_kernels_for(device: str) -> TritonKernels:
-    """The kernels for a GPU such as ``cuda:0``."""
+    """Return the kernels for a GPU, e.g. ``cuda:0``."""
     capability = torch.cuda.get_device_capability(device)
     count = torch.cuda.get_device_properties(device).multi_processor_count if capability[0] == HOPPER else 0
     return TritonKernels(early=capability >= EARLIEST, multiprocessors=count)

@@ -37,11 +37,11 @@ def gated_linear(
     programs: tl.constexpr,
     activation: tl.constexpr,
 ):
-    """activation(gate) * up in tiles of `block_m` rows and `block_n` outputs.
+    """Compute activation(gate) * up in tiles of `block_m` rows and `block_n` outputs.
 
-    Boxes: x [block_m, block_k] of [rows, k]; weight [2, block_n, block_k] of [2, n, k], gate first; out
-    [block_m, block_n] of [rows, n]. What lies outside is read as zero and not written. A tile's gate and up are one
-    product, so that each row of x is read from shared memory once for both.
+    Boxes: x [block_m, block_k] of [rows, k], weight [2, block_n, block_k] of [2, n, k] with gate first, out [block_m,
+    block_n] of [rows, n]. Elements outside are read as zero and not written. A tile's gate and up are one product, so
+    that each row of x is read from shared memory once for both.
     """
     row_tiles, column_tiles = tl.cdiv(rows, block_m), tl.cdiv(n, block_n)
     for number in tl.range(tl.program_id(0), row_tiles * column_tiles, programs, flatten=True):

@@ -22,10 +22,10 @@ _linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 class FusedGatedMLP(nn.Module):
-    """A gated MLP; its projections stay children by their usual names, so that adapters can replace them.
+    """Gated MLP. Its projections stay children by their usual names, so that adapters can replace them.
 
     Attributes:
-        gate_proj, up_proj, down_proj: packed linear layers, or whatever an adapter put there.
+        gate_proj, up_proj, down_proj: packed linear layers, or an adapter's replacements.
         act_fn: the original activation, for projections that were replaced.
     """
 
@@ -39,7 +39,7 @@ class FusedGatedMLP(nn.Module):
         return self.down_proj(self.gated(x))  # type: ignore[no-any-return]
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        """What goes into the down projection, [..., intermediate_size]."""
+        """Return the input of the down projection, [..., intermediate_size]."""
         gate, up = self._modules["gate_proj"], self._modules["up_proj"]
         if not (is_untouched(gate) and is_untouched(up)):
             return self.act_fn(self.gate_proj(x)) * self.up_proj(x)  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
-"""Gated RMS norms in one call instead of ten operations: those behind the scan of Mamba-2 and the gated delta rule.
+"""Gated RMS norms in one call instead of ten operations, after the scan of Mamba-2 and the gated delta rule.
 
-Found by a forward that takes a gate, a weight and an epsilon. The families differ in what comes first, gate or norm,
-and in how many groups of a row are normed apart; a form is taken only if it gives the original's output.
+They are found by a forward that takes a gate, a weight and an epsilon. The families differ in the order of gate and
+norm, and in the number of groups of a row that are normed separately. A form is used only if it gives the original's
+output.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class FusedGatedNorm(nn.Module):
 
 
 def takes_gate(module: nn.Module) -> bool:
-    """Whether a module's forward has a place for a gate."""
+    """Return True if a module's forward takes a gate."""
     return "gate" in inspect.signature(module.forward).parameters
 
 

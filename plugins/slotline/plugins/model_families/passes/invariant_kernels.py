@@ -26,7 +26,7 @@ def _linear(
     has_bias: tl.constexpr,
     exact: tl.constexpr,
 ):
-    """x [rows, k] times weight [n, k] transposed. Grid: (blocks of n, blocks of rows)."""
+    """Multiply x [rows, k] by weight [n, k] transposed. Grid: (blocks of n, blocks of rows)."""
     row = tl.program_id(1) * block_m + tl.arange(0, block_m)
     column = tl.program_id(0) * block_n + tl.arange(0, block_n)
     at = tl.arange(0, block_k)
@@ -48,7 +48,7 @@ def _linear(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """[..., k] times weight [n, k] transposed, plus bias [n]: [..., n], summed in float32; no TF32."""
+    """Multiply [..., k] by weight [n, k] transposed and add bias [n]: [..., n], summed in float32 without TF32."""
     n, k = weight.shape
     rows = x.reshape(-1, k).contiguous()
     out = torch.empty(len(rows), n, dtype=x.dtype, device=x.device)

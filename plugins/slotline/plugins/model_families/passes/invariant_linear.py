@@ -1,9 +1,9 @@
 """Linear layers whose output for a row is bitwise the same in any batch.
 
-A matrix library chooses its kernel, and so the order of its sums, by the number of rows. Here that number is always
-the same: on a CPU rows go through in tiles of `TILE`, the last one filled up with zeros; on a GPU one Triton kernel of
-fixed sizes serves any number. Rows of a product do not touch each other. After He et al. 2025, Defeating
-Nondeterminism in LLM Inference.
+A matrix library chooses its kernel, and so the order of its sums, by the number of rows. Here that number is always the
+same. On a CPU rows are multiplied in tiles of `TILE`, the last one padded with zeros. On a GPU one Triton kernel of
+fixed sizes handles any number. Rows of a product are independent. After He et al. 2025, Defeating Nondeterminism in LLM
+Inference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TiledLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out_features, in_features]; a copy where it is packed."""
+        """Weight [out_features, in_features], a copy if it is packed."""
         return self.product.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module has a weight of its own that this pass does not know."""
+    """Return True if a module has a weight of its own that this pass does not know."""
     if isinstance(module, (*SAFE, PackedLinear, KernelLinear, nn.Linear)):
         return False
     return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))

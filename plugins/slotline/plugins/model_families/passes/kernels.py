@@ -1,4 +1,4 @@
-"""What the passes ask of a device's kernels, in tensors; `cpu_kernels` and `fused_kernels` are the two answers."""
+"""Interfaces of a device's kernels for the passes, with tensors. `cpu_kernels` and `fused_kernels` implement them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotline.registry.contracts.attention import CacheSlots
 
 @frozen(eq=False)
 class NormWeight:
-    """What an RMS norm over n elements multiplies by and adds.
+    """Weight, epsilon and offset of an RMS norm over n elements.
 
     Attributes:
         weight: [n].
@@ -27,12 +27,12 @@ class NormWeight:
 
 @frozen
 class GatedNorm:
-    """An RMS norm with a gate: which comes first, and over how many elements of a row at a time the norm goes.
+    """RMS norm with a gate: their order, and the size of the normed groups.
 
     Attributes:
         eps: added to the mean square.
-        group_size: elements that are normed together; a row has one or more such groups.
-        gate_first: whether ``norm(x * silu(gate)) * weight``, else ``norm(x) * weight * silu(gate)``.
+        group_size: elements that are normed together. A row has one or more groups.
+        gate_first: True for ``norm(x * silu(gate)) * weight``, False for ``norm(x) * weight * silu(gate)``.
     """
 
     eps: float
@@ -41,20 +41,20 @@ class GatedNorm:
 
 
 class RowKernels(Protocol):
-    """Kernels over the rows of one dtype; they compute in float32 and round once. Nothing is checked inside."""
+    """Kernels over the rows of one dtype. They compute in float32 and round once, without checks."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """``x / rms(x) * (offset + weight)``: x [..., n] and weight [n] to [..., n] contiguous."""
         ...
 
     def rotate(self, states: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, rotary_size: int) -> None:
-        """Rotary embedding of the first `heads` heads, in place.
+        """Apply rotary embedding to the first `heads` heads, in place.
 
         Args:
             states: [batch, num_tokens, >= heads, head_size] contiguous.
-            heads: how many of them turn.
+            heads: number of heads to rotate.
             cos, sin: [batch, num_tokens, rotary_size or half of it] contiguous.
-            rotary_size: elements of a head that turn; halves, not neighbours, form the pairs.
+            rotary_size: elements of a head to rotate. Halves, not neighbours, form the pairs.
         """
         ...
 
@@ -65,10 +65,10 @@ class FusedKernels(RowKernels, Protocol):
     def angles(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, width: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of each position times each frequency, times `scaling`.
+        """Return cosines and sines of each position times each frequency, times `scaling`.
 
-        positions [batch, num_tokens] integers, frequencies [n] float32; returns two [batch, num_tokens, width], where
-        the width is n, or 2 * n with every angle twice.
+        positions are [batch, num_tokens] integers, frequencies [n] float32. The results are two [batch, num_tokens,
+        width], with width n, or 2 * n with every angle twice.
         """
         ...
 
@@ -84,28 +84,30 @@ class FusedKernels(RowKernels, Protocol):
         rotary_size: int,
         slots: CacheSlots | None = None,
     ) -> None:
-        """An RMS norm of each query and key head over its head_size elements, then `rotate` of both, in place.
+        """Apply an RMS norm to each query and key head over its head_size elements, then `rotate` both, in place.
 
-        `states` hold the query heads first, then the key heads, then as many value heads; `query` and `key` are both
-        None or have the same eps and offset. With `slots`, of as many tokens, keys and values are stored there, too.
+        `states` contain the query heads first, then the key heads, then the same number of value heads. `query` and
+        `key` are both None or have the same eps and offset. With `slots`, one per token, keys and values are also
+        stored there.
         """
         ...
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, inner: NormWeight | None, outer: NormWeight | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``total = residual + norm(x)`` by `inner` and the norm of the rounded total by `outer`; None is no norm.
+        """Return ``total = residual + norm(x)`` by `inner` and the norm of the rounded total by `outer`.
 
-        The residual is [..., n] contiguous, x the same or parts [parts, ..., n] whose sum it is; the
-        rows of x may be parts of wider ones.
-        Returns both, [..., n]; without `outer` the total twice.
+        None is no norm.
+
+        The residual is [..., n] contiguous. x is the same, or parts [parts, ..., n] that are summed. The rows of x may
+        be parts of wider rows. Both results are [..., n]. Without `outer` the total is returned twice.
         """
         ...
 
     def gated_rms_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, form: GatedNorm
     ) -> torch.Tensor:
-        """What `GatedNorm` says: x and gate [..., n] and weight [n] to [..., n] contiguous, of x's dtype."""
+        """Apply `GatedNorm` to x and gate [..., n] and weight [n]. The result is [..., n] contiguous, of x's dtype."""
         ...
 
     def linear(
@@ -121,8 +123,10 @@ class FusedKernels(RowKernels, Protocol):
     def extended_parts(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_features: int
     ) -> torch.Tensor | None:
-        """`linear_parts` under a weight that had `out_features` rows before it was extended; None where a product in
-        parts is not faster than one that is whole."""
+        """Return `linear_parts` for a weight that had `out_features` rows before it was extended.
+
+        None if a product in parts is not faster than a whole one.
+        """
         ...
 
     def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -144,7 +148,7 @@ class FusedKernels(RowKernels, Protocol):
         ...
 
     def act_and_mul(self, merged: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of merged [..., 2 * n], gate first, to [..., n]; its rows may be far apart."""
+        """Return ``activation(gate) * up`` [..., n] of merged [..., 2 * n], gate first. Its rows may have gaps."""
         ...
 
     def add_linear(
@@ -154,9 +158,9 @@ class FusedKernels(RowKernels, Protocol):
         ...
 
     def norms_inside(self, x: torch.Tensor) -> bool:
-        """Whether products of inputs like x [..., in_features] norm them, and add residuals, at no cost worth naming.
+        """Return True if products of inputs like x [..., in_features] norm them, and add residuals, at no extra cost.
 
-        Then `add_linear` leaves the residual as it was.
+        `add_linear` does not change the residual then.
         """
         ...
 

@@ -34,18 +34,18 @@ CACHES = frozenset({"past_key_values", "cache"})
 
 
 def has_cache(options: Mapping[str, Any]) -> bool:
-    """Whether a module of transformers is called with a cache of its own."""
+    """Return True if a module of transformers is called with a cache of its own."""
     return any(options.get(name) is not None for name in CACHES)
 
 
 @frozen
 class Heads:
-    """How a merged projection's output divides.
+    """Division of a merged projection's output.
 
     Attributes:
         query, key: number of heads.
         size: elements of one head.
-        rotary_size: how many of them turn.
+        rotary_size: number of rotated elements of a head.
     """
 
     query: int
@@ -88,10 +88,10 @@ class LeanForward:
         norm: KernelRMSNorm | None = None,
         wanted: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Any] | None:
-        """What goes into the output projection, [batch, num_tokens, heads * size], and the attention's second result.
+        """Return the input of the output projection, [batch, num_tokens, heads * size], and attention's second result.
 
-        A norm is taken of the hidden states first. With `wanted` [n] int64, where `takes_wanted` says that it may be
-        given, these tokens alone attend: [batch, n, heads * size]. None if this is a case for the original.
+        A given norm is applied to the hidden states first. With `wanted` [n] int64, which `takes_wanted` must allow,
+        only these tokens attend: [batch, n, heads * size]. None if the original must be called.
         """
         module, (cos, sin) = self._module, position_embeddings
         merged = merged_of(module, "qkv_proj", QUERY_KEY_VALUE)
@@ -121,19 +121,19 @@ class LeanForward:
         return out.flatten(2), weights
 
     def takes_wanted(self) -> bool:
-        """Whether the wanted tokens alone may attend in this step."""
+        """Return True if only the wanted tokens may attend in this step."""
         attend = ALL_ATTENTION_FUNCTIONS.get(self._module.config._attn_implementation)
         return attend is slot_attention and self._module.slotline_slot.takes_wanted()
 
     def _splits(self, merged: PlainMerged, hidden_states: torch.Tensor) -> bool:
-        """Whether queries are worth a product of their own, and nobody listens to the projection."""
+        """Return True if a separate product for queries is faster, and the projection has no hooks."""
         many = hidden_states.shape[:-1].numel() > SPLIT_ROWS
         return many and self._fused is not None and not has_hooks(merged)
 
     def _split_product(self, merged: PlainMerged, hidden_states: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """The merged projection, whose queries are those of the `wanted` tokens; what stands for others means nothing.
+        """Return the merged projection with queries of only the `wanted` tokens. The other queries are undefined.
 
-        All lie where they ever do, so that the same kernel turns and stores them.
+        The layout is the usual one, so that the same kernel rotates and stores them.
         """
         weight, bias, end = merged.weight, merged.bias, self._heads.query * self._heads.size
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -146,13 +146,13 @@ class LeanForward:
         return qkv.view(*hidden_states.shape[:-1], -1)
 
     def _of_norm(self, merged: Any, hidden_states: torch.Tensor, norm: KernelRMSNorm) -> torch.Tensor:
-        """The merged projection of normed hidden states, in one kernel where nobody listens to the projection."""
+        """Return the merged projection of normed hidden states, in one kernel if the projection has no hooks."""
         if self._fused is None or has_hooks(merged):
             return merged(norm.forward(hidden_states))  # type: ignore[no-any-return]
         return self._fused.linear(hidden_states, merged.weight, merged.bias, norm.factors)
 
     def _slots(self, attend: Any, qkv: torch.Tensor) -> CacheSlots | None:
-        """Where the kernel that turns keys may store them and the values, if this step has a cache for that."""
+        """Return the cache places where the rotating kernel may store keys and values in this step, if any."""
         if self._fused is None or attend is not slot_attention or not self._one_kernel():
             return None
         if not self._module.slotline_slot.is_plain():
@@ -161,7 +161,7 @@ class LeanForward:
         return slots if slots is not None and slots.slot_mapping.numel() == qkv.shape[:-1].numel() else None
 
     def _one_kernel(self) -> bool:
-        """Whether queries and keys are turned in one call, normed by head or not at all."""
+        """Return True if queries and keys are rotated in one call, normed by head or not at all."""
         query_norm, key_norm = self._norms()
         return query_norm is None or (self._fused is not None and self._fuses(query_norm, key_norm))
 
@@ -189,7 +189,7 @@ class LeanForward:
         return self._turned_apart(qkv, query_norm, key_norm, cos, sin)
 
     def _fuses(self, query_norm: Any, key_norm: Any) -> bool:
-        """Whether one kernel can norm each head and turn it."""
+        """Return True if one kernel can norm and rotate each head."""
         if not (is_kernel_norm(query_norm) and is_kernel_norm(key_norm)):
             return False
         size = self._heads.size

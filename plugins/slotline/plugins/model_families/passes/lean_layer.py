@@ -36,7 +36,7 @@ class Norms(NamedTuple):
 
 
 def norms_of(layer: nn.Module, residuals: Residuals) -> Norms:
-    """The norms of a layer as transformers names them; what they do is checked when the layer is tried."""
+    """Return the norms of a layer by transformers' names. Their effect is checked when the layer is tried."""
     if residuals.norms_branches and "post_feedforward_layernorm" in layer._modules:  # Gemma 2 and 3; OLMo 2
         names = (
             "input_layernorm",
@@ -82,17 +82,17 @@ class LeanLayer:
         behind: nn.Module | None,
         wanted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The layer's output [batch, n, hidden_size], and its norm by `behind` where that costs nothing.
+        """Return the layer's output [batch, n, hidden_size], and its norm by `behind` if that costs nothing.
 
         Args:
-            hidden_states: [batch, num_tokens, hidden_size]; may be overwritten.
+            hidden_states: [batch, num_tokens, hidden_size]. May be overwritten.
             embeddings: cosines and sines.
-            normed: the hidden states under `entrance`, if they are there already.
-            behind: the norm that follows the layer, if it is known.
-            wanted: [n] int64: these alone go on, and attend where attention takes that; None for all.
+            normed: the hidden states after `entrance`, if already computed.
+            behind: the norm after the layer, if it is known.
+            wanted: [n] int64, the only tokens that continue, and that attend if attention supports it. None for all.
 
         Returns:
-            None if this is a case for the original, or somebody listens to the layer.
+            None if the original must be called, or the layer has hooks.
         """
         layer = self._layer
         if layer._forward_hooks or layer._forward_pre_hooks or not self._is_lean():
@@ -152,7 +152,7 @@ class LeanLayer:
 
 
 def gated_of(mlp: nn.Module | None) -> Callable[..., torch.Tensor | None] | None:
-    """What computes the input of an MLP's down projection, if the MLP is one of the passes'."""
+    """Return the function that computes the input of an MLP's down projection, if the MLP is one of the passes'."""
     if type(mlp) is FusedGatedMLP:
         return mlp.gated
     forward = None if mlp is None else mlp.__dict__.get("forward")
@@ -160,7 +160,7 @@ def gated_of(mlp: nn.Module | None) -> Callable[..., torch.Tensor | None] | None
 
 
 def is_lean(layer: nn.Module, norms: Norms, residuals: Residuals) -> bool:
-    """Whether the layer's parts are those of the passes, nobody listens to attention or MLP, and none was replaced."""
+    """Return True if the layer's parts come from the passes, were not replaced, and attention and MLP have no hooks."""
     children = layer._modules
     attention, mlp = children.get("self_attn"), children.get("mlp")
     if gated_of(mlp) is None or attention is None or type(attention.__dict__.get("forward")) is not LeanForward:

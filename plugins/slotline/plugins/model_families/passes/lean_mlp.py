@@ -1,7 +1,7 @@
 """Gated MLPs with a short forward: gate and up in one matrix product, activation and product in one kernel.
 
-The module and its children stay; a module whose projections were replaced takes its original forward. The short one
-is put in place only after it has given the original's output.
+The module and its children stay. A module whose projections were replaced uses its original forward. The short forward
+is installed only after it has given the original's output.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LeanMLP:
         return self._original(x) if gated is None else self._module.down_proj(gated)  # type: ignore[no-any-return]
 
     def gated(self, x: torch.Tensor, norm: KernelRMSNorm | None = None) -> torch.Tensor | None:
-        """What goes into the down projection for x or its norm, [..., intermediate_size].
+        """Return the input of the down projection for x or its norm, [..., intermediate_size].
 
-        None if this is a case for the original.
+        None if the original must be called.
         """
         merged: Any = merged_of(self._module, "gate_up_proj", GATE_UP)
         if merged is None:
@@ -79,7 +79,7 @@ def _lean_mlp(module: nn.Module, fused: FusedKernels, dtype: torch.dtype) -> Lea
 
 
 def _activation(module: nn.Module, fused: FusedKernels, device: torch.device) -> str | None:
-    """The MLP's activation by our name; in float32, since rounding to bfloat16 hides which GELU it is."""
+    """Return the MLP's activation by our name. The test uses float32, since bfloat16 hides the kind of GELU."""
     function = module._modules.get("act_fn", module._modules.get("activation_fn"))
     if function is None:
         return None

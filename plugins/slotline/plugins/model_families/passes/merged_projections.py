@@ -1,8 +1,8 @@
 """Projections of the same input as one matrix product: query, key and value; gate and up.
 
-The modules stay where their parent looks for them. Whichever is called first with a tensor computes all outputs; the
-others, called with the very same tensor, hand out their part. A call with any other tensor starts anew, so the result
-never depends on the order or the number of calls.
+The modules stay where their parent looks for them. The first one that is called with a tensor computes all outputs. The
+others return their part if they are called with the same tensor object. A call with another tensor starts again, so the
+result never depends on the order or the number of calls.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class MergedProjection(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This projection's weight [out_features, in_features]; a copy where weights are packed."""
+        """Weight of this projection, [out_features, in_features], a copy if weights are packed."""
         start = sum(self._shared.sizes[: self.index])
         whole: torch.Tensor = self._shared.linear.weight  # type: ignore[assignment]
         return whole[start : start + self.out_features]
@@ -107,9 +107,9 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 
 
 def merged_of(module: nn.Module, fused_name: str, siblings: tuple[str, ...]) -> Callable[..., torch.Tensor] | None:
-    """The module's one projection, by itself or of merged siblings, if nobody listens to a sibling.
+    """Return the module's single projection, separate or merged from siblings, if no sibling has hooks.
 
-    Somebody may listen to the projection itself: then it has to be called as a module.
+    The projection itself may have hooks. It must be called as a module then.
     """
     children = module._modules
     whole = children.get(fused_name)

@@ -1,7 +1,7 @@
-"""Linear layers whose weight lies in oneDNN's blocked layout, which its kernels read two to five times as fast.
+"""Linear layers with the weight in oneDNN's blocked layout, which its kernels read two to five times as fast.
 
-One packed copy serves every number of tokens; the original weight is given up. `docs/decisions/cpu-linear.md` has the
-measurements.
+One packed copy is used for every number of tokens, and the original weight is freed. `docs/decisions/cpu-linear.md` has
+the measurements.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _linear_binary = torch.ops.mkldnn._linear_pointwise.binary
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [out_features, in_features] in oneDNN's blocked layout, an opaque tensor of the same shape."""
+    """Return the weight [out_features, in_features] in oneDNN's blocked layout, an opaque tensor of the same shape."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), PACKED_FOR_TOKENS)
     return packed
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that holds its weight packed.
+    """Linear layer with a packed weight.
 
     Attributes:
         in_features, out_features: sizes.
-        packed: buffer, the packed weight; `copy_` from another packed weight of the same shape reloads it.
+        packed: buffer, the packed weight. `copy_` from another packed weight of the same shape reloads it.
         bias: [out_features] or None.
     """
 
@@ -60,7 +60,7 @@ class PackedLinear(nn.Module):
         return result
 
     def plus(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The output for x, added to a residual of the output's shape as the product's last step."""
+        """Return the output for x, added to a residual of the output's shape as the product's last step."""
         result: torch.Tensor = _linear_binary(x, residual, self._buffers["packed"], self._parameters["bias"], "add")
         return result
 
@@ -90,17 +90,17 @@ def apply(model: nn.Module, target: Target) -> tuple[str, ...]:
 
 
 def is_plain_linear(module: nn.Module | None, target: Target) -> TypeGuard[nn.Linear]:
-    """Whether a module is exactly torch's linear layer in the target's dtype, with no hooks on it."""
+    """Return True if a module is exactly torch's linear layer in the target's dtype, without hooks."""
     return type(module) is nn.Linear and module.weight.dtype == target.dtype and not has_hooks(module)
 
 
 def is_untouched(module: nn.Module | None) -> TypeGuard[PackedLinear]:
-    """Whether a module is a packed linear layer that may be computed without being called."""
+    """Return True if a module is a packed linear layer that may be computed without calling it."""
     return type(module) is PackedLinear and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody listens to the module's forward or replaced it on the instance, so that it must be called."""
+    """Return True if the module has forward hooks or a replaced forward, so that it must be called."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
 
 

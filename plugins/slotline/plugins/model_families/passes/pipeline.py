@@ -75,7 +75,7 @@ def optimize(
 
 
 def apply_passes(model: nn.Module, target: Target, passes: Sequence[Pass] = PASSES) -> tuple[str, ...]:
-    """Run passes for a target, by default every one; see `optimize`."""
+    """Run passes for a target, by default all (see `optimize`)."""
     notes: tuple[str, ...] = ()
     for apply in passes:
         try:

@@ -46,13 +46,13 @@ def linear(
     activation: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A program multiplies one row by two rows of the weight: x [rows, k], out and residual [rows, n].
+    """Multiply one row by two rows of the weight in each program: x [rows, k], out and residual [rows, n].
 
-    Those are two neighbouring outputs; or, with an activation, gate and up of one output ``activation(gate) * up``
-    under a weight of [2 * n, k], gate first. A norm's scale multiplies the finished sums, so that the squares are
-    summed in the same pass over x. Programs of the same weights follow each other, so that only the first row's fetch
-    them from memory. All tensors are of one dimension: others would change their layout through shared memory, and so
-    wait for the first weights before the kernel behind may start.
+    These are two neighbouring outputs or, with an activation, gate and up of one output ``activation(gate) * up`` under
+    a weight of [2 * n, k], gate first. A norm's scale multiplies the finished sums, so that the squares are summed in
+    the same pass over x. Programs of the same weights follow each other, so that only the first row's fetch them from
+    memory. All tensors are one-dimensional. Others would change their layout through shared memory, and wait for the
+    first weights before the next kernel may start.
     """
     has_gate: tl.constexpr = activation != "none"
     row, at = tl.program_id(0) % rows, tl.arange(0, block_k)
@@ -102,7 +102,7 @@ def linear(
 
 @triton.jit
 def _column_tile(weight, output, part, start, n, k: tl.constexpr, block_k: tl.constexpr):
-    """Weights [block_n, block_k] of the outputs from element `start` on; those behind n repeat the last."""
+    """Load weights [block_n, block_k] of the outputs from element `start` on. Outputs beyond n repeat the last."""
     at = tl.minimum(output, n - 1).to(tl.int64)[:, None] * k + (start + part)[None, :]
     if k % block_k == 0:
         tile = tl.load(weight + at)
@@ -140,10 +140,10 @@ def dot_linear(
     fetched: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A program computes `block_n` outputs of `block_m` rows on the matrix units; see `linear`.
+    """Compute `block_n` outputs of `block_m` rows on the matrix units in each program (see `linear`).
 
-    The weight is the left operand, since that one may be large while the right one has few columns. Of several parts
-    each sums its share of the elements into its own out [parts, rows, n]; the first adds the bias.
+    The weight is the left operand, which may be large while the right operand has few columns. With several parts, each
+    sums its elements into its own out [parts, rows, n]. The first part adds the bias.
     """
     has_gate: tl.constexpr = activation != "none"
     each: tl.constexpr = (k + parts * block_k - 1) // (parts * block_k) * block_k

@@ -84,12 +84,12 @@ GATED = GatedShape(128, 128, 64, 8, 8, 3)
 
 
 class Products:
-    """Our products.
+    """Matrix products by our kernels.
 
     Args:
-        early: the launch's options, `early` among them.
-        multiprocessors: of a device whose copy engine and matrix units the gated product of many rows is made for
-            (Hopper); 0 for any other.
+        early: the launch's options, including `early`.
+        multiprocessors: multiprocessors of a device with the copy engine and matrix units that the gated product of
+            many rows needs (Hopper). 0 for other devices.
     """
 
     def __init__(self, early: dict[str, bool], multiprocessors: int = 0) -> None:
@@ -110,10 +110,10 @@ class Products:
         activation: str = "none",
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``residual + norm(x) @ weight.T + bias`` or ``activation(gate) * up`` of it, [..., outputs], a new tensor.
+        """Return ``residual + norm(x) @ weight.T + bias`` or ``activation(gate) * up`` of it as a new tensor.
 
-        x [..., in_features], weight [out_features, in_features] contiguous, the residual like the output; `dtype` is
-        the output's, x's by default.
+        x is [..., in_features], weight [out_features, in_features] contiguous, the output [..., outputs], the residual
+        like the output. `dtype` is the output's, by default x's.
         """
         x, (n, k) = x.contiguous(), weight.shape
         rows, gated = x.numel() // k, activation != "none"
@@ -145,9 +145,9 @@ class Products:
         return out
 
     def suits(self, x: torch.Tensor, weight: torch.Tensor, *, gated: bool = False) -> bool:
-        """Whether `dot` is the fastest product for as many rows as x [..., in_features] has.
+        """Return True if `dot` is the fastest product for the number of rows of x [..., in_features].
 
-        Not in float32, which the matrix units would round.
+        False in float32, which the matrix units would round.
         """
         if x.dtype == torch.float32:
             return False
@@ -155,15 +155,15 @@ class Products:
         return x.numel() <= most * x.shape[-1]
 
     def suits_large(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether `dot` by `LARGE`, where it makes all programs run at once, is faster under a large weight.
+        """Return True if `dot` with `LARGE` lets all programs run at once and is faster for a large weight.
 
-        On Hopper alone: no other card was measured.
+        Only on Hopper, because no other card was measured.
         """
         few = x.dtype != torch.float32 and x.numel() <= LARGE_DOT_ROWS * x.shape[-1]
         return few and self._multiprocessors > 0 and weight.numel() > LARGE_WEIGHT
 
     def suits_single(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether `dot` by `SINGLE` is faster under a large weight: where each program has a multiprocessor."""
+        """Return True if `dot` with `SINGLE` is faster for a large weight: if each program has a multiprocessor."""
         return self.suits_large(x, weight) and cdiv(len(weight), SINGLE.outputs) <= self._multiprocessors
 
     def large_parts(self, weight: torch.Tensor) -> int:
@@ -173,10 +173,11 @@ class Products:
         return max(1, min(parts, k // FEWEST_ELEMENTS))
 
     def suits_extended(self, x: torch.Tensor, weight: torch.Tensor, out_features: int) -> bool:
-        """Whether `dot` by `EXTENDED` is faster than torch's library under a weight that had `out_features` rows.
+        """Return True if `dot` with `EXTENDED` is faster than torch's library.
 
-        The library gives a program 64 outputs of half of the rows, and a multiprocessor one program: it takes a third
-        longer as soon as there are more programs than multiprocessors. Three of ours fit into one.
+        The weight had `out_features` rows before it was extended. The library gives a program 64 outputs of half of the
+        rows, and a multiprocessor one program. It takes a third longer as soon as there are more programs than
+        multiprocessors. Three of our programs fit into one.
         """
         rows, (fewest, most) = x.numel() // x.shape[-1], EXTENDED_ROWS
         if x.dtype == torch.float32 or not x.is_cuda or not fewest <= rows <= most:
@@ -196,9 +197,10 @@ class Products:
         shape: DotShape | None = None,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """``x @ weight.T + bias`` or ``activation(gate) * up`` of it on the matrix units, [parts, ..., outputs].
+        """Return ``x @ weight.T + bias`` or ``activation(gate) * up`` of it on the matrix units, [parts, ..., outputs].
 
-        Several parts are float32; there is one, of `dtype` or x's, unless they are allowed or a shape asks for them.
+        Several parts are float32. There is one part, of `dtype` or x's, unless parts are allowed or required by a
+        shape.
         """
         x, (n, k) = x.contiguous(), weight.shape
         rows, gated = x.numel() // k, activation != "none"
@@ -230,7 +232,7 @@ class Products:
         return out
 
     def suits_many(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-        """Whether `gated` is the fastest product for as many rows as x [..., in_features] has.
+        """Return True if `gated` is the fastest product for the number of rows of x [..., in_features].
 
         Its copies need rows that begin at multiples of 16 bytes.
         """
@@ -268,7 +270,7 @@ class Products:
 
 
 def _dot_shape(n: int, rows: int, *, in_parts: bool) -> DotShape:
-    """The sizes of a product of n outputs; `in_parts` allows several parts."""
+    """Return the sizes of a product of n outputs. `in_parts` allows several parts."""
     if in_parts and rows <= FEW_ROWS:
         return DotShape(32, 128, 2, 4, 4 if n <= 2048 else 1)
     return DotShape(64, 128, 4, 4, 4 if in_parts and n <= 2048 else 1)

@@ -1,7 +1,7 @@
-"""The two ways of adding an output projection's result to a layer's residual without an operation of its own.
+"""Two ways of adding an output projection's result to a layer's residual without a separate operation.
 
 On a CPU the sum is the product's last step. On a GPU that would copy a residual that others still read, so the sum is
-the first step of the norm behind it; where the residual is the layer's own, the product adds to it in place.
+the first step of the following norm. If the residual is the layer's own, the product adds to it in place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ROWS_BEHIND = 1024
 
 
 class Residuals(Protocol):
-    """How a target adds to residuals; a linear layer that somebody listens to is called as a module.
+    """A target's way of adding to residuals. A linear layer with hooks is called as a module.
 
     Attributes:
         linear: the exact type of linear layer that it computes without calling the module.
-        norms_branches: whether it can norm what it adds first.
+        norms_branches: True if it can norm the summand first.
     """
 
     linear: type[nn.Module]
@@ -35,26 +35,27 @@ class Residuals(Protocol):
     def add_and_norm(
         self, linear: Any, x: torch.Tensor, residual: torch.Tensor, inner: Any, outer: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``total = residual + inner(linear(x))`` and ``outer(total)``; a norm may be None.
+        """Return ``total = residual + inner(linear(x))`` and ``outer(total)``. A norm may be None.
 
-        x [batch, num_tokens, in_features], the others [batch, num_tokens, out_features]; the residual is kept.
+        x is [batch, num_tokens, in_features], the others are [batch, num_tokens, out_features]. The residual is not
+        changed.
         """
         ...
 
     def add(self, linear: Any, x: torch.Tensor, residual: torch.Tensor, inner: Any) -> torch.Tensor:
-        """``residual + inner(linear(x))``; the residual may be overwritten, unless `keeps` says no."""
+        """Return ``residual + inner(linear(x))``. The residual may be overwritten, unless `keeps` returns True."""
         ...
 
     def keeps(self, hidden_states: torch.Tensor) -> bool:
-        """Whether, for so few tokens, products norm their own input and `add` leaves the residual as it was."""
+        """Return True if, for few tokens, products norm their own input and `add` does not change the residual."""
         ...
 
     def norms_behind(self, hidden_states: torch.Tensor) -> bool:
-        """Whether, for so many tokens, `add_and_norm` costs less than `add` and a norm by itself."""
+        """Return True if, for this number of tokens, `add_and_norm` costs less than `add` and a separate norm."""
         ...
 
     def overwrites(self, hidden_states: torch.Tensor) -> bool:
-        """Whether, for so many tokens, `add` in place and a norm by itself cost less than `add_and_norm`."""
+        """Return True if, for this many tokens, `add` in place and a separate norm cost less than `add_and_norm`."""
         ...
 
 
@@ -140,7 +141,7 @@ class FusedResiduals:
 
 
 def residuals_of(target: Target) -> Residuals | None:
-    """The target's way, None if it has none."""
+    """Return the target's way of adding to residuals, or None."""
     if target.packs:
         return PackedResiduals()
     return None if target.fused is None else FusedResiduals(target.fused)

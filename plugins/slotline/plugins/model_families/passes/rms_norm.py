@@ -1,7 +1,7 @@
 """RMS norms in one call instead of six operations.
 
-Found by their shape, a weight [n] and an epsilon, and accepted only if they give the original's output; Gemma's norms
-multiply by one plus the weight.
+They are found by their shape, a weight [n] and an epsilon, and accepted only if they give the original's output.
+Gemma's norms multiply by one plus the weight.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class KernelRMSNorm(TorchRMSNorm):
 
 
 def is_kernel_norm(module: nn.Module | None) -> TypeGuard[KernelRMSNorm]:
-    """Whether a module is a norm by the kernel that may be computed without being called."""
+    """Return True if a module is a norm by the kernel that may be computed without calling it."""
     return type(module) is KernelRMSNorm and not module._forward_hooks and not module._forward_pre_hooks
 
 

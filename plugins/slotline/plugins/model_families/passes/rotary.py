@@ -1,6 +1,6 @@
 """Position embeddings in one call instead of nine operations, which at few tokens cost a layer's time.
 
-The module stays, with its frequencies; its forward is shortened where that gives the same cosines and sines.
+The module stays, with its frequencies. Its forward is replaced if the short one gives the same cosines and sines.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Small CPU kernels over rows: RMS norm and rotary embedding, compiled by numba and called by address.
 
-For the few rows of a decode step the time of such an operation is nearly all host time: torch takes 10 us for an RMS
-norm in several internal steps, these take 2 us. They run on the calling thread, so no second pool of threads competes
-with torch's; for the row counts of a prefill they are still faster than torch on both of two cores.
+For the few rows of a decode step these operations take nearly only host time: torch takes 10 us for an RMS norm in
+several internal steps, these kernels take 2 us. They run on the calling thread, so no second pool of threads competes
+with torch's. For the row counts of a prefill they are still faster than torch on two cores.
 
 bfloat16 is read as uint16, widened by a shift, computed in float32 and rounded to nearest even once.
 """
@@ -32,13 +32,13 @@ _ROTATE_CALL = ctypes.CFUNCTYPE(None, *[_POINTER] * 3, *[ctypes.c_ssize_t] * 6)
 
 @frozen
 class RowKernels:
-    """The kernels of one dtype, called with addresses and sizes; nothing is checked inside.
+    """Kernels of one dtype, called with addresses and sizes, without checks.
 
     Attributes:
-        rms_norm: (x, weight, out, rows, n, eps, offset) writes ``x / rms(x) * (offset + weight)``; x and out [rows, n],
-            weight [n], contiguous.
-        rotate: (x, cos, sin, rows, row_stride, heads, head_size, rotary_size, cos_size) turns x in place; x [rows,
-            heads, head_size] with row_stride elements between rows; cos and sin [rows, cos_size], where cos_size is
+        rms_norm: (x, weight, out, rows, n, eps, offset) writes ``x / rms(x) * (offset + weight)``. x and out are [rows,
+            n], weight is [n], all contiguous.
+        rotate: (x, cos, sin, rows, row_stride, heads, head_size, rotary_size, cos_size) rotates x in place. x is [rows,
+            heads, head_size] with row_stride elements between rows. cos and sin are [rows, cos_size], with cos_size
             rotary_size or half of it. Halves, not neighbours, form the pairs.
     """
 

@@ -1,4 +1,4 @@
-"""What a pass may count on: the device and dtype, and which kernels serve them."""
+"""Target of the passes: the device, the dtype, and their kernels."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ OLDEST_GPU = (8, 0)
 
 @frozen
 class Target:
-    """Where an optimised model will run.
+    """Device and dtype of an optimised model.
 
     Attributes:
         device: device type, ``cpu`` or ``cuda``.
         dtype: the weights' dtype.
-        kernels: the device's row kernels, None where there are none.
-        fused: the same object where the device has fused ones, too.
+        kernels: the device's row kernels, None if there are none.
+        fused: the same object if the device has fused kernels, too.
     """
 
     device: str
@@ -37,12 +37,12 @@ class Target:
 
     @property
     def packs(self) -> bool:
-        """Whether linear layers can hold their weight in oneDNN's blocked layout."""
+        """True if linear layers can hold their weight in oneDNN's blocked layout."""
         return self.device == "cpu" and self.dtype in PACKABLE and _has_packed_kernels(self.dtype)
 
 
 def target_of(device: str, dtype: str | torch.dtype) -> Target:
-    """The target for a device such as ``cuda:0`` and a dtype or its name.
+    """Return the target for a device, e.g. ``cuda:0``, and a dtype or its name.
 
     Raises:
         ModelError: if the dtype's name is unknown.

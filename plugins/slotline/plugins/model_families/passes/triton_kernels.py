@@ -1,8 +1,7 @@
-"""Triton kernels over rows: norms with the residual's addition, rotary embedding with head norms, gated activations,
-and the matrix product of few rows.
+"""Triton kernels over rows: norms with residuals, rotary embedding with head norms, gated activations, small products.
 
 Each reads its rows once, computes in float32 and rounds where the separate operations would have written a tensor that
-others read. They hold no state and ask nothing of the host, so a captured graph can hold them.
+others read. They have no state and need nothing from the host, so they can be captured.
 """
 
 # mypy: ignore-errors
@@ -54,7 +53,7 @@ def gated_rms_norm(
     gate_first: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A group of a row: the norm of x * silu(gate), or of x and then times silu(gate). Grid: (rows, groups)."""
+    """Norm a group of a row: x * silu(gate), or x, which is then multiplied by silu(gate). Grid: (rows, groups)."""
     _begin(early)
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * size
     at = tl.arange(0, padded)
@@ -91,9 +90,9 @@ def add_rms_norm(
     has_outer: tl.constexpr,
     early: tl.constexpr,
 ):
-    """One program a row: total = residual + x or its norm; out = the norm of the total as it was rounded.
+    """Compute total = residual + x or its norm, and out = the norm of the rounded total, with one program per row.
 
-    x may be the sum of several parts of rows, and its rows part of wider ones.
+    x may be the sum of several parts of rows, and its rows may be parts of wider rows.
     """
     _begin(early)
     at = tl.arange(0, padded)
@@ -170,10 +169,10 @@ def rotate(
     has_cache: tl.constexpr,
     early: tl.constexpr,
 ):
-    """A program serves `block_heads` heads of one row: those below `turned` are normed and turned in place.
+    """Norm and rotate heads below `turned` in place. A program handles `block_heads` heads of one row.
 
-    With a cache, those from `query_heads` on are also stored at the row's slot: the keys, and from `turned` on the
-    values, as many. A head lies in three parts: the first and second of each pair, and the rest that does not turn.
+    With a cache, heads from `query_heads` on are also stored at the row's slot: the keys, and from `turned` on the same
+    number of values. A head has three parts: the first and second of each pair, and the rest that is not rotated.
     """
     _begin(early)
     half: tl.constexpr = rotary_size // 2
@@ -228,7 +227,7 @@ def rotate(
 
 @triton.jit
 def _store_head(to, left, right, rest, pair, other, keep, keep_rest, half: tl.constexpr):
-    """The three parts of each head at its place in a cache."""
+    """Store the three parts of each head at its place in a cache."""
     tl.store(to + pair, left, mask=keep)
     tl.store(to + pair + half, right, mask=keep)
     tl.store(to + other, rest.to(left.dtype), mask=keep_rest)
@@ -258,7 +257,7 @@ def activated(gate, activation: tl.constexpr):
 
 @triton.jit
 def act_and_mul(merged, out, n, row_stride, activation: tl.constexpr, block: tl.constexpr, early: tl.constexpr):
-    """A program computes `block` elements of one row; merged [rows, 2 * n] in wider rows, out [rows, n]."""
+    """Compute `block` elements of one row in each program: merged [rows, 2 * n] in wider rows, out [rows, n]."""
     _begin(early)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * block + tl.arange(0, block)

@@ -1,5 +1,7 @@
-"""How each family of mixers computes: its projections and norms are transformers' own modules, what keeps a state is
-handed to `advance`. One adapter serves all mixers that have the same parts under the same names.
+"""Adapters of the families of mixers to states.
+
+Projections and norms are transformers' own modules, and the parts with a state call `advance`. One adapter is used for
+all mixers that have the same parts under the same names.
 """
 
 from __future__ import annotations
@@ -27,22 +29,22 @@ class Mixer(Protocol):
     in_pair: bool = False
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
-        """The state layers of a module of that name, in call order."""
+        """Return the state layers of a module of that name, in call order."""
         ...
 
     def forward(self, module: Any, slot: StateSlot, hidden: torch.Tensor, given: Given) -> torch.Tensor:
-        """What the module makes of the flattened tokens [T, hidden_size]: [T, hidden_size].
+        """Return the module's output [T, hidden_size] for flattened tokens [T, hidden_size].
 
-        `given` is what transformers hands the module besides.
+        `given` are further arguments from transformers.
         """
         ...
 
 
 class Mamba2Mixer(Mixer):
-    """Mamba-2: one projection to gate, convolved x, B, C, and dt; a gated norm behind the scan.
+    """Mamba-2: one projection to gate, convolved x, B, C, and dt, and a gated norm after the scan.
 
-    A limited time step (Zamba2) holds for every token. transformers 5.23 leaves the limit out for single tokens, so its
-    text depends on what is cached; without a cache it agrees with ours.
+    A limited time step (Zamba2) holds for every token. transformers 5.23 ignores the limit for single tokens, so its
+    text depends on the cache. Without a cache it agrees with ours.
     """
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
@@ -74,19 +76,19 @@ class Mamba2Mixer(Mixer):
         return module.in_proj(hidden)  # type: ignore[no-any-return]
 
     def split_convolved(self, module: Any, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, H, P], B and C [T, G, N], views of [T, conv_dim]."""
+        """Return x [T, H, P], B and C [T, G, N] as views of [T, conv_dim]."""
         both = module.n_groups * module.ssm_state_size
         x, b, c = mixed.split([module.intermediate_size, both, both], dim=-1)
         per_head, per_group = (module.num_heads, module.head_dim), (module.n_groups, module.ssm_state_size)
         return x.unflatten(-1, per_head), b.unflatten(-1, per_group), c.unflatten(-1, per_group)
 
     def gated(self, module: Any, slot: StateSlot, inputs: dict[str, torch.Tensor], gate: torch.Tensor) -> torch.Tensor:
-        """The scan's output [T, intermediate_size], gated and normed."""
+        """Return the scan's output [T, intermediate_size], gated and normed."""
         return module.norm(slot.recur(inputs).flatten(1)[None], gate[None])[0]  # type: ignore[no-any-return]
 
 
 class FalconH1Mixer(Mamba2Mixer):
-    """Falcon-H1: multipliers around the projection; without its norm the gate belongs to the scan."""
+    """Falcon-H1: multipliers around the projection. Without its norm the gate is part of the scan."""
 
     def project(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
         projected: torch.Tensor = module.in_proj((hidden * module.ssm_in_multiplier)[None]) * module.mup_vector
@@ -99,7 +101,7 @@ class FalconH1Mixer(Mamba2Mixer):
 
 
 class Mamba1Mixer(Mixer):
-    """Mamba: x and gate from one projection, dt, B and C from the convolved x; some norm these three."""
+    """Mamba: x and gate from one projection, dt, B and C from the convolved x. Some models norm these three."""
 
     def layers(self, name: str, module: Any) -> tuple[StateLayer, ...]:
         sizes = {"channels": module.intermediate_size, "state_size": module.ssm_state_size}

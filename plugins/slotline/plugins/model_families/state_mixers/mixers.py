@@ -46,7 +46,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
 
 
 def find(hf_model: torch.nn.Module) -> tuple[StateLayer, ...]:
-    """The state layers of a model, in the order of its modules."""
+    """Return the state layers of a model, in the order of its modules."""
     found = [layer for name, module, mixer in _mixers(hf_model) for layer in mixer.layers(name, module)]
     return tuple(evolve(layer, index=index) for index, layer in enumerate(found))
 
@@ -75,7 +75,7 @@ def bind(hf_model: torch.nn.Module, layers: Iterable[StateLayer], holder: Attend
 
 def _forward(mixer: Mixer, module: Any, slot: StateSlot) -> Callable[..., Any]:
     def forward(hidden_states: torch.Tensor, **given: Any) -> Any:
-        """[1, num_tokens, hidden_size] to the same; caches and masks of transformers are not used."""
+        """Map [1, num_tokens, hidden_size] to the same shape. Caches and masks of transformers are not used."""
         out = mixer.forward(module, slot, hidden_states[0], given)[None]
         return (out, None) if mixer.in_pair else out
 

@@ -1,4 +1,4 @@
-"""What a bound mixer needs: its state layers, and the way to the current `advance`."""
+"""Link of a bound mixer to its state layers and the current `advance`."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class StateSlot:
     holder: AttendHolder
 
     def convolve(self, conv: Any, x: torch.Tensor) -> torch.Tensor:
-        """The mixer's first state layer, a convolution with the weights of a torch.nn.Conv1d: [T, C] -> [T, C]."""
+        """Run the mixer's first state layer, a convolution with the weights of a torch.nn.Conv1d: [T, C] -> [T, C]."""
         inputs = {"x": x, "weight": conv.weight.squeeze(1)}
         if conv.bias is not None:
             inputs["bias"] = conv.bias
         return self.holder.advance(self.layers[0], inputs)
 
     def recur(self, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The mixer's last state layer."""
+        """Run the mixer's last state layer."""
         return self.holder.advance(self.layers[-1], inputs)
 
 
 def layer_of(mixer: str, state_kind: str, **facts: Any) -> StateLayer:
-    """A state layer of a mixer, named after the mixer and the layer's tensor; its index is given later."""
+    """Return a state layer of a mixer, named after the mixer and the layer's tensor. Its index is set later."""
     kind = STATE_KINDS[state_kind]
     tensors = tuple(
         StateTensorSpec(
@@ -49,10 +49,10 @@ def layer_of(mixer: str, state_kind: str, **facts: Any) -> StateLayer:
 
 
 def conv_of(mixer: str, conv: Any, activation: str) -> StateLayer:
-    """The state layer of a causal depthwise torch.nn.Conv1d.
+    """Return the state layer of a causal depthwise torch.nn.Conv1d.
 
     Raises:
-        ModelError: if its activation is none that the contract has.
+        ModelError: if the contract does not have its activation.
     """
     if activation not in (*ACTIVATIONS, "none"):
         raise ModelError(
@@ -65,10 +65,10 @@ def conv_of(mixer: str, conv: Any, activation: str) -> StateLayer:
 
 
 def rate(a_log: torch.Tensor) -> torch.Tensor:
-    """A, the negative rate of decay, from the logarithm that checkpoints hold: float32."""
+    """Return A, the negative rate of decay, from the logarithm in checkpoints: float32."""
     return -torch.exp(a_log.float())
 
 
 def output_like(layer: StateLayer) -> str:
-    """The input that the layer's output has the shape of."""
+    """Return the input that has the shape of the layer's output."""
     return "v" if layer.state_kind == "gated_delta" else "x"

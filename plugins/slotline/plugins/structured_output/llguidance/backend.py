@@ -1,5 +1,6 @@
-"""Structured output through llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over a lexer of
-derivatives of regular expressions, which walks the vocabulary as a tree.
+"""Structured output through llguidance (https://github.com/guidance-ai/llguidance).
+
+llguidance is an Earley parser over a lexer of derivatives of regular expressions. It walks the vocabulary as a tree.
 """
 
 from __future__ import annotations
@@ -158,7 +159,7 @@ class LLGuidanceBackend:
 
 @define(eq=False)
 class LLGuidanceGrammar:
-    """A constraint compiled into `matchers`, which share nothing; `turns` says whose lexer the next state uses."""
+    """Constraint compiled into `matchers`, which share nothing. `turns` selects the lexer for the next state."""
 
     matchers: Sequence[LLMatcher]
     turns: Iterator[int] = field(init=False)
@@ -208,7 +209,7 @@ class LLGuidanceState:
         return token_ids
 
     def before_end(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """The tokens before the first end-of-sequence token."""
+        """Return the tokens before the first end-of-sequence token."""
         if self.eos_token_ids.isdisjoint(token_ids):
             return token_ids
         count = next(i for i, token in enumerate(token_ids) if token in self.eos_token_ids)
@@ -216,7 +217,7 @@ class LLGuidanceState:
 
 
 def _grammar(constraint: Constraint) -> str:
-    """A constraint in llguidance's own form.
+    """Return a constraint in llguidance's own form.
 
     Raises:
         RequestError: if it cannot be read, with the place.

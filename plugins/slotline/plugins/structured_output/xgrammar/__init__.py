@@ -13,7 +13,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if the package is there."""
+    """Return the offer, if the package is installed."""
     if find_spec("xgrammar") is None:
         return "the package xgrammar is not installed; `pip install 'slotline[structured]'` brings it"
     return descriptor.capabilities

@@ -1,4 +1,4 @@
-"""Structured output through XGrammar (https://github.com/mlc-ai/xgrammar; Dong et al. 2024, arXiv 2411.15100)."""
+"""Structured output through XGrammar (https://github.com/mlc-ai/xgrammar, Dong et al. 2024, arXiv 2411.15100)."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _PLACE_IN_SOURCE = re.compile(r"^(\[[\d:]+\] \S+:\d+: )?(Check failed: \(.*?\) i
 
 
 class XGrammarBackend:
-    """Compiles with one `GrammarCompiler`; the states of a step are asked in a few threads.
+    """Backend with one `GrammarCompiler`. The masks of a step are filled in a few threads.
 
-    Not in XGrammar's own, which cost a step of few masks more than these do: 3 ms on two busy cores.
+    XGrammar's own threads are not used, because they cost more in a step of few masks: 3 ms on two busy cores.
     """
 
     def __init__(self, context: StructuredOutputContext) -> None:
@@ -146,18 +146,18 @@ class XGrammarBackend:
         return ThreadPoolExecutor(max(1, len(self._matchers) - 1), thread_name_prefix="slotline-xgrammar")
 
     def legal(self, matcher: xgrammar.GrammarMatcher) -> Int32:
-        """The mask [words] of what may come next."""
+        """Return the mask [words] of legal next tokens."""
         bitmask: Int32 = np.full((1, len(self._ordinary_bits)), -1, np.int32)
         matcher.fill_next_token_bitmask(bitmask)
         mask: Int32 = bitmask[0] & self._ordinary_bits
         return mask
 
     def goes_on(self, matcher: xgrammar.GrammarMatcher) -> bool:
-        """Whether anything but the end may come next."""
+        """Return True if anything but the end may come next."""
         return bool((self.legal(matcher) & ~self._eos_bits).any())
 
     def tokens(self, text: str) -> list[int]:
-        """A text's tokens as they stand inside a longer one."""
+        """Return a text's tokens as inside a longer text."""
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
@@ -191,7 +191,7 @@ class XGrammarBackend:
 
 @define(eq=False)
 class XGrammarState:
-    """A matcher. It holds known tokens alone; what is walked on trial is taken back."""
+    """Matcher with only the known tokens. Trial tokens are rolled back."""
 
     backend: XGrammarBackend
     matcher: xgrammar.GrammarMatcher
@@ -226,7 +226,7 @@ class XGrammarState:
         return self.backend.tokens(text) if text else []
 
     def fill_behind(self, drafts: Sequence[int], place: int, bitmask: Int32) -> int:
-        """Write the masks behind drafts into the rows behind `place`; returns how many could be."""
+        """Write the masks after drafts into the rows after `place`, and return the number of legal drafts."""
         walked = 0
         while walked < len(drafts) and self.accept(drafts[walked : walked + 1]):
             walked += 1
@@ -242,7 +242,7 @@ class XGrammarState:
 def _fill(
     batch: xgrammar.BatchGrammarMatcher, states: Sequence[XGrammarState], places: Sequence[int], bitmask: Int32
 ) -> None:
-    """The masks of some states, without the interpreter's lock."""
+    """Fill the masks of some states, without the interpreter's lock."""
     batch.batch_fill_next_token_bitmask([state.matcher for state in states], bitmask, list(places))
 
 
@@ -281,7 +281,7 @@ def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
 
 
 def _plain(error: RuntimeError) -> str:
-    """The message without the place in XGrammar's sources."""
+    """Return the message without the location in XGrammar's sources."""
     return _PLACE_IN_SOURCE.sub("", str(error).strip()).rstrip(".")
 
 
@@ -303,14 +303,14 @@ def _printed(constraint: Constraint) -> list[str]:
 
 
 def _alternatives(choices: Sequence[str]) -> str:
-    """A grammar of the texts in `choices`."""
+    """Return a grammar of the texts in `choices`."""
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def _without_control_characters(schema: str, *, any_whitespace: bool = True) -> str | None:
-    """XGrammar's grammar of a schema with strings of bounded length, mended; None where no string has a bound.
+    """Return XGrammar's corrected grammar of a schema with strings of bounded length, or None without bounds.
 
-    JSON strings hold no control characters, and XGrammar (0.2.8) lets them into those with `minLength` or `maxLength`.
+    JSON strings contain no control characters, but XGrammar (0.2.8) allows them with `minLength` or `maxLength`.
     """
     if "Length" not in json.dumps(json.loads(schema)):  # also where the key is written with escapes
         return None
@@ -319,14 +319,14 @@ def _without_control_characters(schema: str, *, any_whitespace: bool = True) -> 
 
 
 def _content(schema: Any) -> dict[str, Any]:
-    """The inside of a structural tag in XGrammar's own form."""
+    """Return the inside of a structural tag in XGrammar's own form."""
     if grammar := _without_control_characters(json.dumps(schema)):
         return {"type": "grammar", "grammar": grammar}
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _triggered_tags(text: str) -> str:
-    """A structural tag in XGrammar's own form."""
+    """Return a structural tag in XGrammar's own form."""
     found = structures(text)
     tags = [
         {

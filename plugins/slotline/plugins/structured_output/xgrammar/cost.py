@@ -1,8 +1,8 @@
-"""How long XGrammar takes to compile a grammar, estimated from the grammar before it does: it cannot be stopped.
+"""Estimate of XGrammar's time to compile a grammar, made beforehand because compilation cannot be interrupted.
 
-Compiling makes a mask of the vocabulary for each place in a grammar. At most places one character may come next, and
-few tokens are looked at. Where many parts may follow at once, since each may be left out, all tokens are walked through
-all of them: the time grows with the square of their number. The constants are those of XGrammar 0.2.8 on one thread.
+Compiling creates a mask of the vocabulary for each place in a grammar. At most places only one character may come next,
+and few tokens are tested. If many optional parts may follow, all tokens are tested against all of them, and the time
+grows with the square of their number. The constants are those of XGrammar 0.2.8 on one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which JSON schemas XGrammar enforces in full.
+"""Keywords of JSON schemas that XGrammar fully enforces.
 
-XGrammar compiles schemas with keywords that it does not know, or does not know together, as if they were not there, so
-that a text could follow the grammar and break the schema. What is not listed here is refused instead; found by
-compiling each keyword alone and in pairs (XGrammar 0.2.8) and trying documents on both sides of it.
+XGrammar ignores keywords, or combinations of keywords, that it does not know. A text could then follow the grammar and
+violate the schema. Everything that is not listed here is therefore refused. The list was found by compiling each
+keyword separately and in pairs (XGrammar 0.2.8) and testing valid and invalid documents.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 
 
 def unenforced(schema: Any) -> str | None:
-    """Why XGrammar would not enforce a schema, the schemas inside it apart; None if it would."""
+    """Return the reason why XGrammar would not enforce a schema, or None. Schemas inside it are not considered."""
     if not isinstance(schema, Mapping):
         return None  # true and false; anything else XGrammar refuses
     keys = {key for key, value in schema.items() if key not in _ANNOTATIONS and not _says_nothing(key, value)}

@@ -49,7 +49,7 @@ def broken_by(part: Any) -> str | None:
 
 @lru_cache(maxsize=4096)
 def _unescaped(pattern: str) -> str | None:
-    """Return why the text of an expression would not be JSON, or None; an expression that is wrong is not looked at."""
+    """Return the reason why the text of an expression would not be JSON, or None. Invalid expressions are ignored."""
     try:
         grammar = xgrammar.Grammar.from_json_schema(dumps({"type": "string", "pattern": pattern}))
     except RuntimeError:
