@@ -112,7 +112,7 @@ def test_two_distributions_with_one_name_are_two_failed_rows(
 
 def test_a_blocked_plugin_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "--json", "--set", "plugins.block=['attention:cpu']"]) == 0
-    (row,) = [row for row in json.loads(capsys.readouterr().out) if row["name"] == "cpu"]
+    (row,) = [row for row in json.loads(capsys.readouterr().out) if (row["kind"], row["name"]) == ("attention", "cpu")]
     assert row["state"] == "blocked"
 
 

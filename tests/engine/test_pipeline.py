@@ -332,7 +332,7 @@ def test_devices_of_different_types_are_refused(tiny: Tiny, monkeypatch: pytest.
     with pytest.raises(ConfigError, match="devices of different types, cpu and cuda"):
         planned(tiny("llama"), **{"parallel.pipeline": ("cpu", "cuda:1")})
     infos = {f"cuda:{i}": DeviceInfo(type="cuda", name=f"card {i}", compute_capability=(8 + i, 0)) for i in range(2)}
-    monkeypatch.setattr("slotline.planner.pipeline_parallel.describe_device", infos.__getitem__)
+    monkeypatch.setattr("slotline.registry.devices.Devices.info", lambda _, device: infos[device.name])
     with pytest.raises(ConfigError, match=r"devices of different types \(cuda:0: card 0, cuda:1: card 1\)"):
         planned(tiny("llama"), device="cuda", **{"parallel.pipeline": ("cuda:0", "cuda:1")})
     with pytest.raises(ConfigError, match="which names one device"):

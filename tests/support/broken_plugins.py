@@ -7,6 +7,7 @@ from typing import Any
 from attrs import evolve
 
 from slotline.backends import torch_sdpa, torch_state
+from slotline.core.device import cpu_plugin
 from slotline.plugins.kv_connectors import host_memory
 from slotline.plugins.kv_specs import full
 from slotline.plugins.logits_processors import no_repeat_ngram
@@ -45,6 +46,7 @@ _SHIPPED = {
     "lora": grouped,
     "model_family": decoder,
     "structured_output": llguidance,
+    "device": cpu_plugin,
 }
 
 

@@ -29,22 +29,20 @@ def verdict(descriptor: Descriptor[Any]) -> tuple[list[str], str]:
 
 @cache
 def machine() -> tuple[tuple[str, DeviceInfo], ...]:
-    """Return the devices that torch sees: names and facts."""
-    import torch
+    """Return the devices that the installed device plugins find: names and facts, the CPU first."""
+    from slotline.registry.devices import Devices
+    from slotline.registry.discovery import PluginRegistry
 
-    from slotline.planner.device import describe_device
-
-    cards = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    return tuple((name, describe_device(name)) for name in ("cpu", *(f"cuda:{index}" for index in cards)))
+    devices = Devices(PluginRegistry.discover(tolerant=True))
+    return tuple((name, devices.info(devices.named(name))) for name in reversed(devices.there()))
 
 
 def _unfit(capabilities: Any, device: DeviceInfo) -> str:
     """Return why what is declared keeps a plugin from a device, or ""."""
     devices = getattr(capabilities, "devices", None)
-    values = None if devices is None else devices.values
-    if values is not None and device.type not in values:
+    if devices is not None and devices.refusal(device.need) is not None:
         here = ", ".join(sorted({info.type for _, info in machine()}))
-        return f"needs {' or '.join(sorted(values))}, this machine has {here}"
+        return f"needs {' or '.join(sorted(devices.values))}, this machine has {here}"
     lowest = getattr(capabilities, "min_compute_capability", None)
     if lowest is not None and device.compute_capability is not None and device.compute_capability < lowest:
         shown = ".".join(map(str, device.compute_capability))

@@ -8,6 +8,7 @@ from attrs import evolve
 
 from slotline.planner.offers import Offers
 from slotline.registry.config import LoadedConfig
+from slotline.registry.contracts.device import DeviceCapabilities
 from slotline.registry.descriptor import Descriptor, Kind
 from slotline.registry.errors import NegotiationError
 from slotline.registry.negotiation import Plan, Setting
@@ -15,7 +16,7 @@ from slotline.registry.negotiation import Plan, Setting
 KEY = "scheduler.async"
 
 
-def choose_async(loaded: LoadedConfig, device: str, drafter: Descriptor[Any] | None) -> Setting:
+def choose_async(loaded: LoadedConfig, device: DeviceCapabilities, drafter: Descriptor[Any] | None) -> Setting:
     """What the configuration and the device say; beside a drafter, `overlap_drafts` has the last word.
 
     Raises:
@@ -27,7 +28,7 @@ def choose_async(loaded: LoadedConfig, device: str, drafter: Descriptor[Any] | N
         raise _refused(origin, [refusal])
     resolved, because = asked, origin
     if asked == "auto":
-        resolved = device.startswith("cuda") and refusal is None
+        resolved = bool(device.streams.support) and refusal is None
         because = "auto: the host works while the device does"
         if not resolved:
             because = f"auto: {refusal}" if refusal else "auto: the device's cores are the host's"

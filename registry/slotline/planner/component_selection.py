@@ -340,7 +340,7 @@ def choose_processors(
 
 
 def device_need(info: DeviceInfo) -> Need:
-    return Need(capability="devices", value=info.type, origin=f"device {info.type}")
+    return Need(capability="devices", value=info.need, origin=f"device {info.type}")
 
 
 def texts_of(reasons: Sequence[Reason]) -> list[str]:

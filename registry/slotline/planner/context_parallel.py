@@ -9,7 +9,9 @@ from attrs import evolve, frozen
 from slotline.planner.pipeline_parallel import first_devices, named_devices
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import ModelFacts
+from slotline.registry.contracts.device import Device
 from slotline.registry.descriptor import Descriptor
+from slotline.registry.devices import Devices
 from slotline.registry.errors import ConfigError, NegotiationError
 from slotline.registry.negotiation import Need, Plan, PlanRequest, Setting
 from slotline.registry.negotiation.request import Asked
@@ -45,28 +47,28 @@ class ContextDevices:
         return f"attention over {len(self.devices)} context shards is planned from each step's own lengths"
 
 
-def context_devices(loaded: LoadedConfig, stages: tuple[str, ...]) -> ContextDevices:
-    """The devices of the shards.
+def context_devices(loaded: LoadedConfig, there: Devices, stages: tuple[Device, ...]) -> ContextDevices:
+    """Return the devices of the shards.
 
     Raises:
         ConfigError: if one is not there, the first is not the model's, or the model itself is divided.
     """
     asked, origin = loaded.config.parallel.context_shards, loaded.origins[KEY].where
     if isinstance(asked, int):
-        devices = (stages[0],) if asked == 1 else first_devices(stages[0], asked, key=KEY)
+        devices = (stages[0],) if asked == 1 else first_devices(there, stages[0], asked, key=KEY)
     else:
-        devices = named_devices(asked, key=KEY)
+        devices = named_devices(there, asked, key=KEY)
     if len(devices) > 1 and len(stages) > 1:
         raise ConfigError(
             f"{KEY} = {asked!r} ({origin}) with parallel.pipeline = {loaded.config.parallel.pipeline!r}",
             fix="remove one of the two",
         )
-    if not isinstance(asked, int) and devices[0] not in (stages[0], f"{stages[0]}:0"):
+    if not isinstance(asked, int) and devices[0].name not in (stages[0].name, f"{stages[0].name}:0"):
         raise ConfigError(
-            f"{KEY} = {list(asked)} ({origin}) begins with {devices[0]!r}, and the model is on {stages[0]!r}",
-            fix=f"name {stages[0]!r} first, or set device",
+            f"{KEY} = {list(asked)} ({origin}) begins with {devices[0].name!r}, and the model is on {stages[0].name!r}",
+            fix=f"name {stages[0].name!r} first, or set device",
         )
-    return ContextDevices((stages[0], *devices[1:]), origin)
+    return ContextDevices(tuple(device.torch_device for device in (stages[0], *devices[1:])), origin)
 
 
 def refuse_context(

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 from attrs import evolve, frozen
 
-from slotline.planner.device import describe_device, resolve_device
 from slotline.registry.config import LoadedConfig
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelParts, Stage
+from slotline.registry.contracts.device import Device
 from slotline.registry.descriptor import Descriptor, DeviceInfo
+from slotline.registry.devices import Devices, called
 from slotline.registry.errors import ConfigError, NegotiationError
 
 _KEY = "parallel.pipeline"
@@ -52,40 +52,41 @@ class Stages:
         return [(stage, tuple(parts[stage])) for stage in sorted(parts)]
 
 
-def pipeline_devices(loaded: LoadedConfig) -> tuple[str, ...]:
-    """The torch device string of each stage, one at least; before anything is known of the model.
+def pipeline_devices(loaded: LoadedConfig, devices: Devices) -> tuple[Device, ...]:
+    """Return the device of each stage, one at least; before anything is known of the model.
 
     Raises:
         ConfigError: if one is not there, or they are not of one kind.
     """
     config, asked = loaded.config, loaded.config.parallel.pipeline
-    own = resolve_device(config.device)
+    own = devices.named(config.device)
     if isinstance(asked, int):
-        return (own,) if asked == 1 else first_devices(own, asked, key=_KEY)
-    devices = named_devices(asked, key=_KEY)
-    kinds = {name.partition(":")[0] for name in devices}
+        return (own,) if asked == 1 else first_devices(devices, own, asked, key=_KEY)
+    named = named_devices(devices, asked, key=_KEY)
+    kinds = {device.name.partition(":")[0] for device in named}
     if loaded.origins["device"].kind != "default":
-        kinds.add(own.partition(":")[0])
+        kinds.add(own.name.partition(":")[0])
     if len(kinds) > 1:
         raise ConfigError(
             f"{_KEY} = {list(asked)} with device = {config.device!r}: devices of different types, "
             f"{' and '.join(sorted(kinds))}",
             fix="name devices of one type; their backends, caches and dtypes are chosen once for all",
         )
-    return devices
+    return named
 
 
-def describe_devices(devices: Sequence[str]) -> DeviceInfo:
+def describe_devices(devices: Devices, named: Sequence[Device]) -> DeviceInfo:
     """The facts that hold on every stage's device, for the plan.
 
     Raises:
         ConfigError: if kernels that run on one need not run on another.
     """
-    infos = [describe_device(device) for device in devices]
+    infos = [devices.info(device) for device in named]
     if len({info.compute_capability for info in infos}) > 1:
-        named = ", ".join(f"{device}: {info.name}" for device, info in zip(devices, infos, strict=True))
+        names = [device.name for device in named]
+        told = ", ".join(f"{device}: {info.name}" for device, info in zip(names, infos, strict=True))
         raise ConfigError(
-            f"{_KEY} = {list(devices)}: devices of different types ({named})",
+            f"{_KEY} = {names}: devices of different types ({told})",
             fix="name devices of the same compute capability",
         )
     return evolve(infos[0], total_memory=min(info.total_memory for info in infos))
@@ -156,37 +157,34 @@ def _undivided(loaded: LoadedConfig, device: str, facts: ModelFacts) -> Stages:
     return Stages((whole,), (0,) * len(facts.layers))
 
 
-def named_devices(names: Sequence[str], *, key: str) -> tuple[str, ...]:
-    """The torch device strings that a key names, each CUDA device with its number.
+def named_devices(devices: Devices, names: Sequence[str], *, key: str) -> tuple[Device, ...]:
+    """Return the devices that a key names, each with its number if there can be several.
 
     Raises:
         ConfigError: if one is not there.
     """
-    return tuple(_numbered(resolve_device(name, key=key)) for name in names)
+    return tuple(devices.numbered(devices.named(name, key=key)) for name in names)
 
 
-def first_devices(own: str, count: int, *, key: str) -> tuple[str, ...]:
-    """The first `count` devices of a type; a CPU is one device, which then holds everything.
+def first_devices(devices: Devices, own: Device, count: int, *, key: str) -> tuple[Device, ...]:
+    """Return the first `count` devices of a type; one in host memory is one device, which then holds everything.
 
     Raises:
         ConfigError: if there are fewer, or `own` is one of several.
     """
-    kind, _, index = own.partition(":")
-    if kind == "cpu":
+    kind, _, index = own.name.partition(":")
+    if devices.descriptor(own).capabilities.host_memory.support:
         return (own,) * count
-    if index:
+    if index and devices.is_explicit(own):
         raise ConfigError(
-            f"{key} = {count} with device = {own!r}, which names one device",
+            f"{key} = {count} with device = {own.name!r}, which names one device",
             fix=f'set device = "{kind}", or list the devices in {key}',
         )
-    if count > (there := torch.cuda.device_count()):
-        raise ConfigError(f"{key} = {count}, and there are {there} CUDA devices", fix=f"set {key} = {there} or less")
-    return tuple(f"{kind}:{number}" for number in range(count))
-
-
-def _numbered(device: str) -> str:
-    """The device with its number, so that one device has one name."""
-    return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+    if count > (there := devices.count(kind)):
+        raise ConfigError(
+            f"{key} = {count}, and there are {there} {called(kind)} devices", fix=f"set {key} = {there} or less"
+        )
+    return tuple(devices.named(f"{kind}:{number}", key=key) for number in range(count))
 
 
 def _layers_asked(loaded: LoadedConfig, num_stages: int, num_layers: int) -> tuple[int, ...]:

@@ -46,7 +46,9 @@ from slotline.registry.config import LoadedConfig
 from slotline.registry.config.plugin_tables import options_path
 from slotline.registry.config.tree import find
 from slotline.registry.contracts import AttentionLayer, ModelFacts, ModelFamily
+from slotline.registry.contracts.device import Device, DeviceCapabilities
 from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
+from slotline.registry.devices import Devices
 from slotline.registry.discovery import PluginRegistry
 from slotline.registry.errors import ModelError, NegotiationError
 from slotline.registry.negotiation import (
@@ -82,6 +84,8 @@ class Planned:
         drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
+        hardware: the devices, by torch device string.
+        device_capabilities: the offer of their plugin, which is one for all.
         stages: where each part of the model lies.
         shards: where the keys of a request lie.
         max_model_len: tokens.
@@ -106,6 +110,8 @@ class Planned:
     structured_output: StructuredOutputChoice
     lora: Descriptor[Any] | None
     connector: Descriptor[Any] | None
+    hardware: Mapping[str, Device]
+    device_capabilities: DeviceCapabilities
     stages: Stages
     shards: ContextDevices
     max_model_len: int
@@ -169,9 +175,13 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     """Return the plan with these plugins."""
     config = loaded.config
     _load_named(loaded, registry)
-    devices = pipeline_devices(loaded)
-    shards = context_devices(loaded, devices)
-    info = describe_devices(tuple(dict.fromkeys((*devices, *shards.devices))))
+    there = Devices(registry, loaded)
+    named = pipeline_devices(loaded, there)
+    shards = context_devices(loaded, there, named)
+    hardware = {device.torch_device: device for device in (*there.made(), *named)}
+    own = [hardware[device] for device in dict.fromkeys((*(d.torch_device for d in named), *shards.devices))]
+    info = describe_devices(there, own)
+    devices = tuple(device.torch_device for device in named)
     path = loaded.path("model") or SMALL_MODEL
     family_descriptor, family = family_for(registry, path)
     facts = family.inspect(path)
@@ -203,7 +213,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     sampled = task == "generate"
     processors = choose_processors(loaded, registry, info, drafting=drafter is not None) if sampled else ()
     grammars = choose_structured_output(loaded, registry, info, task)
-    asynchronous = choose_async(loaded, devices[0], drafter)
+    asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
     connector = choose_connector(loaded, registry, info)
     microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))
@@ -282,6 +292,8 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         structured_output=grammars,
         lora=lora,
         connector=connector,
+        hardware=hardware,
+        device_capabilities=there.descriptor(named[0]).capabilities,
         stages=stages,
         shards=shards,
         max_model_len=max_model_len,
@@ -368,7 +380,7 @@ def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
 
 def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
     """Dtypes to try where none is named: the checkpoint's first, unless this processor has no arithmetic for it."""
-    if info.type == "cpu" and (
+    if "cpu" in (info.type, *info.compatible_with) and (
         facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
     ):
         return ("float32",)

@@ -91,9 +91,17 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             optional={"capture_refusal": _never},  # a family without it is never captured
         ),
         Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
+        Kind.DEVICE: BuiltContract(
+            protocol=contracts.Device,
+            optional={"graph_capture": _declared("graphs")},
+            attributes={"name": _always, "torch_device": _always, "ops": _always},
+        ),
     }
 )
 """By kind; the objects that factories make."""
+
+DEVICE_OPS = BuiltContract(protocol=contracts.DeviceOps)
+"""The table of operations of a device."""
 
 STATE_SPEC = BuiltContract(
     protocol=contracts.StateSpec,
@@ -190,11 +198,13 @@ def _uncallable(found: Callable[..., Any], name: str, wanted: Callable[..., Any]
     """Yield at most one sentence, the reason why a method cannot be called like the protocol's method."""
     parameters = list(inspect.signature(wanted).parameters.values())[1:]
     places = [item for item in parameters if item.kind is not item.KEYWORD_ONLY]
-    calls: list[tuple[list[Any], dict[str, Any]]] = [([object() for _ in places], {})]
+    by_keyword = [item for item in parameters if item.kind is item.KEYWORD_ONLY]
+    named = {item.name: object() for item in by_keyword if item.default is item.empty}
+    calls: list[tuple[list[Any], dict[str, Any]]] = [([object() for _ in places], named)]
     if strict:
-        needed = [object() for item in parameters if item.default is item.empty]
+        needed = [object() for item in places if item.default is item.empty]
         by_name = {item.name: object() for item in parameters if item.default is not item.empty}
-        calls = [(needed, {}), (needed, by_name), *calls]
+        calls = [(needed, named), (needed, {**named, **by_name}), *calls]
     for positional, keywords in calls:
         if refusal := refused_call(found, name, positional, keywords):
             yield refusal

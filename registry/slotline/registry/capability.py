@@ -102,6 +102,16 @@ class Flag:
         return self.support.value + (f" ({self.note})" if self.note else "")
 
 
+@frozen
+class AnyOf:
+    """A need that a set covers if it holds one of several values."""
+
+    values: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(map(str, self.values))
+
+
 @frozen(field_transformer=declared)
 class Set(Generic[T]):
     """Set of values, or of pairs if only certain combinations work. `None` accepts anything."""
@@ -111,6 +121,8 @@ class Set(Generic[T]):
     def refusal(self, need: T) -> str | None:
         """Return None if `need` is in the set, else a sentence."""
         if self.values is None or need in self.values:
+            return None
+        if isinstance(need, AnyOf) and not self.values.isdisjoint(need.values):
             return None
         return f"needs {_show(need)}, offers {self.describe()}"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
-from attrs import field, frozen
+from attrs import Factory, field, frozen
 
+from slotline.registry.capability import AnyOf, Flag
 from slotline.registry.declared import declared
 from slotline.registry.errors import ContractError
 
@@ -25,6 +26,7 @@ class Kind(StrEnum):
     LORA = "lora"
     MODEL_FAMILY = "model_family"
     STRUCTURED_OUTPUT = "structured_output"
+    DEVICE = "device"
 
     @property
     def entry_point_group(self) -> str:
@@ -117,12 +119,14 @@ class DeviceInfo:
     """Device that a plan is made for.
 
     Attributes:
-        type: `cpu` or `cuda`.
+        type: name of the device plugin, as `cpu` or `cuda`.
         name: the marketing name.
         compute_capability: (major, minor) on CUDA, else None.
         features: instruction sets and similar features, e.g. `avx512_bf16`.
         total_memory: bytes.
         cores: processor cores (CPU) or multiprocessors (CUDA).
+        graphs: captured launches can be replayed; the default is that of contract 1, CUDA only.
+        compatible_with: names of other devices whose plugins run here as well.
     """
 
     type: str
@@ -131,3 +135,10 @@ class DeviceInfo:
     features: frozenset[str] = frozenset()
     total_memory: int = 0
     cores: int = 1
+    graphs: Flag = Factory(lambda self: Flag(self.type == "cuda"), takes_self=True)
+    compatible_with: tuple[str, ...] = ()
+
+    @property
+    def need(self) -> str | AnyOf:
+        """Value that a plugin's `devices` must cover."""
+        return AnyOf((self.type, *self.compatible_with)) if self.compatible_with else self.type

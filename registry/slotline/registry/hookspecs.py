@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from slotline.registry.config.schema import Config
     from slotline.registry.contracts import (
         AttentionCapabilities,
+        DeviceCapabilities,
         DrafterCapabilities,
         KVConnectorCapabilities,
         KVSpecCapabilities,
@@ -157,6 +158,15 @@ def slotline_structured_output() -> Iterable[Descriptor[StructuredOutputCapabili
 
     The factory gets a `StructuredOutputContext` and returns a `StructuredOutput`, once for each engine that samples
     tokens. Contract 1, `slotline.registry.contracts.structured_output`.
+    """
+
+
+@hookspec
+def slotline_device() -> Iterable[Descriptor[DeviceCapabilities]]:
+    """Offer devices: where tensors live, their memory, transfers, graphs and the operations of a step.
+
+    The factory has a method `count()`, the devices that the machine has. It gets a `DeviceContext` and returns a
+    `Device`, once for each device of a plan. Contract 1, `slotline.registry.contracts.device`.
     """
 
 

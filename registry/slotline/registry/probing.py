@@ -24,7 +24,7 @@ def probe(descriptor: Descriptor[Any], device: DeviceInfo) -> Any:
     try:
         what = f"the probe of {label_of(descriptor)}"
         function = import_dotted(descriptor.probe, what) if isinstance(descriptor.probe, str) else descriptor.probe
-        offer = function(device)
+        offer = function(_as_declared(descriptor.capabilities, device))
     except PluginError as error:
         return f"probe failed: {error.message}"
     except (Exception, SystemExit) as error:
@@ -35,6 +35,15 @@ def probe(descriptor: Descriptor[Any], device: DeviceInfo) -> Any:
         return f"probe returned {type(offer).__name__}, not {type(descriptor.capabilities).__name__}"
     wider = list(widened(offer, descriptor.capabilities))
     return f"probe claims more than the descriptor: {'; '.join(wider)}" if wider else offer
+
+
+def _as_declared(capabilities: Any, device: DeviceInfo) -> DeviceInfo:
+    """Return the machine as one of a kind that the plugin declares, if the machine's own kind is not among these."""
+    kinds = getattr(getattr(capabilities, "devices", None), "values", None)
+    if kinds is None or device.type in kinds:
+        return device
+    compatible = next((kind for kind in device.compatible_with if kind in kinds), device.type)
+    return attrs.evolve(device, type=compatible)
 
 
 def widened(offer: Any, declared: Any) -> Iterator[str]:

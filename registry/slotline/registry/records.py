@@ -91,7 +91,28 @@ def installed_records() -> list[PluginRecord]:
                 kind=kind, name=point.name, value=point.value, distribution=name, version=version, path=path
             )
             rows.setdefault((record.label, canonical(record.distribution)), record)
+    _add_own_devices(rows)
     return sorted(rows.values(), key=lambda row: (row.label, row.distribution))
+
+
+_OWN_DEVICES = {"cpu": "slotline.core.device.cpu_plugin:descriptor", "cuda": "slotline.backends.cuda:descriptor"}
+
+
+def _add_own_devices(rows: dict[tuple[str, str], PluginRecord]) -> None:
+    """Add our devices where an editable install is older than its source, and lacks their entry points."""
+    own = [row for row in rows.values() if canonical(row.distribution) == PROJECT]
+    if not own or any(row.kind is Kind.DEVICE for row in own):
+        return
+    for name, value in _OWN_DEVICES.items():
+        record = PluginRecord(
+            kind=Kind.DEVICE,
+            name=name,
+            value=value,
+            distribution=own[0].distribution,
+            version=own[0].version,
+            path=own[0].path,
+        )
+        rows[record.label, canonical(record.distribution)] = record
 
 
 def canonical(distribution: str) -> str:

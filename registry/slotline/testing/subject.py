@@ -135,13 +135,12 @@ def subject_of(
 
 def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
     """Return the requested device. A device that the plugin does not declare is refused like by a probe."""
-    from slotline.planner.device import describe_device, resolve_device
     from slotline.registry.errors import PluginError
 
     if asked is None:
         return default_device(devices)
-    info = describe_device(resolve_device(asked)) if isinstance(asked, str) else asked
-    refusal = None if devices is None else devices.refusal(info.type)
+    info = describe_device(asked) if isinstance(asked, str) else asked
+    refusal = None if devices is None else devices.refusal(info.need)
     if refusal is not None:
         raise PluginError(f"the plugin does not declare the device: {refusal}", fix="ask for another device")
     return info
@@ -149,11 +148,18 @@ def _device(asked: DeviceInfo | str | None, devices: Any) -> DeviceInfo:
 
 def default_device(devices: Any = None) -> DeviceInfo:
     """Return the engine's default device: a GPU if there is one and `devices` (a capability) allows it, or the CPU."""
-    from slotline.planner.device import describe_device, resolve_device
+    found = describe_device("auto")
+    takes = devices is None or devices.refusal(found.need) is None
+    return found if takes else describe_device("cpu")
 
-    found = resolve_device("auto")
-    takes = devices is None or devices.refusal(found.partition(":")[0]) is None
-    return describe_device(found if takes else "cpu")
+
+def describe_device(asked: str) -> DeviceInfo:
+    """Return the facts of a device that this machine has, by the name that a configuration gives it."""
+    from slotline.registry.devices import Devices
+    from slotline.registry.discovery import PluginRegistry
+
+    devices = Devices(PluginRegistry.discover(tolerant=True))
+    return devices.info(devices.named(asked))
 
 
 def _options(descriptor: Descriptor[Any], given: Mapping[str, Any]) -> Any:

@@ -23,6 +23,7 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.LORA: "lora",
         Kind.MODEL_FAMILY: "model_family",
         Kind.STRUCTURED_OUTPUT: "structured_output",
+        Kind.DEVICE: "devices",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""

@@ -365,7 +365,10 @@ class Config:
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
         default="auto", metadata=_doc("dtype of weights and activations")
     )
-    device: str = field(default="auto", metadata=_doc("'auto', 'cpu', 'cuda' or 'cuda:N'; see `parallel` for several"))
+    device: str = field(
+        default="auto",
+        metadata=_doc("'auto', or a device plugin's name: 'cpu', 'cuda' or 'cuda:N'; see `parallel` for several"),
+    )
     optimize: bool = field(
         default=True, metadata=_doc("run the optimising passes over the model; false keeps transformers' modules")
     )
@@ -409,3 +412,4 @@ class Config:
     model_family: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each model family's own options")
     )
+    devices: Mapping[str, Any] = field(factory=dict, metadata=_doc("one table for each device plugin's own options"))

@@ -290,8 +290,8 @@ def _graphs(search: Search, solution: Solution) -> GraphPlan:
     request = search.problem.request
     phases = resolved_phases(search, solution)
     reason = ""
-    if request.device.type not in graphs.GRAPH_DEVICES:
-        reason = f"{request.device.type} has no graphs"
+    if not request.device.graphs.support:
+        reason = graphs.without_graphs(request.device)
     elif request.uncaptured:
         reason = request.uncaptured
     elif request.graphs.value == AUTO:

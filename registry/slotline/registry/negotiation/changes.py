@@ -138,9 +138,9 @@ def _why_passed_over(search: Search, solution: Solution, index: int, name: str) 
 def _graphs(search: Search, solution: Solution) -> Iterator[Note]:
     request = search.problem.request
     asked, device = request.graphs, request.device
-    if device.type not in graphs.GRAPH_DEVICES:
+    if not device.graphs.support:
         if asked.value not in (AUTO, "none"):
-            text = f"{asked.value} ({asked.origin}): {device.type} has no graphs"
+            text = f"{asked.value} ({asked.origin}): {graphs.without_graphs(device)}"
             reason = (f"device {device.name or device.type}",)
             yield Note(code="N311", key="graphs.mode", text=text, asked=asked.value, resolved="none", because=reason)
         return

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from slotline.registry.capability import GraphSupport
+from slotline.registry.descriptor import DeviceInfo
 from slotline.registry.negotiation.groups import CAPTURED, EAGER, NONE
 from slotline.registry.negotiation.request import AUTO, PlanRequest
 
@@ -30,18 +31,21 @@ _REQUIRED: Mapping[str, GraphSupport] = MappingProxyType(
     {"decode": GraphSupport.SINGLE_TOKEN, "verify": GraphSupport.UNIFORM, "mixed": GraphSupport.ALWAYS}
 )
 
-GRAPH_DEVICES = frozenset({"cuda"})
-"""Device types that have graphs."""
-
 
 def effective_mode(request: PlanRequest) -> str:
     """Return the mode to aim at.
 
     `auto` is the best mode, but some devices have no graphs and some models allow none.
     """
-    if request.uncaptured or request.device.type not in GRAPH_DEVICES:
+    if request.uncaptured or not request.device.graphs.support:
         return "none"
     return request.auto_graphs if request.graphs.value == AUTO else request.graphs.value
+
+
+def without_graphs(device: DeviceInfo) -> str:
+    """Return the reason why a device has no graphs, as its plugin declares it."""
+    note = device.graphs.note
+    return f"{device.type} has no graphs" + (f" ({note})" if note else "")
 
 
 def phases_of(query_len: int) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ def group_needs(problem: Problem, group: GroupRequest, pair: Pair) -> tuple[Grou
 def _device_needs(problem: Problem) -> Iterator[GroupNeed]:
     device = problem.request.device
     origin = f"device {device.name or device.type}"
-    yield GroupNeed(key="device", capability="devices", value=device.type, origin=origin, inherent=True)
+    yield GroupNeed(key="device", capability="devices", value=device.need, origin=origin, inherent=True)
     if device.compute_capability is not None:
         yield GroupNeed(
             key="device",

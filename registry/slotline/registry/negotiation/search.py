@@ -13,7 +13,7 @@ from math import lcm
 
 from attrs import define, evolve, field, frozen
 
-from slotline.registry.negotiation.graphs import FULL, GRAPH_DEVICES
+from slotline.registry.negotiation.graphs import FULL
 from slotline.registry.negotiation.groups import CAPTURED
 from slotline.registry.negotiation.measured import clamped
 from slotline.registry.negotiation.needs import Pair, Problem, dtype_pairs
@@ -307,7 +307,7 @@ def must_capture(problem: Problem) -> bool:
     """Return True if graphs of all batches were requested explicitly, on a device that has graphs."""
     request = problem.request
     asked = request.graphs.value == FULL and request.graphs.explicit and problem.insists("graphs.mode")
-    return asked and request.device.type in GRAPH_DEVICES and bool(request.groups)
+    return asked and bool(request.device.graphs.support) and bool(request.groups)
 
 
 def chosen(solution: Solution) -> list[tuple[int, Offer]]:

@@ -247,7 +247,7 @@ def _needs(request: PlanRequest, group: StateGroupRequest, pair: Pair) -> tuple[
     device, longest, sharing = request.device, request.max_query_len, request.prefix_caching
     model = f"model: {group.name} layers"
     return (
-        Need(capability="devices", value=device.type, origin=f"device {device.name or device.type}"),
+        Need(capability="devices", value=device.need, origin=f"device {device.name or device.type}"),
         Need(capability="state_kinds", value=group.state_kind, origin=model),
         Need(capability="dtypes", value=pair, origin=request.dtype.origin),
         Need(capability="query_len", value=longest.value, origin=longest.origin),

@@ -1,0 +1,15 @@
+"""Operations of a step on NVIDIA GPUs: one kernel where torch would launch many."""
+
+from __future__ import annotations
+
+from slotline.core.device import TorchOps
+from slotline.core.triton_support import has_triton
+
+
+def ops_for(device: str) -> TorchOps:
+    """Return the operations in Triton, or torch's where Triton cannot run; a warning says why then."""
+    if not has_triton():
+        return TorchOps()
+    from slotline.backends.cuda.triton_ops import TritonOps
+
+    return TritonOps(device)

@@ -1,0 +1,75 @@
+"""The CPU as a device, and its descriptor."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import psutil
+import torch
+
+from slotline.core.device.copy_buffer import HostBuffer
+from slotline.core.device.cpu_ops import CpuOps
+from slotline.core.device.torch_device import TorchDevice
+from slotline.registry.contracts.device import DeviceContext, TransferBuffer
+from slotline.registry.descriptor import DeviceInfo
+
+
+class CpuDevice(TorchDevice):
+    """The host's processor and memory."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu", "cpu", CpuOps())
+
+    def info(self) -> DeviceInfo:
+        """Return the processor's facts."""
+        return DeviceInfo(
+            type="cpu",
+            name=torch.backends.cpu.get_cpu_capability(),
+            features=_features(),
+            total_memory=psutil.virtual_memory().total,
+            cores=torch.get_num_threads(),
+        )
+
+    def zeros(self, num_bytes: int) -> torch.Tensor:
+        """Return pages that the system zeroes when they are first used, so that a large pool costs nothing until then.
+
+        They are huge pages where the system has them, which halves the time of the first use.
+        """
+        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)[:num_bytes]
+
+    def synchronize(self) -> None:
+        """Return at once: a call has ended when it returns."""
+
+    def transfer_buffer(self) -> TransferBuffer:
+        """Return a buffer of views."""
+        return HostBuffer()
+
+
+class CpuFactory:
+    """Factory of the one CPU."""
+
+    def count(self) -> int:
+        """Return 1."""
+        return 1
+
+    def __call__(self, context: DeviceContext) -> CpuDevice:
+        """Return the CPU."""
+        return CpuDevice()
+
+
+factory = CpuFactory()
+
+
+def _features() -> frozenset[str]:
+    """Return instruction sets that change which dtype pays, as far as torch tells them."""
+    probes = {
+        "avx512_bf16": "_is_avx512_bf16_supported",
+        "amx_tile": "_is_amx_tile_supported",
+        "avx512": "_is_avx512_supported",
+    }
+    return frozenset(name for name, probe in probes.items() if getattr(torch.cpu, probe, lambda: False)())

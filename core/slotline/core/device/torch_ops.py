@@ -1,0 +1,190 @@
+"""Operations of a step in torch, for any device. They define what every other implementation gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from slotline.core.sampling.torch_sampling import draw_torch
+from slotline.registry.contracts.device import (
+    DecodeBatch,
+    DraftPlaces,
+    Drawn,
+    SampledRows,
+    TokenSampler,
+    TransferBuffer,
+    Verified,
+)
+
+_NULL_BLOCK = 0
+
+
+class TorchOps:
+    """Operations in torch. Implements `DeviceOps`, which describes each."""
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first of the largest entries of each row."""
+        return logits.argmax(-1)
+
+    def argmax_checked(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the same, and which rows hold NaN: the largest entry is NaN then."""
+        tokens = self.argmax(logits)
+        return tokens, logits.gather(1, tokens[:, None]).squeeze(1).isnan()
+
+    def sample(
+        self, logits: torch.Tensor, rows: SampledRows, params: torch.Tensor, *, keep_final: bool = False
+    ) -> Drawn:
+        """Draw by a cumulative sum over the vocabulary."""
+        return Drawn(*draw_torch(logits, rows, params, keep_final=keep_final))  # type: ignore[arg-type]
+
+    def apply_bitmask(
+        self, logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, *, in_place: bool = False
+    ) -> torch.Tensor:
+        """Unpack the bits."""
+        result = logits if in_place and logits.is_contiguous() else logits.clone()
+        result[rows] = logits[rows].masked_fill_(unpacked(words, logits.shape[1]), -torch.inf)
+        return result
+
+    def mark_unusable(
+        self,
+        logits: torch.Tensor,
+        raw: torch.Tensor,
+        touched: torch.Tensor | None,
+        tokens: torch.Tensor,
+        *,
+        not_finite: int,
+        none_left: int,
+        all_greedy: bool,
+    ) -> torch.Tensor:
+        """Look at the largest logit of each row."""
+        if all_greedy:
+            best, place = logits.gather(1, tokens[:, None]).squeeze(1), tokens
+        else:
+            best, place = logits.max(dim=-1)  # of NaN, if there is one
+        made_here = ~best.isfinite() & raw.gather(1, place[:, None]).squeeze(1).isfinite()
+        marked = tokens.masked_fill(made_here, not_finite).masked_fill(best == -torch.inf, none_left)
+        return marked if touched is None else torch.where(touched, marked, tokens)
+
+    def token_sampler(
+        self, table: torch.Tensor, buffer: TransferBuffer, max_rows: int, vocab_size: int
+    ) -> TokenSampler | None:
+        """Return None: the general way is as fast."""
+        return None
+
+    def put_rows(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy by index."""
+        table.index_copy_(0, rows, values)
+
+    def gather_rows(self, table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Select by index."""
+        torch.index_select(table, 0, rows, out=out[: len(rows)])
+
+    def advance_decode_batch(self, batch: DecodeBatch) -> Callable[[int, int], None] | None:
+        """Return None: steps are prepared on the host."""
+        return None
+
+    def subtract_rejected(
+        self,
+        rejected: torch.Tensor,
+        rows: torch.Tensor,
+        owners: torch.Tensor,
+        positions: torch.Tensor,
+        seq_lens: torch.Tensor,
+        accepted: torch.Tensor | None,
+        groups: Sequence[tuple[torch.Tensor, torch.Tensor, int]],
+    ) -> None:
+        """Subtract, then look the slots up in the block tables."""
+        fallen = rejected[rows]
+        seq_lens.sub_(fallen[:-1])
+        positions.sub_(fallen[owners])
+        if accepted is not None:
+            accepted.sub_(fallen[:-1])
+        request = owners.clamp(max=len(rows) - 2)
+        for table, slots, size in groups:
+            blocks = table[request, positions // size].to(torch.int64)
+            slots.copy_(torch.where(slots < 0, slots, blocks * size + positions % size))
+
+    def verify_drafts(
+        self,
+        sampled: torch.Tensor,
+        drafts: torch.Tensor | None,
+        expected: torch.Tensor,
+        rows: torch.Tensor,
+        places: torch.Tensor,
+        input_ids: torch.Tensor,
+        logits_indices: torch.Tensor,
+        table: torch.Tensor,
+        rejected: torch.Tensor,
+        max_drafts: int,
+    ) -> Verified:
+        """Count the places in front of a row's first difference."""
+        first, verified, known, stand_ins, *_ = expected.unbind()
+        accepted, last = torch.zeros_like(first), first
+        if drafts is not None:
+            differs = (sampled != drafts).long()
+            before = differs.cumsum(0) - differs
+            same = before == before[first][places]
+            accepted = accepted.index_add(0, places, same.long()) - 1
+            last = first + accepted
+        previous = table[input_ids[logits_indices[last]]]  # before the placeholders mean other tokens
+        newest, fallen = sampled[last].clamp(min=0), verified - accepted
+        table.scatter_(0, stand_ins, newest)
+        rejected[rows] = fallen
+        return Verified(last, newest, known + accepted, fallen, previous)
+
+    def fill_drafts(
+        self,
+        found: torch.Tensor,
+        newest: torch.Tensor,
+        stand_ins: torch.Tensor,
+        table: torch.Tensor,
+        max_drafts: int,
+        vocab_size: int,
+    ) -> torch.Tensor:
+        """Replace what is no token."""
+        filled = newest[:, None].expand(-1, max_drafts).clone()
+        valid = (found >= 0) & (found < vocab_size)
+        columns = found.shape[1]
+        filled[:, :columns] = torch.where(valid, found, filled[:, :columns])
+        table[stand_ins[:, None] + torch.arange(1, 1 + max_drafts, device=stand_ins.device)] = filled
+        return torch.cat([found, filled], 1)
+
+    def draft_places(
+        self,
+        found: DraftPlaces,
+        slots: torch.Tensor,
+        lead_slots: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        """Look the slots up in the block tables."""
+        steps = torch.arange(len(slots), device=positions.device)[:, None]
+        live, places = positions >= 0, positions + steps  # [num_tokens, n]
+        where = places.clamp(min=0, max=max_model_len - 1)
+        found.seq_lens.copy_((where + 1) * live)
+        found.positions.copy_(where)
+        slots.copy_(_slots(table, block_size, places, where, live))
+        if lead_slots.numel():
+            leading = torch.stack([positions - 1, positions])  # [2, n]
+            led = leading.clamp(min=0, max=max_model_len - 1)
+            lead_slots.copy_(_slots(table, block_size, leading, led, live).T.flatten())
+            found.lead_positions.copy_(led.T.flatten())
+
+
+def unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Return what bitmasks [num_rows, ceil(vocab_size / 32)] int32 ban, [num_rows, vocab_size] bool."""
+    eights = words.view(torch.uint8).view(len(words), -1, 1)
+    bit = torch.bitwise_left_shift(1, torch.arange(8, dtype=torch.uint8, device=words.device))
+    return ((eights & bit) == 0).view(len(words), -1)[:, :vocab_size]
+
+
+def _slots(
+    table: torch.Tensor, size: int, places: torch.Tensor, where: torch.Tensor, live: torch.Tensor
+) -> torch.Tensor:
+    """Return slots [m, n] of `places` [m, n], of which `where` are those inside the longest sequence."""
+    blocks = table.gather(1, (where // size).T).T
+    found = blocks.long() * size + where % size
+    return found.masked_fill((blocks == _NULL_BLOCK) | (places != where) | ~live, -1)
