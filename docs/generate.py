@@ -26,6 +26,7 @@ KINDS = (
     "lora",
     "model_family",
     "structured_output",
+    "device",
 )
 _PART = re.compile(r"(<!-- generated: (?P<name>[\w.:]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

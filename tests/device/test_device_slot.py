@@ -1,0 +1,174 @@
+"""The device slot: which device a name means, and what is told of a name that means none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slotline.core.device import TorchDevice, TorchOps
+from slotline.registry import (
+    ConfigError,
+    ContractError,
+    Descriptor,
+    DeviceInfo,
+    Flag,
+    Kind,
+    PluginConflictError,
+    PluginRegistry,
+    Set,
+    load_config,
+    probe,
+)
+from slotline.registry.capability import AnyOf
+from slotline.registry.contracts import AttentionCapabilities, DeviceCapabilities, DeviceContext
+from slotline.registry.devices import Devices
+
+PACKAGE = """
+from slotline.core.device import TorchDevice
+from slotline.registry import Descriptor, Flag, Kind
+from slotline.registry.contracts import DeviceCapabilities
+
+
+class Factory:
+    def count(self):
+        return 2
+
+    def __call__(self, context):
+        return TorchDevice(f"{context.name}:{context.index or 0}", "cpu")
+
+
+factory = Factory()
+offer = DeviceCapabilities(priority=7, compatible_with=("cpu",))
+descriptor = Descriptor(kind=Kind.DEVICE, name="acme", capabilities=offer, factory=factory)
+unsound = Descriptor(
+    kind=Kind.DEVICE, name="unsound", capabilities=offer, factory=lambda context: TorchDevice("x", "cpu")
+)
+
+
+class Lean:
+    def argmax(self, logits):
+        return logits.argmax(-1)
+
+
+lean = Descriptor(
+    kind=Kind.DEVICE, name="lean", capabilities=offer, factory=lambda context: TorchDevice("lean", "cpu", Lean())
+)
+"""
+
+Write = Callable[[str], str]
+
+
+@pytest.fixture
+def inline(tmp_path: Path) -> Callable[[str], PluginRegistry]:
+    """Return a registry with one inline device of `PACKAGE`."""
+    file = tmp_path / "acme_device.py"
+    file.write_text(PACKAGE, encoding="utf-8")
+
+    def found(attribute: str) -> PluginRegistry:
+        return PluginRegistry.discover(load_config(environ={}), inline=[f"{file}:{attribute}"])
+
+    return found
+
+
+def test_a_name_means_the_first_device_and_a_number_its_own(inline: Callable[[str], PluginRegistry]) -> None:
+    devices = Devices(inline("descriptor"))
+    assert [devices.named(name).name for name in ("acme", "acme:0", "acme:1", "cpu")] == [
+        "acme:0",
+        "acme:0",
+        "acme:1",
+        "cpu",
+    ]
+    assert devices.named("acme") is devices.named("acme")
+    assert devices.count("acme") == 2
+
+
+def test_auto_is_the_device_of_the_highest_priority_that_is_there(inline: Callable[[str], PluginRegistry]) -> None:
+    devices = Devices(inline("descriptor"))
+    expected = "cuda" if devices.count("cuda") else "acme:0"
+    assert devices.named("auto").name == expected
+    assert [name for name in devices.there() if not name.startswith("cuda")] == ["acme:0", "acme:1", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("acme:7", "device = 'acme:7' is not there: 2 acme devices\n  fix: use one that `slotline doctor` lists"),
+        ("xpu", "(?s)device = 'xpu' is not known.*fix: use 'auto' or one of 'acme', 'cpu', 'cuda'.*slotline.device"),
+        ("acme:one", "device = 'acme:one' is not known"),
+        ("acne", "did you mean 'acme'"),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused_with_a_remedy(
+    asked: str, message: str, inline: Callable[[str], PluginRegistry]
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Devices(inline("descriptor")).named(asked)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "message"),
+    [
+        ("unsound", "device:unsound of the inline plugin .*its name is 'x', expected 'unsound'"),
+        ("lean", "device:lean of the inline plugin .*Lean has no method 'argmax_checked'"),
+    ],
+)
+def test_an_unsound_device_is_an_error_that_names_plugin_and_remedy(
+    attribute: str, message: str, inline: Callable[[str], PluginRegistry]
+) -> None:
+    with pytest.raises(ContractError, match=f"(?s){message}.*fix: .*name another in device"):
+        Devices(inline(attribute)).named(attribute)
+
+
+def test_two_packages_that_offer_one_device_are_named(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / f"acme{number}.py").write_text(PACKAGE, encoding="utf-8")
+    with pytest.raises(PluginConflictError, match=r"(?s)'device:acme' is offered by .*acme1\.py.* and .*acme2\.py"):
+        PluginRegistry.discover(
+            load_config(environ={}), inline=[f"{tmp_path}/acme{number}.py:descriptor" for number in (1, 2)]
+        )
+
+
+def test_graphs_are_asked_of_the_descriptor(inline: Callable[[str], PluginRegistry]) -> None:
+    devices = Devices(inline("descriptor"))
+    assert not devices.info(devices.named("acme")).graphs.support
+    assert DeviceInfo(type="cuda").graphs.support  # as contract 1 had it
+    assert not DeviceInfo(type="acme").graphs.support
+
+
+def test_plugins_of_compatible_devices_are_candidates_and_probed_as_if_on_one() -> None:
+    info = DeviceInfo(type="acme", compatible_with=("cpu",))
+    assert info.need == AnyOf(("acme", "cpu"))
+    assert Set(("cpu",)).refusal(info.need) is None
+    assert Set(("cuda",)).refusal(info.need) == "needs acme or cpu, offers cuda"
+    seen: list[str] = []
+
+    def asked(device: DeviceInfo) -> AttentionCapabilities:
+        seen.append(device.type)
+        return AttentionCapabilities(devices=Set(("cpu",)), dtypes=Set((("float32", "float32"),)))
+
+    plugin = Descriptor(
+        kind=Kind.ATTENTION,
+        name="one",
+        capabilities=AttentionCapabilities(devices=Set(("cpu",)), dtypes=Set((("float32", "float32"),))),
+        factory="json:loads",
+        probe=asked,
+    )
+    probe(plugin, info)
+    probe(plugin, DeviceInfo(type="acme"))
+    assert seen == ["cpu", "acme"]
+
+
+def test_capabilities_are_checked_like_those_of_other_slots() -> None:
+    with pytest.raises(ContractError, match=r"DeviceCapabilities.graphs is True, expected a Flag"):
+        DeviceCapabilities(graphs=True)  # type: ignore[arg-type]
+    assert DeviceCapabilities(graphs=Flag(True)).graphs.support
+
+
+def test_the_base_class_is_a_device_with_torchs_operations() -> None:
+    device = TorchDevice("acme:0", "cpu")
+    assert isinstance(device.ops, TorchOps)
+    assert device.info().type == "acme"
+    assert 0 < device.memory().free <= device.memory().total
+    assert DeviceContext(contract=1, name="acme").index is None
