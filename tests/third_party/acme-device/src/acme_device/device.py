@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from acme_device.graphs import RecordedOperations, is_recording
 
+from acme_device.graphs import RecordedOperations, is_recording
 from slotline.core.device import TorchDevice, TorchOps
 from slotline.registry.contracts import DeviceContext
 
