@@ -29,9 +29,9 @@ from command_line import positive, require_gpus
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.sampling_metadata import SamplingMetadata
+from slotline.core.device.torch_sampling import sample_torch
 from slotline.core.sampling.logits_processors import ProcessorPipeline, ProcessorSlot
 from slotline.core.sampling.sampler import sample
-from slotline.core.sampling.torch_sampling import sample_torch
 from slotline.registry.contracts import LogitsProcessorContext
 from slotline.testing.subject import subject_of
 

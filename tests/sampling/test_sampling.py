@@ -17,9 +17,9 @@ from sampling_cases import allowed, batch, columns, drawn, masked
 
 from slotline.core import LLM, Logprob, SamplingParams
 from slotline.core.batch.logprobs import LogprobTable, pack_logprobs
+from slotline.core.device.torch_sampling import draw, scale
 from slotline.core.sampling import sampler as sampler_module
 from slotline.core.sampling.sampler import uniforms, warm_up
-from slotline.core.sampling.torch_sampling import draw, scale
 from slotline.registry.errors import CapacityError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -14,10 +14,10 @@ from sampling_cases import allowed, batch, params
 
 from slotline.core.batch.logprobs import pack_logprobs
 from slotline.core.batch.sampling_metadata import PACKED_WIDTH, PackedParameters, SamplingMetadata
+from slotline.core.device.torch_sampling import sample_torch
 from slotline.core.device.transfer_buffer import reserved_bytes, transfer_buffer_for
 from slotline.core.sampling.logits_processors import NONE_LEFT, NOT_FINITE, Processed
 from slotline.core.sampling.sampler import sample, uniforms
-from slotline.core.sampling.torch_sampling import sample_torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 from slotline.core.sampling import triton_argmax as triton_likeliest

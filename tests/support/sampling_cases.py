@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
-from slotline.core.sampling import torch_sampling
+from slotline.core.device import torch_sampling
 from slotline.core.sampling.sampler import sample
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slotline.core.device import TorchOps
-from slotline.core.triton_support import has_triton
+from slotline.kernels.triton_support import has_triton
 
 
 def ops_for(device: str) -> TorchOps:

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from slotline.core.cache.triton_tables import put_rows, take_rows
 from slotline.core.device import TorchOps
-from slotline.core.drafting.triton_drafts import find_stood_triton, keep_drafts_triton
-from slotline.core.drafting.triton_places import fill_places
-from slotline.core.execution.triton_bounds import take_off_triton
-from slotline.core.execution.triton_repeats import BLOCK, go_on
-from slotline.core.launching import plain
-from slotline.core.sampling.batch import PackedParameters
-from slotline.core.sampling.triton_draws import PlainDraws
-from slotline.core.sampling.triton_likeliest import likeliest_triton
-from slotline.core.sampling.triton_rows import ban_by_bitmask, mark_unusable
+from slotline.core.device.packed_parameters import PackedParameters
+from slotline.core.kv_cache.triton_tables import put_rows, take_rows
+from slotline.core.model_runner.triton_bounds import take_off_triton
+from slotline.core.model_runner.triton_repeats import BLOCK, advance_decode_batch
+from slotline.core.sampling.triton_argmax import likeliest_triton
+from slotline.core.sampling.triton_fast_sampler import FastSampler
+from slotline.core.sampling.triton_logits_ops import ban_by_bitmask, mark_unusable
 from slotline.core.sampling.triton_sampling import sample_into
+from slotline.core.speculation.triton_drafts import find_stood_triton, keep_drafts_triton
+from slotline.core.speculation.triton_places import fill_places
+from slotline.kernels.triton_launcher import as_pointer
 from slotline.registry.contracts.device import (
     DecodeBatch,
     DraftPlaces,
@@ -81,7 +81,7 @@ class TritonOps(TorchOps):
         self, table: torch.Tensor, buffer: TransferBuffer, max_rows: int, vocab_size: int
     ) -> TokenSampler | None:
         """Return launches that write tokens to the table and to host memory themselves."""
-        return PlainDraws(_placeholders(table), buffer, max_rows, vocab_size, self._device)
+        return FastSampler(_placeholders(table), buffer, max_rows, vocab_size, self._device)
 
     def put_rows(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Copy in one launch without looking at indices."""
@@ -105,7 +105,7 @@ class TritonOps(TorchOps):
             batch.slots,
         )
         rest = (batch.table.shape[1], batch.block_size, batch.first, batch.drawn, BLOCK)
-        addresses = tuple(map(plain, tensors))
+        addresses = tuple(map(as_pointer, tensors))
         bound: Callable[..., None] | None = None
 
         def advance(at: int, width: int) -> None:
@@ -113,8 +113,8 @@ class TritonOps(TorchOps):
             if bound is not None:
                 bound(*addresses, at, width, *rest)
                 return
-            go_on((count,), *tensors, at, width, *rest, num_warps=1)
-            bound = go_on.remembered((count,), *tensors, at, width, *rest, num_warps=1)
+            advance_decode_batch((count,), *tensors, at, width, *rest, num_warps=1)
+            bound = advance_decode_batch.remembered((count,), *tensors, at, width, *rest, num_warps=1)
 
         return advance
 

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from attrs import define, field, frozen
+from attrs import define, field
 
 from slotline.core.batch.request_table import RequestTable
+from slotline.core.device.packed_parameters import FACTORS, PACKED, PACKED_WIDTH, SHIFTS, STRIDE, PackedParameters
+
+__all__ = ["FACTORS", "PACKED_WIDTH", "SHIFTS", "STRIDE", "PackedParameters", "SamplingMetadata", "uniforms"]
 
 Int = npt.NDArray[np.int64]
-PACKED_WIDTH = 8
-"""int32 words of a row's packed parameters."""
-_PACKED = np.dtype(
-    [
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("log_floor", np.float32),
-        ("top_k", np.int32),
-        ("greedy", np.int32),
-        ("unused", np.int32),  # the number behind it lies at a multiple of its size
-        ("counter", np.uint64),
-    ]
-)
 _LEAST_TEMPERATURE = np.float32(1e-6)
 """Below that a quotient may overflow."""
-STRIDE, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB), (30, 27, 31)
-"""SplitMix64's (Steele, Lea, Flood 2014, fig. 17): what its counter grows by for each number, and how it is mixed."""
 
 
 @define(kw_only=True, eq=False)
@@ -75,7 +62,7 @@ class SamplingMetadata:
         Greedy rows have temperature 1 and a flag. The counter that the row's random number is made of goes along; it
         grows by `STRIDE` for each token.
         """
-        out = np.zeros(len(self.rows), _PACKED)
+        out = np.zeros(len(self.rows), PACKED)
         greedy = self.temperature == 0
         out["temperature"] = np.where(greedy, np.float32(1), np.maximum(self.temperature, _LEAST_TEMPERATURE))
         out["top_p"] = self.top_p
@@ -84,50 +71,6 @@ class SamplingMetadata:
         out["greedy"] = greedy
         out["counter"] = _counters(self.seed, self.positions)
         return out.view(np.int32).reshape(-1, PACKED_WIDTH)
-
-
-@frozen(eq=False)
-class PackedParameters:
-    """Columns of `SamplingMetadata.packed`, as views of its tensor on the device; each [n]."""
-
-    packed: torch.Tensor
-
-    @property
-    def temperature(self) -> torch.Tensor:
-        """float32; 1 for greedy rows."""
-        return self._column("temperature", torch.float32)
-
-    @property
-    def top_p(self) -> torch.Tensor:
-        """float32."""
-        return self._column("top_p", torch.float32)
-
-    @property
-    def log_floor(self) -> torch.Tensor:
-        """float32; minus infinity for all."""
-        return self._column("log_floor", torch.float32)
-
-    @property
-    def top_k(self) -> torch.Tensor:
-        """int32; 0 for all."""
-        return self._column("top_k", torch.int32)
-
-    @property
-    def greedy(self) -> torch.Tensor:
-        """bool."""
-        return self._column("greedy", torch.int32).bool()
-
-    @property
-    def uniform(self) -> torch.Tensor:
-        """float64 in [0, 1); as `uniforms` of seeds and positions, made where the counters lie."""
-        z = self._column("counter", torch.int64)
-        for shift, factor in zip(SHIFTS, (*FACTORS, None), strict=True):
-            z = z ^ _shifted(z, shift)
-            z = z if factor is None else z * (factor - 2**64)  # modulo 2**64, as a signed number
-        return _shifted(z, 11).double() * 2.0**-53
-
-    def _column(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        return self.packed.view(dtype)[:, _PACKED.fields[name][1] // dtype.itemsize]  # type: ignore[index]
 
 
 def uniforms(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.float64]:
@@ -144,8 +87,3 @@ def _counters(seed: npt.NDArray[np.uint64], position: Int) -> npt.NDArray[np.uin
     """SplitMix64's counters; modulo 2**64."""
     counters: npt.NDArray[np.uint64] = seed + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(STRIDE)
     return counters
-
-
-def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Unsigned numbers [n] held as int64, shifted to the right."""
-    return (z >> by) & ((1 << (64 - by)) - 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from slotline.core.sampling.torch_sampling import draw_torch
+from slotline.core.device.torch_sampling import draw_torch
 from slotline.registry.contracts.device import (
     DecodeBatch,
     DraftPlaces,
@@ -36,7 +36,7 @@ class TorchOps:
         self, logits: torch.Tensor, rows: SampledRows, params: torch.Tensor, *, keep_final: bool = False
     ) -> Drawn:
         """Draw by a cumulative sum over the vocabulary."""
-        return Drawn(*draw_torch(logits, rows, params, keep_final=keep_final))  # type: ignore[arg-type]
+        return draw_torch(logits, rows, params, keep_final=keep_final)
 
     def apply_bitmask(
         self, logits: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, *, in_place: bool = False

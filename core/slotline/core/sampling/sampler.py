@@ -17,9 +17,10 @@ import torch
 
 from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata, uniforms
 from slotline.core.device.out_of_memory import is_out_of_memory
+from slotline.core.device.torch_sampling import draw_torch, invert
 from slotline.core.sampling.nan_logits import argmax_checked
-from slotline.core.sampling.torch_sampling import Drawn, draw_torch, invert
 from slotline.kernels.triton_support import has_triton
+from slotline.registry.contracts.device import Drawn
 from slotline.registry.errors import CapacityError
 
 __all__ = ["Drawn", "SamplingMetadata", "invert", "sample", "sample_checked", "uniforms", "warm_up"]

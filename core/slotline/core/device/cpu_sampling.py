@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.batch.sampling_metadata import PackedParameters
+from slotline.core.device.packed_parameters import PackedParameters
 
 
 def draw_among(

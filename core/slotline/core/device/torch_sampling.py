@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
-from slotline.core.batch.sampling_metadata import PackedParameters, SamplingMetadata
-from slotline.core.sampling.cpu_sampling import draw_among
-
-
-class Drawn(NamedTuple):
-    """What was drawn from logits.
-
-    Attributes:
-        tokens: [n] int64.
-        final: the logits that they were drawn from, or None if not wanted.
-        holds_nan: [n] bool, which rows hold NaN; None says that none does.
-    """
-
-    tokens: torch.Tensor
-    final: torch.Tensor | None
-    holds_nan: torch.Tensor | None
+from slotline.core.device.cpu_sampling import draw_among
+from slotline.core.device.packed_parameters import PackedParameters
+from slotline.registry.contracts.device import Drawn, SampledRows
 
 
 def sample_torch(
-    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor, *, keep_final: bool = False
+    logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *, keep_final: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Sample rows of which at least one is not greedy; see `sampler.sample`."""
     drawn = draw_torch(logits, batch, params, keep_final=keep_final)
     return drawn.tokens, drawn.final
 
 
-def draw_torch(
-    logits: torch.Tensor, batch: SamplingMetadata, params: torch.Tensor, *, keep_final: bool = False
-) -> Drawn:
+def draw_torch(logits: torch.Tensor, batch: SampledRows, params: torch.Tensor, *, keep_final: bool = False) -> Drawn:
     """Sample the same, and notice the rows that hold NaN."""
     columns = PackedParameters(params)
     scaled = scale(logits, columns)
@@ -85,13 +68,13 @@ def scale(logits: torch.Tensor, columns: PackedParameters) -> torch.Tensor:
     return logits / columns.temperature[:, None]
 
 
-def mask_unlikely(logits: torch.Tensor, batch: SamplingMetadata, columns: PackedParameters) -> torch.Tensor:
+def mask_unlikely(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor:
     """Set what the floor, top-k and top-p leave out to minus infinity; [n, vocab_size] float32 in and out."""
     least = least_kept(logits, batch, columns)
     return logits if least is None else logits.masked_fill(logits < least, -torch.inf)
 
 
-def least_kept(logits: torch.Tensor, batch: SamplingMetadata, columns: PackedParameters) -> torch.Tensor | None:
+def least_kept(logits: torch.Tensor, batch: SampledRows, columns: PackedParameters) -> torch.Tensor | None:
     """The lowest logit [n, 1] that the floor, top-k and top-p leave in; None if no row asks for any of them.
 
     By value, not by place: equal logits stay or go together, whatever order a sort gives them. Rows with top-k are
