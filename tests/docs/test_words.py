@@ -17,7 +17,7 @@ SHARES = {
     "registry/slotline/conformance": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "proposers": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "plugins": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
-    "backends": (0.134, 0.37),
+    "backends": (QUESTIONS_ALLOWED, SEMICOLONS_ALLOWED),
     "core": (0.14, 0.37),
     "registry/slotline/planner": (0.22, 0.18),
 }

@@ -8,6 +8,6 @@ from slotline.registry.contracts.attention import AttentionContext
 
 
 def slopes_of(context: AttentionContext) -> torch.Tensor | None:
-    """[num_heads] float32, the slopes that all layers of a group have; None for layers without ALiBi."""
+    """Return the slopes that all layers of a group have, [num_heads] float32. None for layers without ALiBi."""
     slopes = context.layers[0].alibi_slopes
     return None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=context.device)

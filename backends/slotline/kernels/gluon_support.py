@@ -1,4 +1,4 @@
-"""Where kernels in Gluon, which are made for Hopper, may run."""
+"""Support check for kernels in Gluon, which are made for Hopper."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ written in, Gluon, still changes with each."""
 
 
 def has_hopper_kernels(compute_capability: tuple[int, int] | None) -> bool:
-    """Whether the kernels in Gluon run on such a device with the Triton that is installed."""
+    """Return True if the kernels in Gluon run on this device with the installed Triton."""
     return compute_capability is not None and compute_capability[0] == HOPPER and version("triton").startswith(GLUON)
 
 
 def device_has_hopper_kernels(device: str) -> bool:
-    """The same of a torch device string; only a GPU is asked what it is."""
+    """Return the same for a torch device string. Only a GPU is queried."""
     import torch  # what is asked of descriptors does without
 
     return device.startswith("cuda") and has_hopper_kernels(torch.cuda.get_device_capability(device))

@@ -1,4 +1,4 @@
-"""Whether what is launched will be replayed, for backends that then choose otherwise."""
+"""State of graph capture, for backends that choose differently for replays."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _alone: ContextVar[bool] = ContextVar("alone", default=False)
 
 
 def is_replayed() -> bool:
-    """Whether launches are captured for replays, whose steps may have no more in common with this one than its sizes.
+    """Return True if launches are captured for replays, whose steps may have only the sizes in common with this one.
 
-    Not so for a step that is captured to see what it launches, and dropped: then it chooses as it does when it runs.
+    False for a dry-run capture, which only records the launches and chooses like an eager step.
     """
     # Asked for each layer; whether there is a GPU would be a question to the driver.
     return is_captured() and not _alone.get()

@@ -29,7 +29,7 @@ def kernel_folder() -> Path:
 
 
 def read_kernel(name: str, folder: Path | None = None) -> bytes | None:
-    """Return what `write_kernel` kept under a name; None if there is no such file, or it is damaged."""
+    """Return the data that `write_kernel` stored under a name, or None if the file is missing or damaged."""
     try:
         content = ((folder or kernel_folder()) / name).read_bytes()
     except OSError:

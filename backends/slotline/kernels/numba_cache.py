@@ -63,11 +63,11 @@ class KernelCache(NullCache):  # type: ignore[misc]
 
     @property
     def cache_path(self) -> str | None:
-        """The folder that numba's statistics show; None for the cache folder's own."""
+        """Folder that numba's statistics show. None for the cache folder's own."""
         return numba.config.CACHE_DIR or None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the kept machine code for a signature; None if there is none that can be loaded."""
+        """Return the stored machine code for a signature, or None if there is none that can be loaded."""
         target_context.refresh()
         name = self._name(sig, target_context.codegen())
         kernel = None if name is None else read_kernel(name, _folder())
@@ -87,7 +87,7 @@ class KernelCache(NullCache):  # type: ignore[misc]
         write_kernel(name, dumps(data._reduce()), _folder())
 
     def _name(self, sig: Any, codegen: Any) -> str | None:
-        """Return the file's name; None for a function whose source cannot be read."""
+        """Return the file's name, or None for a function whose source cannot be read."""
         function = self._function
         source = _digest_of(inspect.getfile(function))
         if source is None:

@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ that ship as source, for kernels of ours and of plugins.
 
-NVRTC compiles them for the device, some tenths of a second each, and the cache folder keeps what it made; the driver
-launches them. Both are reached through cuda-bindings, which torch's builds for CUDA bring.
+NVRTC compiles them for the device in some tenths of a second each, and the cache folder keeps the results. The driver
+launches them. Both are called through cuda-bindings, which torch's builds for CUDA depend on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTALL = "pip install cuda-bindings nvidia-cuda-nvrtc, of the release of CUDA t
 
 @cache
 def has_cuda_sources() -> bool:
-    """Whether such kernels can be compiled and launched; a warning says why not."""
+    """Return True if these kernels can be compiled and launched. Otherwise a warning gives the reason."""
     reason = why_no_cuda_sources()
     if reason is not None:
         logger.warning("kernels that ship as CUDA C++ are left out on this GPU, and others take longer: %s", reason)
@@ -35,7 +35,7 @@ def has_cuda_sources() -> bool:
 
 
 def why_no_cuda_sources() -> str | None:
-    """Why kernels in CUDA C++ cannot be compiled here, and what helps; None where they can."""
+    """Return the reason why kernels in CUDA C++ cannot be compiled here, and a fix. None if they can."""
     try:
         from cuda.bindings import driver, nvrtc  # noqa: F401
 
@@ -112,9 +112,9 @@ class CudaBoxes:
         self._made: dict[tuple[Any, ...], Any] = {}
 
     def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """The tensor's memory seen under a shape and strides, in elements; what lies outside reads as zero.
+        """Return a view of the tensor's memory with a shape and strides, in elements. Elements outside read as zero.
 
-        Its address must be a multiple of 16 bytes, and so must all strides but the last, which is 1.
+        Its address must be a multiple of 16 bytes, like all strides except the last, which is 1.
         """
         key = (base.data_ptr(), base.dtype, shape, strides)
         found = self._made.get(key)
@@ -191,7 +191,7 @@ def _compile(source: str, options: list[bytes]) -> bytes:
 
 
 def _done(answer: tuple[Any, ...], what: str) -> Any:
-    """What a function of cuda-bindings gave beside its status, which must be success."""
+    """Check that a function of cuda-bindings succeeded, and return its result without the status."""
     error, *given = answer
     if error != 0:
         raise PluginLoadError(

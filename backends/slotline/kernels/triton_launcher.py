@@ -1,7 +1,8 @@
 """Launches of Triton kernels with little work on the host, for kernels of ours and of plugins.
 
-Triton looks at each argument of each launch to find the compiled kernel, 30 to 100 us for kernels of many arguments; a
-layer of a prompt has five such launches. Here the compiled kernel is remembered by what was found.
+Triton inspects each argument of each launch to find the compiled kernel, which takes 30 to 100 us for kernels of many
+arguments. A layer of a prompt has five of these launches. Here the compiled kernel is cached by the properties of its
+arguments.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ MOST = 512
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n; `triton.next_power_of_2` takes 10 us on the host."""
+    """Return the smallest power of two of at least n. `triton.next_power_of_2` takes 10 us on the host."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:
-    """n / size, rounded up; see `next_power_of_2`."""
+    """Return n / size, rounded up (see `next_power_of_2`)."""
     return -(-n // size)
 
 
@@ -49,12 +50,13 @@ class Launcher:
         self._numbers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = tuple
 
     def __call__(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-        """Launch it over a grid.
+        """Launch the kernel over a grid.
 
         Args:
-            arguments: of every parameter of the kernel, in order, compile-time constants included; tensors, or
-                descriptors of tensors, always at the same places.
-            options: Triton's, such as `num_warps`.
+            grid: programs in each dimension.
+            arguments: arguments of every parameter of the kernel, in order, compile-time constants included. Tensors,
+                or descriptors of tensors, are always at the same places.
+            options: Triton's options, e.g. `num_warps`.
         """
         key = self._key(grid, arguments, options)
         launch = self._launches.get(key)
@@ -68,14 +70,14 @@ class Launcher:
             self._launches[key] = compiled[(*grid, 1, 1)]
 
     def remembered(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Callable[..., None] | None:
-        """What launches it with these arguments, for a caller whose next ones differ in unspecialised numbers alone.
+        """Return the launch function for these arguments, for callers that only change unspecialised numbers later.
 
-        None where nothing is remembered of a launch with such arguments, as under Triton's interpreter.
+        None if no launch with these arguments is cached, as under Triton's interpreter.
         """
         return self._launches.get(self._key(grid, arguments, options))
 
     def _key(self, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-        """What a launch must share with another one to take the same kernel."""
+        """Return the key that launches of the same compiled kernel share."""
         if self._tensors is None:
             self._look(arguments)
         found = [grid, *options.values()]
@@ -118,7 +120,10 @@ class Launch:
 
 
 def as_pointer(argument: Any) -> Any:
-    """An address in place of a tensor, which Triton's launches take as well, and ask nothing of: 1 us each."""
+    """Return an address instead of a tensor.
+
+    Triton's launches accept it without inspecting it, which saves 1 us each.
+    """
     return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
@@ -135,7 +140,7 @@ class Boxes:
         self._checked: dict[tuple[tuple[int, ...], tuple[int, ...]], Any] = {}
 
     def __call__(self, base: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-        """The tensor's memory seen under a shape and strides; its address must be a multiple of 16 bytes."""
+        """Return a view of the tensor's memory with a shape and strides. Its address must be a multiple of 16 bytes."""
         like = self._checked.get((shape, strides))
         if like is None:
             if len(self._checked) >= MOST:
@@ -147,7 +152,7 @@ class Boxes:
 
 
 def _with_base(descriptor: Any, base: torch.Tensor | None) -> Any:
-    """The same descriptor of other memory."""
+    """Return the same descriptor of other memory."""
     made = object.__new__(type(descriptor))
     vars(made).update(vars(descriptor), base=base)
     return made

@@ -45,12 +45,12 @@ MissingKernels = dict[tuple[int, str], MissingKernel]
 
 
 class Kernel(NamedTuple):
-    """A kernel that Triton was asked for and this process had not loaded.
+    """Kernel that Triton was asked for and this process had not loaded.
 
     Attributes:
-        name: of Triton's function.
-        seconds: what compiling it took; of a kernel in Triton's cache on disk, what finding it did.
-        on_disk: whether it was there.
+        name: name of Triton's function.
+        seconds: time to compile it, or to load it from Triton's cache on disk.
+        on_disk: True if it was in Triton's cache on disk.
     """
 
     name: str
@@ -63,7 +63,7 @@ _logs: dict[int, list[Kernel]] = {}
 
 
 def log_to(log: list[Kernel] | None) -> list[Kernel] | None:
-    """Have this thread's kernels logged in a list from now on, or nowhere; returns where they were before."""
+    """Log this thread's kernels in a list from now on, or nowhere, and return the previous list."""
     me = get_ident()
     before = _logs.get(me)
     if log is not None:
@@ -74,10 +74,10 @@ def log_to(log: list[Kernel] | None) -> list[Kernel] | None:
 
 
 class KernelLog:
-    """Log of the kernels that this thread asks Triton for inside a `with` statement; logs around it get none of them.
+    """Log of the kernels that this thread asks Triton for inside a `with` statement. Outer logs get none of them.
 
     Attributes:
-        kernels: in order.
+        kernels: the kernels in order.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class KernelLog:
 
 @define
 class Compiled:
-    """What this thread's log got since this was made."""
+    """Kernels that this thread's log got since the creation of this object."""
 
     _log: list[Kernel] = field(factory=lambda: _logs.setdefault(get_ident(), []), init=False)
     _first: int = field(init=False)
@@ -109,17 +109,17 @@ class Compiled:
 
     @property
     def count(self) -> int:
-        """How many were compiled anew: not found in this process or in Triton's cache on disk."""
+        """Number of newly compiled kernels: not found in this process or in Triton's cache on disk."""
         return sum(not kernel.on_disk for kernel in self.kernels)
 
 
 def _knobs() -> Any:
-    """Triton's switches; None where nobody has imported Triton, so that nothing can lack a kernel."""
+    """Return Triton's switches, or None if Triton has not been imported, so that no kernel can be missing."""
     return getattr(sys.modules.get("triton"), "knobs", None)
 
 
 class _Listener:
-    """Writer of the logs; the listener that was there before is told too."""
+    """Writer of the logs. It also calls the previous listener."""
 
     def __init__(self, before: Callable[..., None] | None) -> None:
         self._before = before
@@ -137,7 +137,7 @@ class _Listener:
 
 
 def listen() -> Compiled:
-    """Listen to Triton's compiler from now on, if Triton is loaded; returns what this thread asks it for from here."""
+    """Listen to Triton's compiler from now on, if Triton is loaded, and return this thread's kernels from here on."""
     knobs = _knobs()
     if knobs is not None and not isinstance(knobs.compilation.listener, _Listener):
         knobs.compilation.listener = _Listener(knobs.compilation.listener)

@@ -1,4 +1,4 @@
-"""Whether Triton's kernels can run: the package, the C compiler that makes what launches them, a folder to write to."""
+"""Support check for Triton's kernels: the package, the C compiler for its launchers, and a writable folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ logger = logging.getLogger("slotline")
 
 @cache
 def has_triton() -> bool:
-    """Whether Triton's kernels serve what lies on a GPU; a warning says why where torch's operations do."""
+    """Return True if Triton's kernels are used on a GPU.
+
+    Otherwise a warning gives the reason for using torch's operations.
+    """
     reason = why_no_triton()
     if reason is not None:
         logger.warning("torch's operations do the work of Triton's kernels on this GPU, and take longer: %s", reason)
@@ -26,10 +29,10 @@ def has_triton() -> bool:
 
 
 def why_no_triton() -> str | None:
-    """Why Triton's kernels cannot run on a GPU here, and what helps; None where they can.
+    """Return the reason why Triton's kernels cannot run on a GPU here, and a fix. None if they can.
 
-    The compiler is looked for where Triton looks (`triton.runtime.build`). Where Triton's own folder cannot be written,
-    it gets another one.
+    The compiler is searched like in Triton (`triton.runtime.build`). If Triton's own folder cannot be written, it gets
+    another one.
     """
     if find_spec("triton") is None:
         return "the package triton is not installed; `pip install triton` makes it available"
@@ -45,9 +48,10 @@ def why_no_triton() -> str | None:
 
 @cache
 def _why_no_folder() -> str | None:
-    """Give Triton a folder for what it compiles where its own cannot be written; return why there is none.
+    """Give Triton another folder if its own cannot be written, and return the reason if there is none.
 
-    Triton stops at a file that it cannot write. A folder that the user named stays: it may hold every kernel already.
+    Triton fails if it cannot write a file. A folder set by the user is kept, because it may already contain every
+    kernel.
     """
     if os.environ.get("TRITON_CACHE_DIR") or os.environ.get("TRITON_HOME"):
         return None

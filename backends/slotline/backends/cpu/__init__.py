@@ -35,7 +35,7 @@ CAPABILITIES = AttentionCapabilities(
 
 
 def probe(device: DeviceInfo) -> AttentionCapabilities | str:
-    """What the backend can do here: all of it, or nothing where numba is missing."""
+    """Return the offer: all of it, or nothing without numba."""
     if find_spec("numba") is None:
         return "numba is not installed; `pip install numba` makes this backend available"
     if device.type != "cpu":

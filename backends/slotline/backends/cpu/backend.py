@@ -22,9 +22,10 @@ MAX_KERNEL_QUERY = 16
 
 
 class Plan(NamedTuple):
-    """One step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
+    """Plan of one step: `rows` [n, 3] int64 (token, block, offset) to store, the kernel's arrays, the long queries.
 
-    `told` is what the kernel is told of its arrays; `all_rows` says that they and the prefills cover every query token.
+    `told` are the kernel's addresses and sizes of its arrays. `all_rows` is True if they and the prefills cover every
+    query token.
     """
 
     num_tokens: int
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What the kernels need to know of a layer's cache. Holds the cache, so that its addresses stay valid."""
+    """Facts of a layer's cache for the kernels. Holds the cache, so that its addresses stay valid."""
 
     cache: KVCache
     shape: npt.NDArray[np.int64]
@@ -89,7 +90,7 @@ class CpuBackend:
         return Plan(batch.num_tokens, rows, arrays, told, prefills, done == batch.num_tokens)
 
     def _kernel_arrays(self, batch: AttentionBatch) -> tuple[tuple[npt.NDArray[Any], ...], tuple[int, ...], int]:
-        """The arrays for `kernels.attend`, what it is told of them, and how many query tokens they cover."""
+        """Return the arrays for `kernels.attend`, their addresses and sizes, and the number of query tokens covered."""
         starts = np.ascontiguousarray(batch.query_start_loc_cpu)
         lens = np.ascontiguousarray(batch.seq_lens[: batch.num_requests].numpy())  # exact, unlike the host's
         pieces = np.empty((batch.num_requests + batch.num_tokens // self._piece, 5), np.int64)

@@ -1,15 +1,15 @@
-"""Paged attention compiled by numba: reads the cache where it lies, in the type it has, and computes in float32.
+"""Paged attention compiled by numba: reads the cache in place, in its own dtype, and computes in float32.
 
 Tensors cross from Python as addresses, so that a call costs microseconds and bfloat16, which numpy lacks, needs no
-detour. What the compiler must know stands in *tags*, empty arrays that are passed for their type alone: an element tag
-is float32, or uint16 for bfloat16, or int16 for float16; a size tag of n has the type ``S<n>``, so n is a constant.
+detour. Facts for the compiler are passed as *tags*, empty arrays that are passed only for their type. An element tag is
+float32, uint16 for bfloat16, or int16 for float16. A size tag of n has the type ``S<n>``, so n is a constant.
 
-All functions stay in this one file: the cache on disk notices a change of the file that a function lives in, but not of
-the files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what
-slices could: both halve the time to compile. A function that is called in one place and holds most of the others is
-inlined before it is compiled, or LLVM would optimise its code once more by itself: a tenth of the time. Attention is
-compiled for one thread and called by its address from a loop over threads that is compiled once: inside a parallel loop
-everything would be typed and optimised twice.
+All functions stay in this file, because the cache on disk notices a change of the file with a function, but not of the
+files that it calls into. Only entry points are cached and get a wrapper for Python, and loops copy what slices could:
+both halve the time to compile. A function that is called in one place and holds most of the others is inlined before it
+is compiled, or LLVM would optimise its code once more by itself: a tenth of the time. Attention is compiled for one
+thread and called by its address from a loop over threads that is compiled once: inside a parallel loop everything would
+be typed and optimised twice.
 """
 
 # mypy: disallow-untyped-decorators=False
@@ -65,7 +65,7 @@ _entry = partial(cached_njit, nogil=True, no_cfunc_wrapper=True)
 
 @intrinsic
 def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
-    """An address (int64) as a pointer to elements of `tag`."""
+    """Return an address (int64) as a pointer to elements of `tag`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -75,7 +75,7 @@ def _pointer(typingctx: Any, address: Any, tag: Any) -> Any:
 
 @intrinsic
 def _size(typingctx: Any, tag: Any) -> Any:
-    """The constant in a size tag."""
+    """Return the constant in a size tag."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return ir.Constant(ir.IntType(64), tag.dtype.count)
@@ -98,7 +98,7 @@ def _call(typingctx: Any, address: Any, told: Any, thread: Any) -> Any:
 
 @intrinsic
 def _widen(typingctx: Any, value: Any) -> Any:
-    """A stored element as float32."""
+    """Return a stored element as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if value == types.float32:
@@ -113,7 +113,7 @@ def _widen(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def _narrow(typingctx: Any, value: Any, tag: Any) -> Any:
-    """A float32 as an element of `tag`, rounded to nearest, ties to even."""
+    """Return a float32 as an element of `tag`, rounded to nearest, ties to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if tag.dtype == types.float32:
@@ -143,7 +143,7 @@ def _power_of_two(typingctx: Any, exponent: Any) -> Any:
 
 @_inner(fastmath=True)
 def _exp(x: Any) -> Any:
-    """exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
+    """Return exp of a float32 x <= 0, to about one unit in the last place, 0 below -87.
 
     Free of calls, so that a loop over it is vectorised. Cody-Waite reduction, Cephes polynomial (expf).
     """
@@ -161,7 +161,7 @@ def _exp(x: Any) -> Any:
 
 @_inner(fastmath=True)
 def _tanh(x: Any) -> Any:
-    """tanh of a float32: the Cephes polynomial (tanhf) near zero, by exp elsewhere."""
+    """Return tanh of a float32: the Cephes polynomial (tanhf) near zero, by exp elsewhere."""
     z = x * x
     y = np.float32(-5.70498872745e-3) * z + np.float32(2.06390887954e-2)
     y = y * z + np.float32(-5.37397155531e-2)
@@ -174,7 +174,7 @@ def _tanh(x: Any) -> Any:
 
 
 def use_threads(wanted: int) -> int:
-    """Let kernels run on `wanted` threads, or as many as numba has; returns the number."""
+    """Let kernels run on `wanted` threads, or as many as numba has, and return the number."""
     threads = max(1, min(wanted, int(config.NUMBA_NUM_THREADS)))
     set_num_threads(threads)
     return threads
@@ -182,7 +182,7 @@ def use_threads(wanted: int) -> int:
 
 @_entry()
 def cut_rows(slots: Any, block_size: Any, rows: Any) -> Any:
-    """Fill `rows` [n, 3] with (token, block, offset) of the tokens whose slot is not negative; returns their number."""
+    """Fill `rows` [n, 3] with (token, block, offset) of tokens with a slot of 0 or more, and return their number."""
     count = 0
     for token in range(slots.shape[0]):
         slot = slots[token]
@@ -218,11 +218,10 @@ def cut_pieces(query_start: Any, seq_lens: Any, max_rows: Any, longest: Any, win
 
 @_entry()
 def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: Any, starts: Any) -> Any:
-    """Share the keys of all pieces among `threads`, equally and in order; fills `items` and `starts` [threads + 1].
+    """Divide the keys of all pieces among `threads`, equally and in order, and fill `items` and `starts` [threads + 1].
 
-    A KV head of a piece is cut in two only where one thread's share ends inside it, and both parts have at least
-    `min_split` keys. Returns the number of partial
-    results, which are numbered in the order of the items.
+    A KV head of a piece is divided only if one thread's share ends inside it, and both parts have at least `min_split`
+    keys. Returns the number of partial results, which are numbered in the order of the items.
     """
     total = 0
     for piece in pieces:
@@ -278,9 +277,9 @@ def _score_tile(query: Any, scores: Any, offsets: Any, keys: Any, count: Any, nu
 def _soften_tile(
     scores: Any, acc: Any, top: Any, norm: Any, low: Any, high: Any, soft_cap: Any, slope: Any, own: Any
 ) -> None:
-    """Turn one row of scores [TILE], visible from `low` to `high`, into weights; bring top, norm and acc up to date.
+    """Turn one row of scores [TILE], visible from `low` to `high`, into weights, and update top, norm and acc.
 
-    `own` is the place in the tile of the row's own key, from which ALiBi's `slope` counts.
+    `own` is the index in the tile of the row's own key, from which ALiBi's `slope` counts.
     """
     for j in range(low):
         scores[j] = NO_SCORE
@@ -311,7 +310,7 @@ def _soften_tile(
 
 @_inner(fastmath=True)
 def _add_values(scores: Any, acc: Any, offsets: Any, values: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
-    """acc [num_rows, size] += weights @ values, four keys at a time so that acc is loaded a quarter as often."""
+    """Add weights @ values to acc [num_rows, size], four keys at a time so that acc is loaded a quarter as often."""
     size = _size(size_tag)
     j = 0
     while j + 4 <= count:
@@ -336,7 +335,7 @@ def _add_values(scores: Any, acc: Any, offsets: Any, values: Any, count: Any, nu
 
 @_inner(fastmath=True)
 def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offsets: Any, v_offsets: Any) -> None:
-    """Where keys `at` .. `at + count` and their values start in the cache, in elements."""
+    """Return the offsets in the cache, in elements, of keys `at` .. `at + count` and their values."""
     block_size, k_head, v_head = shape[BLOCK], head * shape[K_HEAD], head * shape[V_HEAD]
     block = at // block_size
     offset = at - block * block_size
@@ -352,7 +351,7 @@ def _tile_offsets(table: Any, at: Any, count: Any, shape: Any, head: Any, k_offs
 
 @_inlined()
 def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: Any, result: Any, tags: Any) -> None:
-    """One item by online softmax; leaves acc [rows * group, size_v], top and norm [rows * group] unnormalised."""
+    """Compute one item by online softmax. acc [rows * group, size_v], top and norm [rows * group] stay unnormalised."""
     shape, scalars, _, slopes = layer
     keys, values = cache
     query, scores, offsets = work
@@ -388,7 +387,7 @@ def _run_item(item: Any, piece: Any, table: Any, layer: Any, cache: Any, work: A
 
 @_inner(fastmath=True)
 def _load_query(source: Any, piece: Any, head: Any, stride: Any, scale: Any, query: Any, width: Any) -> None:
-    """The query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
+    """Load the query vectors of one KV head, widened and scaled: query [rows, width = group * size] float32."""
     for i in range(piece[QUERY_LEN]):
         begin = (piece[FIRST_TOKEN] + i) * stride + head * width
         part = source[begin : begin + width]
@@ -437,7 +436,7 @@ def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
 
 @_inner()
 def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
-    """Views acc, top, norm of a flat buffer of max_rows * (size + 2) floats."""
+    """Return views acc, top, norm of a flat buffer of max_rows * (size + 2) floats."""
     end = max_rows * size
     return part[:end], part[end : end + max_rows], part[end + max_rows : end + 2 * max_rows]
 
@@ -489,7 +488,7 @@ def _finish_partials(plan: Any, layer: Any, targets: Any, tags: Any) -> None:
 
 @_inner()
 def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: Any, heads: Any, size: Any) -> None:
-    """Copy tokens [heads, size] to blocks and offsets; `rows` [n, 3] holds token, block and offset."""
+    """Copy tokens [heads, size] to blocks and offsets. `rows` [n, 3] has token, block and offset."""
     for index in range(rows.shape[0]):
         begin = rows[index, 0] * token_stride
         place = rows[index, 1] * strides[0] + rows[index, 2] * strides[1]
@@ -503,11 +502,11 @@ def _copy_rows(rows: Any, source: Any, token_stride: Any, target: Any, strides: 
 
 @_entry(parallel=True, fastmath=True)
 def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any, tag: Any) -> None:
-    """Causal softmax of one block of queries: scores [rows, keys] float32 to weights [rows, keys] of `tag`.
+    """Apply the causal softmax to one block of queries: scores [rows, keys] float32 to weights [rows, keys] of `tag`.
 
-    Row r is query token r % size of query head r // size and sees the keys up to first + r % size; the others get the
-    weight 0. `shape` is (rows, keys, first, size, elements between heads in the log-sum-exp, its first token); the
-    log-sum-exp [heads, tokens] float32 is written too. Weights and scores may be one array. Sinks as in `attend`.
+    Row r is query token r % size of query head r // size and sees the keys up to first + r % size. The others get
+    weight 0. `shape` is (rows, keys, first, size, elements between heads in the log-sum-exp, its first token). The
+    log-sum-exp [heads, tokens] float32 is written too. Weights and scores may be the same array. Sinks as in `attend`.
     """
     rows, keys, first, size, lse_stride, token = shape
     unbounded = 1 << 60
@@ -554,12 +553,12 @@ def attend(address: Any, told: Any, threads: Any) -> None:
 
 @cache
 def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> Any:
-    """A C function of `told`'s address and a thread, for keys of `size` and values of `size_v` elements.
+    """Compile a C function of `told`'s address and a thread, for keys of `size` and values of `size_v` elements.
 
-    It does the thread's share; for thread -1, when all have done theirs, it brings the partial results together.
-    Arrays: items [n, 5], starts [threads + 1], pieces [p, 5] and shape int64, block tables [requests, blocks] int32,
-    work [threads, .], partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads]
-    or empty float32; query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
+    It computes the thread's share. For thread -1, after all others, it merges the partial results. Arrays: items [n,
+    5], starts [threads + 1], pieces [p, 5] and shape int64, block tables [requests, blocks] int32, work [threads, .],
+    partial results [., max_rows * (size_v + 2)], (scale, soft cap or 0), slopes and sinks [heads] or empty float32,
+    query and output of `dtype`, keys and values of `cache_dtype`, the log-sum-exp float32.
     """
     size_tag, size_v_tag = (np.empty(0, f"S{n}") for n in (size, size_v))
     q_tag, kv_tag = TAGS[dtype], TAGS[cache_dtype]
@@ -597,14 +596,14 @@ def compile_attend(size: int, size_v: int, dtype: torch.dtype, cache_dtype: torc
 
 @cache
 def compile_store(size: int, size_v: int) -> Any:
-    """The entry point that stores keys of `size` and values of `size_v` elements, which are constants for it."""
+    """Compile the entry point that stores keys of `size` and values of `size_v` elements, both constants for it."""
 
     @_entry()
     def store(rows: Any, kv_heads: Any, shape: Any, addresses: Any, strides: Any, tag: Any) -> None:
-        """Write new keys and values, elements of `tag`, where `rows` [n, 3] (token, block, offset) says.
+        """Write new keys and values, elements of `tag`, to `rows` [n, 3] (token, block, offset).
 
-        `addresses` are those of key, value, first key and first value of the cache; `strides` of a token in the
-        first two.
+        `addresses` are those of key, value, and the first key and value of the cache. `strides` are those of a token in
+        the first two.
         """
         unbounded = 1 << 60
         key, value = carray(_pointer(addresses[0], tag), unbounded), carray(_pointer(addresses[1], tag), unbounded)

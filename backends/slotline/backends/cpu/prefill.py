@@ -1,7 +1,7 @@
-"""Long queries on a CPU: the request's keys are gathered once, PyTorch's matrix products do the rest.
+"""Long queries on a CPU: the request's keys are gathered once, and PyTorch's matrix products do the rest.
 
-Prompts of up to `MAX_BLOCKED` tokens run as batched products over blocks of queries, each block against the keys that
-it may see; longer ones, and those with a prefix or a window, go to PyTorch's flash attention.
+Prompts of up to `MAX_BLOCKED` tokens run as batched products over blocks of queries, each block with the keys that it
+may see. Longer prompts, and those with a prefix or a window, use PyTorch's flash attention.
 
 A KV head is a row of the flash kernel's batch and the query heads of its group are its heads, so keys and values are
 shared by a stride of zero and never repeated in memory.
@@ -33,8 +33,8 @@ class Prefill(NamedTuple):
     Attributes:
         blocks: [n] int64, the kernel blocks that hold the keys.
         skip, num_keys: the keys are `skip .. + num_keys` of those blocks' slots.
-        mask: [query_len, num_keys] float32 to add to the scores; None where plain causal masking is right.
-        complete: whether the keys are exactly this step's new tokens.
+        mask: [query_len, num_keys] float32 to add to the scores. None for plain causal masking.
+        complete: True if the keys are exactly this step's new tokens.
     """
 
     first_token: int
@@ -47,7 +47,10 @@ class Prefill(NamedTuple):
 
 
 def cut_prefills(batch: AttentionBatch, longer_than: int, window: int, block_size: int) -> list[Prefill]:
-    """The requests of more than `longer_than` query tokens, in calls of flash attention. A window of 0 is none."""
+    """Return the requests of more than `longer_than` query tokens, as calls of flash attention.
+
+    A window of 0 is none.
+    """
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1].tolist()
     prefills = []
     for request, length in enumerate(batch.seq_lens[: batch.num_requests].tolist()):
@@ -74,7 +77,7 @@ def _cut(
 
 
 def _mask(query_len: int, num_keys: int, window: int) -> torch.Tensor:
-    """[query_len, num_keys] float32: 0 where a query sees a key, -inf elsewhere; the last query is the last key."""
+    """Return [query_len, num_keys] float32: 0 if a query sees a key, else -inf. The last query is the last key."""
     mask = torch.full((query_len, num_keys), -torch.inf).triu_(num_keys - query_len + 1)
     if window:
         mask += torch.full_like(mask, -torch.inf).tril_(num_keys - query_len - window)
@@ -125,10 +128,10 @@ def _blocked(
     lse: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
-    """Causal attention of a whole prompt: query [Hkv, G, L, D], key and value [Hkv, L, D].
+    """Compute causal attention of a whole prompt: query [Hkv, G, L, D], key and value [Hkv, L, D].
 
-    Scores and softmax are float32 whatever the dtype; weights are rounded to the value's. Fills out [L, H, D] and the
-    natural log-sum-exp lse [H, L] float32.
+    Scores and softmax are float32 for every dtype. Weights are rounded to the value's dtype. Fills out [L, H, D] and
+    the natural log-sum-exp lse [H, L] float32.
     """
     kv_heads, group, length, _ = query.shape
     query = query.float() * scale
@@ -158,5 +161,5 @@ def _blocked(
 
 
 def _gather(part: torch.Tensor, prefill: Prefill) -> torch.Tensor:
-    """The keys or values of a prefill out of the cache: [num_keys, Hkv, D]."""
+    """Gather the keys or values of a prefill from the cache: [num_keys, Hkv, D]."""
     return part.index_select(0, prefill.blocks).flatten(0, 1)[prefill.skip : prefill.skip + prefill.num_keys]

@@ -13,7 +13,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if the package is there, and Triton, whose kernel writes the cache."""
+    """Return the offer, if the package is installed, and Triton, whose kernel writes the cache."""
     if device.type != "cuda":
         return descriptor.capabilities
     if reason := why_no_triton():
@@ -24,7 +24,7 @@ def probe(device: DeviceInfo) -> Any:
 
 
 def probe_3(device: DeviceInfo) -> Any:
-    """The offer, if the package is there, and Triton; its kernels are Hopper's alone."""
+    """Return the offer, if the package and Triton are installed. Its kernels run only on Hopper."""
     if device.type != "cuda":
         return descriptor_3.capabilities
     if device.compute_capability is None or device.compute_capability[0] != 9:
@@ -35,9 +35,9 @@ def probe_3(device: DeviceInfo) -> Any:
 
 
 def _why_no_interface() -> str | None:
-    """Why FlashAttention 3's module cannot be taken, and what helps; None where it is there.
+    """Return the reason why FlashAttention 3's module cannot be used, and a fix. None if it can.
 
-    FlashAttention 2 has a file of that name in its package, which is found where that folder itself is on the path.
+    FlashAttention 2 has a file of that name in its package, which is found if that folder itself is on the path.
     """
     spec = find_spec("flash_attn_interface")
     if spec is None or spec.origin is None:

@@ -1,4 +1,4 @@
-"""FlashAttention 2 behind the attention contract (Dao 2023, FlashAttention-2; flash-decoding for short queries)."""
+"""FlashAttention 2 as an attention backend (Dao 2023, FlashAttention-2, with flash-decoding for short queries)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FlashAttnBackend(FlashBackend):
         return found, self._from_own_key(lse.T, batch, part)  # lse: [num_heads, tokens]
 
     def _from_own_key(self, lse: torch.Tensor, batch: AttentionBatch, part: Part) -> torch.Tensor:
-        """The log-sum-exp [tokens, num_heads] with distances counted from the query's own key."""
+        """Return the log-sum-exp [tokens, num_heads] with distances counted from the query's own key."""
         if self._slopes is None:
             return lse
         return lse - batch.positions[part.first_token : part.end_token, None] * self._slopes

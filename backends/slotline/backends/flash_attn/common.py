@@ -1,4 +1,4 @@
-"""What the versions of FlashAttention share: how a step is cut into calls, and what is made of their results."""
+"""Common parts of the versions of FlashAttention: the division of a step into calls, and the use of their results."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Part(NamedTuple):
     """Requests `first` .. `end` of a step and their query tokens, `first_token` .. `end_token`.
 
     Attributes:
-        query_len: of each of them; 0 where they differ, which takes the two prefix sums: query_starts and key_starts,
-            [end - first + 1] int32, and `longest`, the most query tokens of one request.
+        query_len: query tokens of each request. 0 if they differ, which requires the two prefix sums query_starts and
+            key_starts, [end - first + 1] int32, and `longest`, the most query tokens of one request.
     """
 
     first: int
@@ -40,10 +40,10 @@ class Plan(NamedTuple):
 
 
 class FlashBackend(ABC):
-    """Paged attention by FlashAttention. Implements `AttentionBackend`; a version adds its calls.
+    """Paged attention by FlashAttention. Implements `AttentionBackend`. A version adds its calls.
 
-    Batches of equal query lengths take one call, which splits keys over the device. Of others the requests at the
-    front that decode take one, and the rest another.
+    Batches of equal query lengths take one call, which splits keys over the device. In other batches the decoding
+    requests at the front take one call, and the rest another.
     """
 
     def __init__(self, context: AttentionContext) -> None:
@@ -85,7 +85,7 @@ class FlashBackend(ABC):
 
 
 def shared_arguments(layer: AttentionLayer, batch: AttentionBatch) -> dict[str, Any]:
-    """What all calls of all versions are told."""
+    """Return the common arguments of all calls of all versions."""
     return {
         "softmax_scale": layer.scale,
         "causal": batch.causal,

@@ -1,6 +1,6 @@
-"""FlashAttention 3 behind the attention contract (Shah et al. 2024), for Hopper.
+"""FlashAttention 3 as an attention backend (Shah et al. 2024), for Hopper.
 
-Written from the interface of its package, `flash_attn_interface`; no machine that has it has run this yet.
+Written from the interface of its package, `flash_attn_interface`. It has not run on a machine with that package yet.
 """
 
 from __future__ import annotations

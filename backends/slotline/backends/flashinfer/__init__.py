@@ -26,16 +26,15 @@ class FlashInferOptions:
     """`[backend.flashinfer]`.
 
     Attributes:
-        prefill: kernels of batches with several query tokens per request. `fa2` runs everywhere; `fa3` is Hopper's own
-            and faster for long queries, but reads no eight-bit cache; `auto` takes `fa3` where it runs and the
-            queries are long.
+        prefill: kernels of batches with several query tokens per request. `fa2` runs everywhere. `fa3` needs Hopper and
+            is faster for long queries, but reads no eight-bit cache. `auto` takes `fa3` for long queries if it runs.
     """
 
     prefill: Literal["auto", "fa2", "fa3"] = "auto"
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if the package is there, a compiler for its kernels or their compiled form, and Triton for ours."""
+    """Return the offer, if the package, a compiler for its kernels or their compiled form, and Triton are installed."""
     if device.type != "cuda":
         return descriptor.capabilities  # negotiation says that the device is the reason, and no package helps
     if reason := why_no_triton():
@@ -51,7 +50,7 @@ def probe(device: DeviceInfo) -> Any:
 
 
 def _missing_tool() -> str | None:
-    """What FlashInfer's compiler needs and this machine lacks; looked for where FlashInfer looks."""
+    """Return a tool that FlashInfer's compiler needs and this machine lacks, searched like FlashInfer does."""
     homes = [Path(home) for name in ("CUDA_HOME", "CUDA_PATH") if (home := os.environ.get(name))]
     if which("nvcc") is None and not any((home / "bin" / "nvcc").exists() for home in (*homes, CUDA)):
         return "nvcc"

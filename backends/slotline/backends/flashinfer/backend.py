@@ -75,11 +75,11 @@ class FlashInferBackend:
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
     ) -> bool:
-        """Where the prefix is long and read by many; docs/performance.md has the measurement."""
+        """Return True if the prefix is long and read by many. docs/performance.md has the measurement."""
         return common_prefix_len >= CASCADE_PREFIX and common_prefix_len * len(query_lens) >= CASCADE_READS
 
     def _kernel(self, batch: AttentionBatch) -> str:
-        """fa3 for long queries; it gives no numbers for a padded request, which has no key."""
+        """Return fa3 for long queries. It gives NaN for a padded request, which has no key."""
         rest = batch.num_decodes
         mean = (batch.num_tokens - rest) / (batch.num_requests - rest)
         return "fa3" if self._hopper and mean >= self._long and batch.seq_lens_cpu[rest:].all() else "fa2"
@@ -132,7 +132,7 @@ class FlashInferBackend:
 
 
 def _takes_fa3(asked: str, context: AttentionContext) -> bool:
-    """Whether fa3 is allowed and runs."""
+    """Return True if fa3 is allowed and runs."""
     hopper = torch.cuda.get_device_capability(context.device)[0] == 9
     runs = hopper and context.dtype == context.kv_dtype
     if asked == "fa3" and not runs:

@@ -15,11 +15,11 @@ logger = logging.getLogger("slotline")
 
 
 def specs_of(context: AttentionContext, kernels: tuple[str, ...]) -> list[Any]:
-    """FlashInfer's descriptions of the modules that a group needs, compiled or not.
+    """Return FlashInfer's descriptions of the modules that a group needs, compiled or not.
 
     Args:
-        context: the group's; its layers are equal in what is compiled.
-        kernels: of ``fa2`` and ``fa3``.
+        context: the group's context. Its layers need the same modules.
+        kernels: some of ``fa2`` and ``fa3``.
     """
     from flashinfer.jit import gen_batch_prefill_module
 
@@ -33,10 +33,10 @@ def specs_of(context: AttentionContext, kernels: tuple[str, ...]) -> list[Any]:
 
 
 def compile_kernels(context: AttentionContext, kernels: tuple[str, ...]) -> None:
-    """Compile what this group needs, all at once; FlashInfer keeps the result on disk.
+    """Compile the modules of this group, all at once. FlashInfer keeps the result on disk.
 
-    Each module has a lock of its own: processes that need different ones compile side by side, and one that needs what
-    another is compiling waits for that alone.
+    Each module has its own lock. Processes that need different modules compile in parallel, and a process waits only
+    for a module that another one is compiling.
 
     Raises:
         PluginError: with the compiler's complaint.

@@ -15,8 +15,10 @@ Int = npt.NDArray[np.int32]
 
 
 class Pages(NamedTuple):
-    """Which pages some requests read: `indptr` [n + 1], and per request the tokens in its last page, the pages
-    before its window that are left out, and the keys in the others; int32.
+    """Pages that some requests read.
+
+    `indptr` is [n + 1]. Per request there are the tokens in its last page, the skipped pages before its window, and the
+    keys in the others, all int32.
     """
 
     indptr: Int
@@ -26,8 +28,10 @@ class Pages(NamedTuple):
 
 
 def pages_of(batch: AttentionBatch, first: int, end: int, page: int, window: int | None) -> Pages:
-    """The pages of requests `first` .. `end` behind the common prefix; those wholly before every query's window
-    are left out: they may have been freed, and FlashInfer multiplies masked values by zero, garbage too.
+    """Return the pages of requests `first` .. `end` after the common prefix.
+
+    Pages completely before every query's window are skipped. They may have been freed, and FlashInfer multiplies masked
+    values by zero, garbage included.
     """
     lens = batch.seq_lens_cpu[first:end]
     skipped = np.minimum(lens, batch.common_prefix_len) // page  # a padded request has no length
@@ -38,7 +42,7 @@ def pages_of(batch: AttentionBatch, first: int, end: int, page: int, window: int
 
 
 def prefix_pages(length: int, page: int) -> Pages:
-    """The pages of a common prefix, as those of a single request."""
+    """Return the pages of a common prefix, in the form of a single request."""
     return _listed(np.array([length], np.int32), np.zeros(1, np.int32), page)
 
 

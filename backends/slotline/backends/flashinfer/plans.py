@@ -1,9 +1,9 @@
 """FlashInfer's wrappers, planned without waiting for the device.
 
-A plan of FlashInfer is host code. It writes the schedule of a step to a pinned buffer and copies it to the device; a
-second plan must not write there before that copy is over (both here and for our own arrays: two buffers in turn, each
-with an event). In a captured graph the schedule is read from a buffer of fixed address, so wrappers of decode steps are
-made once for each number of requests, share those buffers, and are planned again before each replay.
+A plan of FlashInfer is host code. It writes the schedule of a step to a pinned buffer and copies it to the device. A
+second plan must not write there before that copy has finished (both here and for our own arrays: two buffers in turn,
+each with an event). In a captured graph the schedule is read from a buffer of fixed address. Wrappers of decode steps
+are therefore created once for each number of requests, share those buffers, and are planned again before each replay.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Pinned:
         self._turn = 0
 
     def take(self) -> torch.Tensor:
-        """The next buffer; waits for the copy that was last made from it, not for the device."""
+        """Return the next buffer, after waiting for the last copy from it, but not for the device."""
         self._turn = (self._turn + 1) % len(self._buffers)
         self._copied[self._turn].synchronize()
         return self._buffers[self._turn]
 
     def copied(self) -> None:
-        """The copy from the buffer taken last has been launched."""
+        """Record that the copy from the last buffer has been launched."""
         self._copied[self._turn].record()
 
 
@@ -67,7 +67,7 @@ class Buffers:
         return self._meta[rows + 1 : 2 * rows + 1]
 
     def fill(self, pages: Pages, table: torch.Tensor) -> None:
-        """Copy the lists to the device and line up the pages there; nothing waits for the device."""
+        """Copy the lists to the device and concatenate the pages there, without waiting for the device."""
         rows = len(pages.skipped)
         packed = np.concatenate([pages.indptr, pages.last_page_len, pages.skipped])
         host = self._pinned.take().view(torch.int32)[: len(packed)]
@@ -82,7 +82,7 @@ class Planner:
     """Plans of one attention group.
 
     Args:
-        context: the group's; its layers are equal in all that is planned.
+        context: the group's context. Its layers need the same plans.
     """
 
     def __init__(self, context: AttentionContext) -> None:
@@ -107,7 +107,7 @@ class Planner:
         self._by_kernel: dict[tuple[str, bool], Any] = {}
 
     def decode(self, batch: AttentionBatch, end: int) -> Any:
-        """A planned decode wrapper for the first `end` requests, one query token each."""
+        """Return a planned decode wrapper for the first `end` requests, one query token each."""
         buffers, pages = self._decodes, pages_of(batch, 0, end, self._page, self._window)
         buffers.fill(pages, batch.block_table[:end])
         indptr, last = torch.from_numpy(pages.indptr), torch.from_numpy(pages.last_page_len)
@@ -141,7 +141,7 @@ class Planner:
         return wrapper
 
     def prefill(self, batch: AttentionBatch, first: int, kernel: str) -> Any:
-        """A planned prefill wrapper for the requests from `first` on, for eager calls."""
+        """Return a planned prefill wrapper for the requests from `first` on, for eager calls."""
         end = batch.num_requests
         pages = pages_of(batch, first, end, self._page, self._window)
         self._others.fill(pages, batch.block_table[first:end])
@@ -149,10 +149,10 @@ class Planner:
         return self._planned(self._others, pages, starts.astype(np.int32), kernel, batch.causal)
 
     def prefix(self, batch: AttentionBatch, kernel: str) -> Any:
-        """A planned prefill wrapper for all query tokens over the common prefix, which each of them sees whole.
+        """Return a planned prefill wrapper for all query tokens over the common prefix, which each of them sees whole.
 
-        A decode step's is by `fa2` and may be captured: one prompt of a fixed number of query tokens has the same tiles
-        whatever its keys, which a graph's plan always splits over as many places.
+        A decode step's wrapper uses `fa2` and may be captured. A prompt with a fixed number of query tokens has the
+        same tiles for any keys, and a graph's plan always splits them over the same number of places.
         """
         pages = prefix_pages(batch.common_prefix_len, self._page)
         self._prefix.fill(pages, batch.block_table[:1])
@@ -211,8 +211,10 @@ class Planner:
 
 
 def workspace_bytes(context: AttentionContext) -> int:
-    """Room for the partial results of split keys, float32, by FlashInfer's own rule: a tile of query rows for each
-    place of its schedule, which has two for each multiprocessor and, in a graph, at least one for each request.
+    """Return the bytes for the partial results of split keys, float32, by FlashInfer's own rule.
+
+    There is a tile of query rows for each place of its schedule, which has two places for each multiprocessor and, in a
+    graph, at least one for each request.
     """
     layer = context.layers[0]
     group = layer.num_heads // layer.num_kv_heads

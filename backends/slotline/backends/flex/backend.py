@@ -31,13 +31,13 @@ Int = npt.NDArray[np.int64]
 
 
 class Keys(NamedTuple):
-    """The keys of some requests, gathered page by page.
+    """Keys of some requests, gathered page by page.
 
     Attributes:
-        pages: [P] int64, where they lie in the cache, in the order of the requests.
-        owner: [P * page] int64, which of the requests a slot belongs to; -1 for nobody.
-        position: [P * page] int64, in the owner's text.
-        ends: [R] int64, the slot behind each request's last page.
+        pages: [P] int64, indices into the cache, in the order of the requests.
+        owner: [P * page] int64, the request that a slot belongs to, -1 for none.
+        position: [P * page] int64, position in the owner's text.
+        ends: [R] int64, the slot after each request's last page.
     """
 
     pages: torch.Tensor
@@ -47,14 +47,14 @@ class Keys(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Requests that are served together.
+    """Requests that are computed together.
 
     Attributes:
-        tokens: [T] int64, their query tokens; None for all of the batch.
+        tokens: [T] int64, their query tokens. None for all of the batch.
         pages: [P] int64, gathered pages in the order of their requests.
         owned: [P * page, 1, 1] bool, slots that hold a key of their request.
-        mask: who sees what.
-        score: what becomes of a score; None if it stays as it is.
+        mask: the mask of visible keys.
+        score: the function of scores, None for none.
     """
 
     tokens: torch.Tensor | None
@@ -65,12 +65,13 @@ class Part(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step.
+    """Plan of one step.
 
     Attributes:
-        num_tokens: of the batch.
-        rows: new tokens to store, None for all; `blocks`, `offsets`: where they go, int64.
-        complete: whether every token of the batch has a key to see.
+        num_tokens: tokens of the batch.
+        rows: new tokens to store, None for all.
+        blocks, offsets: their destinations, int64.
+        complete: True if every token of the batch sees a key.
         parts: the requests that have query tokens and keys.
     """
 
@@ -109,7 +110,7 @@ class FlexBackend:
         return Plan(batch.num_tokens, rows, blocks, slots - blocks * self._page, complete, parts)
 
     def _split(self, requests: Int, lens: Int) -> list[Int]:
-        """Requests in their order, as many together as have no more than `MOST_SLOTS` slots."""
+        """Yield the requests in their order, as many together as have at most `MOST_SLOTS` slots."""
         slots = -(-lens[requests] // self._page) * self._page
         parts, held = list[list[int]](), 0
         for request, more in zip(requests.tolist(), slots.tolist(), strict=True):
@@ -135,7 +136,7 @@ class FlexBackend:
         )
 
     def _keys(self, batch: AttentionBatch, requests: Int, counts: Int, lens: Int) -> Keys:
-        """All keys of some requests with so many query tokens and keys; but for pages before every query's window."""
+        """Return all keys of requests with these numbers of query tokens and keys, except pages before every window."""
         skipped = np.zeros_like(lens)
         if self._window is not None:
             skipped = np.maximum(lens - counts - self._window + 1, 0) // self._page
@@ -149,7 +150,7 @@ class FlexBackend:
         return Keys(pages, owner, position, np.cumsum(num_pages) * self._page)
 
     def _mask(self, keys: Keys, owner: Int, position: Int, causal: bool) -> BlockMask:
-        """Who sees what, for query tokens of such requests at such positions."""
+        """Return the mask of visible keys for query tokens of these requests at these positions."""
         how_many, which = _blocks_of_keys(owner, keys.ends)
         queries = self._put(owner), self._put(position)
         visible = _visible(queries, (self._put(keys.owner), self._put(keys.position)), self._window, causal)
@@ -207,8 +208,9 @@ class FlexBackend:
         return lse.T
 
     def _gathered(self, cache: torch.Tensor, part: Part, dtype: torch.dtype) -> torch.Tensor:
-        """Keys or values [1, num_kv_heads, slots, size]; zero where nobody's are, since masked values count as zero
-        times what they are, and that may be NaN.
+        """Gather keys or values [1, num_kv_heads, slots, size], with zeros in slots without an owner.
+
+        Masked values are multiplied by zero, which would give NaN for NaN.
         """
         slots = _raw(cache)[part.pages].view(cache.dtype).flatten(0, 1).to(dtype)
         return torch.where(part.owned, slots, 0).transpose(0, 1)[None]

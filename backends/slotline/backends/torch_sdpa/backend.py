@@ -31,8 +31,8 @@ Reach = tuple[int | None, int | None]
 class Piece(NamedTuple):
     """Query tokens `first_token .. + query_len` of one request, the last one at position `num_keys - 1` if causal.
 
-    `num_keys` may be too large where the host knows bounds alone; a causal piece has exactly its request's length less
-    the `behind` tokens that come after it.
+    `num_keys` may be too large if the host knows only bounds. A causal piece has exactly its request's length minus the
+    `behind` tokens that come after it.
     """
 
     query_len: int
@@ -43,13 +43,14 @@ class Piece(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Pieces computed together; B of them, q query tokens each, L keys at most.
+    """Pieces computed together: B pieces, q query tokens each, at most L keys.
 
     Attributes:
         tokens: [B, q] int64, rows of the query.
-        blocks, offsets: [B, L] int64, where the keys lie; beyond what a piece sees, its first or last key again.
-        mask: by reach, [B, 1, 1, q, L] bool, True where a query sees a key.
-        distance: [B, 1, 1, q, L] int64, the key's place in a text less the query's; None where no layer asks.
+        blocks, offsets: [B, L] int64, places of the keys. Beyond the keys that a piece sees, its first or last key
+            again.
+        mask: by reach, [B, 1, 1, q, L] bool, True if a query sees a key.
+        distance: [B, 1, 1, q, L] int64, the key's position in a text minus the query's. None if no layer needs it.
     """
 
     tokens: torch.Tensor
@@ -60,10 +61,10 @@ class Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step.
+    """Plan of one step.
 
-    `rows` are those of the `num_new` keys that are to be stored (None for all), `blocks` and `offsets` where they go,
-    int64. `prefix` serves the common prefix, if any, for all tokens; `groups` begin behind it then.
+    `rows` are those of the `num_new` keys to store (None for all), `blocks` and `offsets` their destinations, int64.
+    `prefix` handles the common prefix, if any, for all tokens. `groups` begin after it then.
     """
 
     num_new: int
@@ -89,7 +90,7 @@ class TorchBackend:
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
     ) -> bool:
-        """Always: the prefix is gathered once instead of once for each request."""
+        """Return True, because the prefix is gathered once instead of once for each request."""
         return True
 
     def plan(self, batch: AttentionBatch) -> Plan:
@@ -202,7 +203,7 @@ class TorchBackend:
         return lse
 
     def _bias(self, group: Group) -> torch.Tensor | None:
-        """What ALiBi adds to the scores of a group, [B, H, 1, q, L]; None for layers without it."""
+        """Return ALiBi's bias on the scores of a group, [B, H, 1, q, L], or None for layers without it."""
         if self._slopes is None or group.distance is None:
             return None
         return self._slopes[:, None, None, None] * group.distance
@@ -253,7 +254,7 @@ def _reach(layer: AttentionLayer) -> Reach:
 
 
 def _first_seen(last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
-    """The first key that a query sees, from the last one; below 0 where a window is wider than what there is."""
+    """Return the first key that a query sees, from the last one. Negative if a window is wider than the text."""
     window, chunk = reach
     if window is not None:
         return last_seen - window + 1
@@ -261,7 +262,7 @@ def _first_seen(last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
 
 
 def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch.Tensor:
-    """Which of `keys` [L] a query whose last visible key is `last_seen` [B, q] sees: [B, 1, 1, q, L] bool."""
+    """Return, as [B, 1, 1, q, L] bool, which of `keys` [L] a query with last visible key `last_seen` [B, q] sees."""
     last = last_seen[:, None, None, :, None]
     return (keys <= last) & (keys >= _first_seen(last, reach))
 
@@ -269,9 +270,9 @@ def _visible(keys: torch.Tensor, last_seen: torch.Tensor, reach: Reach) -> torch
 def _visible_in_tree(
     batch: AttentionBatch, pieces: list[Piece], keys: torch.Tensor, query: torch.Tensor, reaches: Iterable[Reach]
 ) -> tuple[dict[Reach, torch.Tensor], torch.Tensor]:
-    """The same where the last tokens of requests are nodes of a tree: by place up to them, by path among them.
+    """Return the mask if the last tokens of requests are tree nodes: by position before them, by path among them.
 
-    And the places in a text of the keys, [B, L].
+    The positions of the keys in a text, [B, L], are returned too.
     """
     tree, query_len = batch.tree, pieces[0].query_len
     assert tree is not None

@@ -32,7 +32,7 @@ class TorchState:
         self.on_host = torch.device(context.device).type == "cpu"
 
     def plan(self, batch: StateBatch) -> StatePlan:
-        """Index tensors of the step; nothing waits for the device."""
+        """Return index tensors of the step, without waiting for the device."""
         self._trails.clear()
         return plan_of(
             batch,
@@ -71,7 +71,7 @@ class TorchState:
 
 
 def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> Tensor:
-    """Outputs [num_tokens, ...] float32 of the part's tokens; its slots hold the states after them."""
+    """Return outputs [num_tokens, ...] float32 of the part's tokens. Its slots hold the states after them."""
     recurrence, facts = RECURRENCES[layer.state_kind], layer.facts
     own = own_inputs(layer.state_kind, inputs, part.tokens)
     pieces = recurrence.pieces(facts, own)
@@ -91,7 +91,7 @@ def _advance(layer: StateLayer, inputs: Tensors, state: Tensor, part: Part) -> T
 
 
 def _finish(output: Tensor, inputs: Tensors) -> Tensor:
-    """The skip connection, then the gate."""
+    """Apply the skip connection, then the gate."""
     if "D" in inputs:
         skip = inputs["D"]
         output = output + skip.view(*skip.shape, *[1] * (output.ndim - 1 - skip.ndim)) * inputs["x"].float()
@@ -99,7 +99,7 @@ def _finish(output: Tensor, inputs: Tensors) -> Tensor:
 
 
 def _convolve(layer: StateLayer, inputs: Tensors, state: Tensor, stream: Stream) -> Tensor:
-    """Outputs [num_tokens, C] float32: states and tokens in a row, request by request, and a sum over the taps."""
+    """Return outputs [num_tokens, C] float32: states and tokens concatenated by request, summed over the taps."""
     facts, x = layer.facts, stream.tokens.take(inputs["x"]).float()
     kept = facts["width"] - 1
     before = stream.slots.read(state)  # [n, C, W - 1]

@@ -1,9 +1,10 @@
-"""The host's work of a step: which tokens of which requests are advanced together, as index tensors.
+"""Host work of a step: index tensors of the tokens and requests that are advanced together.
 
-Requests with one token are advanced in one operation. Longer ones are cut into chunks; wave k holds the k-th chunk of
-every request that has one, requests with more chunks first, so that the requests of a wave are the first of the wave
-before it. Example with chunks of 4 and requests of 9, 2 and 5 tokens (sorted: 9, 5, 2): wave 0 holds 4, 4 and 2 tokens,
-wave 1 holds 4 and 1, wave 2 holds 1. The number of operations follows the longest request, not the number of requests.
+Requests with one token are advanced in one operation. Longer ones are divided into chunks. Wave k has the k-th chunk of
+every request that has one, requests with more chunks first, so that the requests of a wave are the first of the
+previous wave. Example with chunks of 4 and requests of 9, 2 and 5 tokens (sorted: 9, 5, 2): wave 0 holds 4, 4 and 2
+tokens, wave 1 holds 4 and 1, wave 2 holds 1. The number of operations follows the longest request, not the number of
+requests.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class Slots:
         self.index = self.index.index_select(0, self.source).clamp(min=0)
 
     def read(self, state: Tensor) -> Tensor:
-        """[n, *shape] float32, zeros for requests that start; may be changed, for `write` to see.
+        """Return [n, *shape] float32, with zeros for requests that start. It may be changed before `write`.
 
-        Float32 states in a run are read where they are, which saves a decode two copies of them.
+        Contiguous float32 states are read in place, which saves two copies in a decode step.
         """
         if self.run is not None and state.dtype == torch.float32:
             found = state[self.run]
@@ -78,11 +79,11 @@ class Slots:
 
 
 class Tokens:
-    """Some tokens of a batch; taken and put without a copy of their numbers where they follow each other.
+    """Some tokens of a batch, read and written without a copy of their indices if they are contiguous.
 
     Args:
         numbers: [n] int64, their positions in the batch.
-        device: of the tensors they are taken from.
+        device: device of the tensors that they are taken from.
     """
 
     def __init__(self, numbers: Int, device: torch.device) -> None:
@@ -108,10 +109,10 @@ class Part:
 
     Attributes:
         rows: [n] int64, positions of the requests in the batch, most chunks first.
-        slots: of the n requests.
+        slots: slots of the n requests.
         tokens: the part's tokens in the batch, request by request.
-        chunk: places of a chunk; 1 where every request has one token.
-        places: [num_tokens] int64, where each token stands among all chunks' places, wave by wave.
+        chunk: places of a chunk. 1 if every request has one token.
+        places: [num_tokens] int64, index of each token among all chunks' places, wave by wave.
         waves: (requests, longest chunk) of each wave.
     """
 
@@ -131,7 +132,7 @@ class Part:
         return spread.index_copy_(0, self.places, values).view(num_chunks, self.chunk, *values.shape[1:])
 
     def gather(self, spread: Tensor) -> Tensor:
-        """The way back: [num_chunks, chunk, ...] -> [num_tokens, ...]."""
+        """Map back [num_chunks, chunk, ...] -> [num_tokens, ...]."""
         return spread.flatten(0, 1).index_select(0, self.places)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
@@ -161,12 +162,13 @@ class Stream:
 
 @frozen(kw_only=True, eq=False)
 class StatePlan:
-    """What `plan` hands to every `forward` of a step.
+    """Result of `plan` for every `forward` of a step.
 
     Attributes:
-        batch: the step's.
-        parts: for the recurrences; stream: for the convolutions.
-        verified: the requests that `commit` may take back, as one chunk each; one of the parts.
+        batch: the step's batch.
+        parts: parts for the recurrences.
+        stream: part for the convolutions.
+        verified: the requests that `commit` may roll back, as one chunk each. One of the parts.
     """
 
     batch: StateBatch
@@ -176,13 +178,13 @@ class StatePlan:
 
 
 def plan_of(batch: StateBatch, *, recurs: bool, convolves: bool, on_host: bool, most_drafts: int = 0) -> StatePlan:
-    """The plan of a batch.
+    """Return the plan of a batch.
 
     Args:
         batch: the step's batch.
-        recurs, convolves: which halves of the plan will be used.
-        most_drafts: of a request that is verified.
-        on_host: whether the batch lies in host memory, so that padding can be left out.
+        recurs, convolves: halves of the plan that will be used.
+        most_drafts: most drafts of a verified request.
+        on_host: True if the batch is in host memory, so that padding can be skipped.
     """
     starts = batch.query_start_loc_cpu[: batch.num_requests + 1].astype(np.int64)
     lens = np.diff(starts)

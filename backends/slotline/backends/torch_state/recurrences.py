@@ -1,12 +1,12 @@
-"""The recurrences of mamba1, mamba2 and gated_delta for many requests at a time, in float32.
+"""Recurrences of mamba1, mamba2 and gated_delta for many requests at a time, in float32.
 
-Each has `pieces`, which makes of a layer's inputs what the recurrence runs over (one row per token; a row of zeros
-leaves the state as it is), `step` for one token of each request, and `chunk` for a chunk of each. R is requests, Q
-tokens of a chunk.
+Each has `pieces`, which computes the operands of the recurrence from a layer's inputs (one row per token, and a row of
+zeros does not change the state), `step` for one token of each request, and `chunk` for a chunk of each. R is the number
+of requests, Q the tokens of a chunk.
 
-Sources: the state-space dual form of a chunk, Dao and Gu, arXiv 2405.21060, section 6; the selective scan, Gu and Dao,
-arXiv 2312.00752, section 3; the chunked delta rule as a triangular system, Yang and others, arXiv 2412.06464,
-section 3.
+Sources: the state-space dual form of a chunk, Dao and Gu, arXiv 2405.21060, section 6, the selective scan, Gu and Dao,
+arXiv 2312.00752, section 3, the chunked delta rule as a triangular system, Yang and others, arXiv 2412.06464, section
+3.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ Pieces = tuple[Tensor, ...]
 
 
 class Recurrence(Protocol):
-    """What every kind has."""
+    """Interface of every kind."""
 
     def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
-        """What the recurrence runs over, [num_tokens, ...] float32 each, of `inputs` of as many tokens."""
+        """Return the operands of the recurrence, [num_tokens, ...] float32 each, from `inputs` of the same tokens."""
         ...
 
     def step(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One token of each request: outputs [R, ...] of `pieces` [R, ...]; `state` [R, *shape] is changed in place."""
+        """Advance by one token of each request and return outputs [R, ...] of `pieces` [R, ...].
+
+        `state` [R, *shape] is changed in place.
+        """
         ...
 
     def chunk(self, facts: Facts, inputs: Tensors, pieces: Pieces, state: Tensor) -> tuple[Tensor, Tensor]:
-        """The same with `pieces` [R, Q, ...]; outputs are [R, Q, ...]; `state` may be changed in place."""
+        """Advance by a chunk with `pieces` [R, Q, ...] and outputs [R, Q, ...]. `state` may be changed in place."""
         ...
 
 
 def time_step(facts: Facts, inputs: Tensors) -> Tensor:
-    """dt with its bias, made positive, clamped: [num_tokens, ...] float32."""
+    """Return dt with its bias, made positive, clamped: [num_tokens, ...] float32."""
     dt = inputs["dt"].float()
     if "dt_bias" in inputs:
         dt = dt + inputs["dt_bias"]
@@ -65,7 +68,7 @@ class Mamba1:
     """Selective scan with a decay for each channel and state: token by token, since no matrix product does it."""
 
     def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
-        """d [.., D], d * x [.., D], B and C [.., N]."""
+        """Return d [.., D], d * x [.., D], B and C [.., N]."""
         d = time_step(facts, inputs)
         return d, d * inputs["x"].float(), inputs["B"].float(), inputs["C"].float()
 
@@ -83,10 +86,10 @@ class Mamba1:
 
 
 class Mamba2:
-    """Selective scan with one decay for each head; heads [H] = groups [G] x heads of a group."""
+    """Selective scan with one decay for each head. Heads [H] are groups [G] x heads of a group."""
 
     def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
-        """d * A [.., H], d * x [.., H, P], B and C [.., G, N]."""
+        """Return d * A [.., H], d * x [.., H, P], B and C [.., G, N]."""
         d = time_step(facts, inputs)
         return d * inputs["A"], d[..., None] * inputs["x"].float(), inputs["B"].float(), inputs["C"].float()
 
@@ -112,7 +115,7 @@ class Mamba2:
 
 
 class GatedDelta:
-    """The gated delta rule; value heads share key heads."""
+    """Gated delta rule. Value heads share key heads."""
 
     def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
         """g, beta [.., Hv], q, k [.., Hv, K], v [.., Hv, V]."""
@@ -150,6 +153,6 @@ RECURRENCES: Mapping[str, Recurrence] = MappingProxyType(
 
 
 def own_inputs(kind: str, inputs: Tensors, tokens: Tokens) -> dict[str, Tensor]:
-    """A layer's inputs of some tokens; parameters as they are."""
+    """Return a layer's inputs of some tokens, and all parameters."""
     of_tokens = {*STATE_KINDS[kind].token_inputs, "z"}
     return {name: tokens.take(value) if name in of_tokens else value for name, value in inputs.items()}

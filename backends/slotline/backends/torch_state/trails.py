@@ -1,8 +1,8 @@
-"""Going back to an accepted draft: what a layer keeps of the requests that a step verifies.
+"""Rollback to an accepted draft: the data that a layer keeps of the requests that a step verifies.
 
-The state before a request's tokens and what the recurrence runs over are kept; to go back, the accepted tokens are run
-once more, as one chunk of which the rest is zeros. That is one matrix product for all requests, where a state after
-each token would be written whether drafts fall or not.
+The state before a request's tokens and the operands of the recurrence are kept. To go back, the accepted tokens are
+computed again, as one chunk padded with zeros. This is one matrix product for all requests. Storing the state after
+each token would cost memory traffic in every step, even if no draft is rejected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Trail:
         Slots(batch, rows, on_host=on_host).write(state, self._after(counts, before, pieces))
 
     def _after(self, counts: Tensor, before: Tensor, pieces: list[Tensor]) -> Tensor:
-        """The states behind the first `counts` [n] of the tokens."""
+        """Return the states after the first `counts` [n] of the tokens."""
         if self.kind == "short_conv":
             line = torch.cat([before.mT, pieces[0]], dim=1)  # [n, W - 1 + Q, C]
             kept = before.shape[2]
@@ -70,7 +70,7 @@ class Trail:
 
 
 def trail_of(layer: StateLayer, inputs: Tensors, state: Tensors, batch: StateBatch, part: Part) -> Trail:
-    """What to keep of a layer before its states change."""
+    """Return the data to keep of a layer before its states change."""
     (tensor,) = state.values()
     own = own_inputs(layer.state_kind, inputs, part.tokens)
     if layer.state_kind == "short_conv":

@@ -37,10 +37,10 @@ class TritonOptions:
     """`[backend.triton]`.
 
     Attributes:
-        prompts: where the keys of a prompt are read that begins in this step: ``step``, from the step's own tensors
-            where the device's copy engine can fetch them (Hopper and newer); ``pages``, from the cache as all others.
-        decodes: what serves requests with one query token each: ``hopper``, on Hopper with Triton 3.6 its own kernel
-            wherever that one is faster by their number, and the kernel for all elsewhere; ``common``, that one always.
+        prompts: source of the keys of a prompt that begins in this step. ``step`` reads the step's own tensors if the
+            device's copy engine can fetch them (Hopper and newer). ``pages`` reads the cache, as for all others.
+        decodes: kernel for requests with one query token each. ``hopper`` uses Hopper's own kernel with Triton 3.6 if
+            it is faster for their number, and otherwise the common kernel. ``common`` always uses the common kernel.
     """
 
     prompts: Literal["step", "pages"] = "step"
@@ -48,7 +48,7 @@ class TritonOptions:
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton's kernels can run; older GPUs lack the instructions for bfloat16."""
+    """Return the offer, if Triton's kernels can run. Older GPUs lack the instructions for bfloat16."""
     if device.type == "cuda" and (reason := why_no_triton()):
         return reason
     if has_hopper_kernels(device.compute_capability):

@@ -42,8 +42,11 @@ CASCADE_AIM = 2
 
 
 class Shape(NamedTuple):
-    """Sizes of a kernel: keys of a tile, warps of a program, stages of its pipeline, most rows (query tokens times
-    query heads of a KV head)."""
+    """Sizes of a kernel.
+
+    These are keys of a tile, warps of a program, stages of its pipeline, and most rows (query tokens times query heads
+    of a KV head).
+    """
 
     tile: int
     warps: int
@@ -62,11 +65,13 @@ LARGE = Shape(32, 4, 2, 32)
 
 @frozen(kw_only=True)
 class Launch:
-    """Requests `first` .. `end`, served by `blocks` blocks of `block_q` query tokens in `splits` splits of the keys.
+    """Launch for requests `first` ..
 
-    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one, `early` that the
-    kernel starts while the one in front of it ends. `cascade` is which part of the keys: "" for all, "prefix", "rest".
-    What they give are the parts from `first_part` on of `num_parts`.
+    `end`, in `blocks` blocks of `block_q` query tokens and `splits` splits of the keys.
+
+    Their query tokens are `first_token` .. `first_token + tokens`. `single` means that each has one, `early` that the
+    kernel starts while the previous one ends. `cascade` is the part of the keys: "" for all, "prefix" or "rest". The
+    results are the parts from `first_part` on of `num_parts`.
     """
 
     first: int
@@ -85,10 +90,12 @@ class Launch:
 
 
 class Plan(NamedTuple):
-    """One step. What changes between replays of a captured forward is read from the batch's tensors on the device.
+    """Plan of one step.
 
-    Launches of one tuple are joined; each tuple has query tokens of its own. `prompts` has requests whose keys all are
-    the step's own, behind those of the others, and `decodes` such of one token each, in front of them.
+    Values that change between replays of a captured forward are read from the batch's device tensors.
+
+    Results of the launches of one tuple are merged. Each tuple has its own query tokens. `prompts` are requests at the
+    end of the batch whose keys are all from this step, and `decodes` are requests of one token each at its front.
     """
 
     batch: AttentionBatch
@@ -125,7 +132,7 @@ class TritonBackend:
     def use_cascade(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int64], seq_lens: npt.NDArray[np.int64]
     ) -> bool:
-        """Where the prefix is long and read by many; docs/performance.md has the measurement."""
+        """Return True if the prefix is long and read by many. docs/performance.md has the measurement."""
         tokens = int(query_lens.sum())
         few_parts = 2 * tokens <= MAX_SPLIT_ROWS
         return common_prefix_len >= CASCADE_PREFIX and tokens >= CASCADE_TOKENS and len(query_lens) > 1 and few_parts
@@ -192,9 +199,10 @@ class TritonBackend:
         )
 
     def _invariant_launch(self, batch: AttentionBatch) -> Launch:
-        """The same tiles in the same order for a token in any batch: blocks of one size, keys unsplit from the first.
+        """Return a launch with the same tiles in the same order for a token in any batch.
 
-        Rows of a block do not touch, and tiles of keys that a row does not see leave it as it is, bit for bit.
+        Blocks have one size, and keys are not split. Rows of a block are independent, and tiles of keys that a row does
+        not see do not change it in any bit.
         """
         shape = LARGE if self._large else SHORT
         block_q = self._block_q(shape.rows, shape)
@@ -214,9 +222,9 @@ class TritonBackend:
         )
 
     def _cascade(self, batch: AttentionBatch) -> tuple[Launch, Launch]:
-        """The common prefix for all query tokens, and the rest request by request.
+        """Return launches for the common prefix with all query tokens, and for the rest request by request.
 
-        A capture has the longest prefix, and its replays may have a short one and a long rest.
+        A capture has the longest prefix, and its replays may have a short prefix and a long rest.
         """
         keys, tokens, requests = batch.common_prefix_len, batch.num_tokens, batch.num_requests
         behind = evolve(batch, max_seq_len=max(batch.max_seq_len - keys, batch.max_seq_len // 4))
@@ -241,7 +249,7 @@ class TritonBackend:
         return prefix, evolve(rest, cascade="rest", num_parts=parts)
 
     def _shape(self, query_len: int, tokens: int) -> Shape:
-        """The kernel for requests of so many query tokens at most: large blocks where they fill the device."""
+        """Return the kernel's sizes for requests of up to this many query tokens. Large blocks must fill the device."""
         if self._large:
             return LARGE
         if query_len == 1:
@@ -250,7 +258,7 @@ class TritonBackend:
         return PREFILL if query_len * self._group > SHORT.rows and programs >= ENOUGH * self._cores else SHORT
 
     def _decode_shape(self, tokens: int) -> Shape:
-        """The kernel for single query tokens, by how many programs each multiprocessor gets."""
+        """Return the kernel's sizes for single query tokens, by the number of programs for each multiprocessor."""
         if self._large:
             return LARGE
         load = tokens * self._kv_heads / self._cores
@@ -452,7 +460,7 @@ class TritonBackend:
 
 
 def _hopper_decodes(context: AttentionContext, cores: int) -> HopperDecodes | None:
-    """What launches Hopper's own kernel for single query tokens, where it serves a group."""
+    """Return the launcher of Hopper's own kernel for single query tokens, or None if it does not support the group."""
     if not device_has_hopper_kernels(context.device):
         return None
     from slotline.backends.triton.decode_hopper import HopperDecodes
@@ -461,10 +469,10 @@ def _hopper_decodes(context: AttentionContext, cores: int) -> HopperDecodes | No
 
 
 def _start(*, early: bool) -> dict[str, bool]:
-    """A launch's options; programmatic dependent launch is named only where there is such a thing."""
+    """Return a launch's options. Programmatic dependent launch is set only if the device has it."""
     return {"early": True, "launch_pdl": True} if early else {"early": False}
 
 
 def _padded_v(layer: AttentionLayer) -> int:
-    """The size of a value head as the kernels hold it."""
+    """Return the padded size of a value head in the kernels."""
     return max(16, int(triton.next_power_of_2(layer.head_size_v)))

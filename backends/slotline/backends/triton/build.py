@@ -1,4 +1,4 @@
-"""Which of the two backends serves a group: layers that keep keys and values, or latents."""
+"""Choice between the two backends of a group: layers that keep keys and values, or latents."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from slotline.registry.contracts.attention import AttentionContext
 
 
 def build(context: AttentionContext) -> TritonBackend | TritonLatents:
-    """The factory."""
+    """Build the backend for a group."""
     return TritonLatents(context) if context.layers[0].mla else TritonBackend(context)

@@ -1,12 +1,12 @@
-"""Attention of single query tokens over a paged cache, on Hopper in Gluon: warps that stay, with keys on their way.
+"""Attention of single query tokens over a paged cache, on Hopper in Gluon: persistent warps with prefetched keys.
 
-The same work as `kernels.attend` of requests with one token each. A program is one warp. It takes a request and a KV
-head, and when it has asked for their last keys the next, so that between them, too, tiles are on their way; a counter
-says which is next, so that a program that waits longer for the memory takes fewer.
+The same work as `kernels.attend` for requests with one token each. A program is one warp. It takes a request and a KV
+head, and takes the next piece as soon as it has requested the last keys, so that tiles are also loaded between pieces.
+A counter gives the next piece, so a program that waits longer for the memory takes fewer pieces.
 
-Scores are keys times queries [keys, rows], and outputs values times probabilities [size, rows]: the matrix units work
-on 16 by 8, and a KV head has a few queries only, which would be most of 16 rows left empty. It is that and the absence
-of other warps to wait for that saves energy, by which a card is limited; docs/performance.md has the figures.
+Scores are keys times queries [keys, rows], and outputs are values times probabilities [size, rows]. The matrix units
+work on 16 by 8, and a KV head has only a few queries, so most of 16 rows would be empty. This, and the absence of other
+warps to wait for, saves energy, which limits a card's speed. docs/performance.md has the measurements.
 """
 
 # mypy: ignore-errors
@@ -37,7 +37,7 @@ AHEAD = gl.constexpr(3)
 
 @gluon.jit
 def _next(counter, total):
-    """The number of the next piece of work, -1 for none; who is told last that there is none sets the counter to 0."""
+    """Return the number of the next piece of work, -1 for none. The last program to get -1 resets the counter to 0."""
     taken = gl.atomic_add(counter, 1, sem="relaxed")
     if taken == total - 1:
         gl.store(counter, 0)
@@ -47,7 +47,10 @@ def _next(counter, total):
 
 @gluon.jit
 def _work(number, seq_lens, starts, kv_heads):
-    """Request, KV head, query token and keys of a piece of work; no keys where the request has no token, or for -1."""
+    """Return request, KV head, query token and keys of a piece of work.
+
+    No keys if the request has no token, or for -1.
+    """
     request = gl.maximum(number, 0) // kv_heads
     token = gl.load(starts + request)
     length = gl.where(gl.load(starts + request + 1) > token, gl.load(seq_lens + request), 0)
@@ -59,9 +62,9 @@ def _seek(
     number, counter, total, seq_lens, starts, kv_heads, out, o_token, o_head, lse, lse_head, group: gl.constexpr,
     rows: gl.constexpr, size: gl.constexpr, wide: gl.constexpr,
 ):  # fmt: skip
-    """The first piece of work from `number` on that has keys, as `_work` gives it with its number.
+    """Return the first piece of work with keys from `number` on, with its number, in the form of `_work`.
 
-    Tokens without keys, which captured steps are padded with, get zeros and a logarithm of minus infinity on the way.
+    Skipped tokens without keys, which pad captured steps, get zeros and a logarithm of minus infinity.
     """
     request, head, token, length = _work(number, seq_lens, starts, kv_heads)
     while (number >= 0) & (length == 0):
@@ -80,7 +83,7 @@ def _seek(
 
 @gluon.jit
 def _blocks(table, number, length, page: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr):
-    """Where a tile's keys lie, block by block; blocks behind the last key are that key's."""
+    """Return the blocks of a tile's keys. Blocks after the last key repeat that key's block."""
     pieces: gl.constexpr = tile // page if page < tile else 1
     piece = gl.arange(0, pieces, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout)))
     return gl.load(table + gl.minimum((number * tile + piece * page) // page, (length - 1) // page))
@@ -90,7 +93,7 @@ def _blocks(table, number, length, page: gl.constexpr, tile: gl.constexpr, layou
 def _fetch(
     states, tiles, place, blocks, number, block, token, page: gl.constexpr, tile: gl.constexpr, layout: gl.constexpr
 ):
-    """Ask for a tile of keys or values of a head; behind the last key comes what its block holds there."""
+    """Start loading a tile of keys or values of a head. After the last key the rest of its block is loaded."""
     piece: gl.constexpr = page if page < tile else tile
     size: gl.constexpr = tiles.shape[3]
     row = gl.arange(0, piece, layout=gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
@@ -132,11 +135,11 @@ def attend_decodes(
     stages: gl.constexpr,
     early: gl.constexpr,
 ):
-    """Requests with one query token each, or none, whose KV heads are the `total` pieces of work.
+    """Compute attention of requests with one query token each, or none. Their KV heads are the `total` pieces of work.
 
-    Any number of programs of one warp, and no more than pieces. `counter`, an int32 of 0, is 0 again behind the launch.
-    Results go to out [tokens, heads, size] and lse [heads, tokens]; `scale` counts in base 2. `early`: the kernel
-    behind may start, this one waits for the one in front.
+    Any number of programs of one warp, at most one per piece. `counter`, an int32 of 0, is 0 again after the launch.
+    Results go to out [tokens, heads, size] and lse [heads, tokens]. `scale` is for base 2. `early`: the next kernel may
+    start, and this one waits for the previous.
     """
     if early:
         gdc_launch_dependents()
@@ -272,7 +275,7 @@ class HopperDecodes:
 
     @staticmethod
     def serves(context: AttentionContext) -> bool:
-        """Whether the kernel can serve a group's layers, and it need not give the same bits in any batch."""
+        """Return True if the kernel supports a group's layers, and batch invariance is not required."""
         layer = context.layers[0]
         fits = layer.head_size == layer.head_size_v and layer.head_size in SIZES
         fits &= layer.num_heads // layer.num_kv_heads <= MOST_GROUP
@@ -283,7 +286,7 @@ class HopperDecodes:
         return fits and plain and whole and not context.batch_invariant
 
     def takes(self, requests: int) -> bool:
-        """Whether so many requests are served in less time than by the kernel for all."""
+        """Return True if this number of requests is faster than with the common kernel."""
         load = requests * self._kv_heads / self._cores
         return any(low <= load <= high for low, high in LOADS)
 
@@ -297,10 +300,10 @@ class HopperDecodes:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> bool:
-        """Attention of the batch's first requests, which have one query token each.
+        """Compute attention of the batch's first requests, which have one query token each.
 
-        Into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]; False, and nothing done, where rows of
-        queries, keys or values do not lie at multiples of 32 bytes.
+        Results go to `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]. Return False and do nothing if rows
+        of queries, keys or values are not at multiples of 32 bytes.
         """
         if not all(map(_lies_even, (query, cache.key, cache.value))):
             return False
@@ -340,6 +343,6 @@ class HopperDecodes:
 
 
 def _lies_even(tensor: torch.Tensor) -> bool:
-    """Whether rows are contiguous and begin where 16 bytes can be copied at once, as Triton sees it from strides."""
+    """Return True if rows are contiguous and aligned to 16 bytes, which Triton derives from strides."""
     *strides, last = tensor.stride()
     return tensor.data_ptr() % 16 == 0 and last == 1 and not any(stride % 16 for stride in strides)

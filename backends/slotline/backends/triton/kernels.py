@@ -1,20 +1,20 @@
-"""Paged attention in Triton: a kernel for decode, prefill and all between, one that joins split keys, one that stores.
+"""Paged attention in Triton: a kernel for decode, prefill and mixtures, one that merges split keys, one that stores.
 
-A program serves a block of query tokens of one request and one KV head: its rows are those tokens times the query heads
-of the head's group, so keys and values are read once for all of them. It walks over tiles of keys with an online
-softmax in base 2 (Dao et al. 2022, algorithm 1; Milakov and Gimelshein 2018). Where few programs would fill the device,
-the keys are cut into splits and joined afterwards (flash-decoding, Dao et al. 2023).
+A program handles a block of query tokens of one request and one KV head. Its rows are those tokens times the query
+heads of the head's group, so keys and values are read once for all of them. It iterates over tiles of keys with an
+online softmax in base 2 (Dao et al. 2022, algorithm 1, Milakov and Gimelshein 2018). If there are too few programs to
+fill the device, the keys are divided into splits and merged afterwards (flash-decoding, Dao et al. 2023).
 
-A common prefix is one more split, or several: all query tokens of the batch are taken for one request's then, so that
-the prefix is read once for them, and the requests' own splits begin behind it (as in Juravsky et al. 2024, Hydragen).
+A common prefix adds one or several splits. All query tokens of the batch are treated as one request there, so that the
+prefix is read once for them, and the requests' own splits begin after it (as in Juravsky et al. 2024, Hydragen).
 
-Drafts in the form of a tree (Miao et al. 2024, SpecInfer) are a request's last query tokens and its last keys; their
-mask is looked up in the tiles that hold such keys.
+Drafts in the form of a tree (Miao et al. 2024, SpecInfer) are a request's last query tokens and its last keys. Their
+mask is read for the tiles with these keys.
 
-Slots that hold no key of the request, freed blocks and the null block are masked before they are read.
+Slots without a key of the request, freed blocks and the null block are masked before they are read.
 
-Numbers that change from step to step are not specialised: kernels of their own for 1 and for multiples of 16 would keep
-requests waiting for the compiler, long after the start.
+Numbers that change from step to step are not specialised. Otherwise separate kernels for 1 and for multiples of 16
+would be compiled long after the start, while requests wait.
 """
 
 # mypy: ignore-errors
@@ -30,9 +30,11 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def _find_request(block, starts, first, num_requests, block_q: tl.constexpr):
-    """The request of a block of queries. Request r begins at block (tokens before) // block_q + (requests before).
+    """Return the request of a block of queries.
 
-    That leaves each request room for all its blocks; what it does not need stays empty.
+    Request r begins at block (tokens before) // block_q + (requests before).
+
+    Each request has room for all its blocks. Unused blocks stay empty.
     """
     offset = tl.load(starts + first)
     low, high = first, num_requests
@@ -271,21 +273,20 @@ def attend(
     peel: tl.constexpr,
     early: tl.constexpr,
 ):
-    """One block of queries, one KV head, one split of the keys.
+    """Compute attention of one block of queries, one KV head and one split of the keys.
 
-    Grid: (blocks of queries times KV heads, splits), the heads of a block side by side: programs begin in this order,
-    and so the blocks with the most keys, which come first, begin first for all heads.
-    `first` .. `num_requests` are the requests served; `single` says that
-    each has one query token. Unsplit results go to
-    out [tokens, heads, size_v] and lse [heads, tokens]; split ones, unnormalised, to the parts from `first_part` on of
-    parts [tokens, heads, num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale`
-    counts in base 2 unless capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of
-    all requests, "rest" for the keys behind them. `has_tree`: the last nodes [requests] query tokens of each request
-    are the first nodes of a tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are
-    ALiBi's, where `has_slopes`. `peel` walks
-    tiles that need no mask in a loop of their own. `early`: the kernel behind may start, and this one waits for the one
-    in front, whose are the queries and the newest keys and values. Where requests and their pages are it reads before:
-    that is written before a step's first kernel, the lookup of embeddings, which does not start early.
+    Grid: (blocks of queries times KV heads, splits), with the heads of a block adjacent. Programs begin in this order,
+    so the blocks with the most keys, which come first, begin first for all heads. The kernel handles requests `first`
+    .. `num_requests`. `single` means that each has one query token. Unsplit results go to out [tokens, heads, size_v]
+    and lse [heads, tokens]. Split results, unnormalised, go to the parts from `first_part` on of parts [tokens, heads,
+    num_parts, padded_v] and part_norms [tokens, heads, num_parts, 2] (maximum, sum). `scale` is for base 2 unless
+    capped. `cascade` is "" for all keys, "prefix" for the first `prefix` keys and the tokens of all requests, "rest"
+    for the keys after them. `has_tree`: the last nodes [requests] query tokens of each request are the first nodes of a
+    tree with the mask sees [num_nodes, num_nodes] and depths [num_nodes]. `slopes` [heads] are ALiBi's, if
+    `has_slopes`. `peel` handles tiles without a mask in a separate loop. `early`: the next kernel may start, and this
+    one waits for the previous one, which writes the queries and the newest keys and values. Positions of requests and
+    pages are read before the wait. They are written before a step's first kernel, the lookup of embeddings, which does
+    not start early.
     """
     if early:
         gdc_launch_dependents()
@@ -534,7 +535,7 @@ def store(
     most: tl.constexpr,
     has_scales: tl.constexpr,
 ):
-    """Write one token's key and value, all heads, to its slot; slot -1 is left out. Grid: (tokens,).
+    """Write one token's key and value, all heads, to its slot. Slot -1 is skipped. Grid: (tokens,).
 
     `most` is the largest finite value of an eight-bit cache, 0 for other caches.
     """

@@ -51,7 +51,7 @@ def _copy(half, narrow, rows, column, ready, target, page: gl.constexpr):
 def _load(
     half, narrow, table, first_tile, last_tile, end, per_block, left, right, ropes, full, empty, page: gl.constexpr
 ):
-    """The loading warp: halves of tiles in turn into two places, each when the last one's products are done."""
+    """Run the loading warp: load halves of tiles alternately into two buffers, each after the previous products."""
     for number in range(first_tile, last_tile):
         step = number - first_tile
         place = step % 2
@@ -81,7 +81,7 @@ def _load(
 
 @gluon.jit
 def _weigh(scores, top, total, number, end, position, scale, masked: gl.constexpr, score_layout: gl.constexpr):
-    """Probabilities of one tile, not normalised; the new maximum and sums, and what the old ones shrink by."""
+    """Return the unnormalised probabilities of one tile, the new maximum and sums, and the factor of the old ones."""
     if masked:
         key = number * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, score_layout))
         seen = (key < end)[None, :] & (key[None, :] <= position[:, None])
@@ -137,7 +137,7 @@ def _compute(
     single: gl.constexpr,
     split: gl.constexpr,
 ):
-    """The two warp groups: each has half of the keys' scores and half of the columns of each half of the output."""
+    """Run the two warp groups. Each computes half of the keys' scores and half of the columns of each output half."""
     score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16])
     out_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 128, 16])
     row = block * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, score_layout))
@@ -385,7 +385,7 @@ class HopperLatents:
         parts: torch.Tensor,
         norms: torch.Tensor,
     ) -> bool:
-        """One launch of `TritonLatents`; False, and nothing done, where the copy engine cannot read such a cache."""
+        """Do one launch of `TritonLatents`. Return False and do nothing if the copy engine cannot read the cache."""
         block, token = cache.key.stride()[:2]
         if block % token or token % 8 or cache.key.data_ptr() % 16:
             return False  # blocks do not lie a whole number of rows apart, as in a pool that groups share

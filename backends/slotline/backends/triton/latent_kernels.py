@@ -1,9 +1,9 @@
 """Multi-head latent attention in Triton: paged attention over latents that are key and value of all heads.
 
-All query heads read the same keys, so a program serves any `block_m` of a request's rows, which are its query tokens
-times its heads, and reads each tile of latents once for scores and values. Else it is the online softmax of
-`kernels.attend`, with keys cut into splits that are joined by `kernels.join`. Slots that hold no key of the request are
-masked before they are read; a mask costs little beside products of this size, so all tiles have one.
+All query heads read the same keys, so a program handles any `block_m` of a request's rows, which are its query tokens
+times its heads, and reads each tile of latents once for scores and values. The rest is the online softmax of
+`kernels.attend`, with keys divided into splits that `kernels.join` merges. Slots without a key of the request are
+masked before they are read. A mask is cheap compared with products of this size, so all tiles have one.
 """
 
 # mypy: ignore-errors
@@ -16,9 +16,9 @@ import triton.language as tl
 
 @triton.jit
 def _find_request(block, starts, first, num_requests, heads, block_m: tl.constexpr):
-    """The request of a block of rows. Request r begins at block (rows before) // block_m + (requests before).
+    """Return the request of a block of rows. Request r begins at block (rows before) // block_m + (requests before).
 
-    That leaves each request room for all its blocks; what it does not need stays empty.
+    Each request has room for all its blocks. Unused blocks stay empty.
     """
     offset = tl.load(starts + first)
     low, high = first, num_requests
@@ -68,11 +68,11 @@ def attend_latents(
     split: tl.constexpr,
     exact: tl.constexpr,
 ):
-    """One block of rows and one split of the keys. Grid: (blocks of rows, splits).
+    """Compute one block of rows and one split of the keys. Grid: (blocks of rows, splits).
 
-    `first` .. `num_requests` are the requests served; `single` says that each has one query token. Unsplit results go
-    to out [tokens, heads, rank] and lse [heads, tokens]; split ones, unnormalised, to parts
-    [tokens, heads, splits, padded] and part_norms [tokens, heads, splits, 2] (maximum, sum). `scale` counts in base 2.
+    The kernel handles requests `first` .. `num_requests`. `single` means that each has one query token. Unsplit results
+    go to out [tokens, heads, rank] and lse [heads, tokens]. Split results, unnormalised, go to parts [tokens, heads,
+    splits, padded] and part_norms [tokens, heads, splits, 2] (maximum, sum). `scale` is for base 2.
     """
     index = tl.program_id(1)
     if single:
@@ -178,7 +178,7 @@ def store_latents(
     padded: tl.constexpr,
     page: tl.constexpr,
 ):
-    """Write one token's latent to its slot; slot -1 is left out. Grid: (tokens,)."""
+    """Write one token's latent to its slot. Slot -1 is skipped. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token)
     if slot < 0:

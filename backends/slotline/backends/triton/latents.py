@@ -25,8 +25,11 @@ SPLIT_COST = 4
 
 
 class Shape(NamedTuple):
-    """Sizes of a kernel: keys of a tile, rows (query tokens times heads), warps, stages of the pipeline, and programs
-    that one multiprocessor holds at a time."""
+    """Sizes of a kernel.
+
+    These are keys of a tile, rows (query tokens times heads), warps, stages of the pipeline, and programs that one
+    multiprocessor holds at a time.
+    """
 
     tile: int
     rows: int
@@ -47,7 +50,7 @@ EXACT = Shape(16, 16, 4, 1, 1)
 class Launch:
     """Requests `first` .. `end` in `blocks` blocks of rows and `splits` splits of the keys.
 
-    Their query tokens are `first_token` .. `first_token + tokens`; `single` says that each has one.
+    Their query tokens are `first_token` .. `first_token + tokens`. `single` means that each has one.
     """
 
     first: int
@@ -69,8 +72,10 @@ class Plan(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def splits_of(blocks: int, tiles: int, places: int) -> int:
-    """Into how many splits to cut so many tiles of keys: those that end soonest, if blocks of rows run in waves of as
-    many as the device has places."""
+    """Return the number of splits for this number of tiles of keys that finishes first.
+
+    Blocks of rows are assumed to run in waves that fill the device's places.
+    """
 
     def time(splits: int) -> int:
         waves: int = triton.cdiv(blocks * splits, places)
@@ -136,7 +141,7 @@ class TritonLatents:
         )
 
     def _busy(self, requests: int, tokens: int, query_len: int, shape: Shape) -> int:
-        """How many of the blocks of rows have rows, or about."""
+        """Return the approximate number of blocks of rows that have rows."""
         if tokens == requests * query_len:
             return requests * int(triton.cdiv(query_len * self._heads, shape.rows))
         return int(triton.cdiv(tokens * self._heads, shape.rows))
@@ -271,7 +276,7 @@ class TritonLatents:
 
 
 def _hopper_kernel(context: AttentionContext) -> HopperLatents | None:
-    """What launches Hopper's own kernel, where it serves a group."""
+    """Return the launcher of Hopper's own kernel, or None if it does not support the group."""
     layer = context.layers[0]
     page = context.kernel_block_size
     sizes = (layer.head_size_v, layer.head_size - layer.head_size_v)

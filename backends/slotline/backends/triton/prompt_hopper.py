@@ -1,9 +1,9 @@
 """Attention of prompts that begin in a step, on Hopper in Gluon: one warp loads tiles while two warp groups compute.
 
-The same work as `prompt_kernels.attend_prompts`, in the form of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608):
-a block has 128 rows, 64 for each warp group, which share tiles of 128 keys in two places and of values in two.
-Programs stay and take the next block when they are done, the last of a prompt first; its queries are fetched, and its
-first scores computed, while the block before is finished.
+The same work as `prompt_kernels.attend_prompts`, in the form of FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608).
+A block has 128 rows, 64 for each warp group. The groups share two buffers for tiles of 128 keys and two for values.
+Programs are persistent and take the next block when they are done, the last block of a prompt first. Its queries are
+loaded, and its first scores computed, while the previous block is finished.
 
 Keys of a block are read from the last tile to the first, so that the one tile with a mask is the first.
 """
@@ -51,7 +51,7 @@ def _place(number, starts, first, num_requests, blocks, kv_heads, block_q: gl.co
 
 @gluon.jit
 def _fetch(boxes, places, full, empty, step, at, column, tile: gl.constexpr, size: gl.constexpr):
-    """A tile of keys or values into its place, once nobody needs what is there."""
+    """Load a tile of keys or values into its buffer, once the old contents are not needed any more."""
     place = step % 2
     mbarrier.wait(empty.index(place), ((step // 2) & 1) ^ 1)
     mbarrier.expect(full.index(place), tile * size * 2)
@@ -84,10 +84,10 @@ def _load(
     tile: gl.constexpr,
     size: gl.constexpr,
 ):
-    """The loading warp: a block's queries, then the keys of each tile in front of the values of the one before.
+    """Run the loading warp: load a block's queries, then the keys of each tile before the values of the previous one.
 
-    The next block is looked up behind the first keys, so that nothing waits for it. Who computes learns of a block from
-    `items`; a length of 0 is the end.
+    The next block is looked up after the first keys, so that nothing waits for it. The computing warps get a block from
+    `items`. A length of 0 is the end.
     """
     block_q: gl.constexpr = 2 * half_q
     lane: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -139,7 +139,7 @@ def _load(
 
 @gluon.jit
 def _item(items, full_q, count):
-    """The block of a count, once its queries are there: KV head, first token and length of the prompt, block."""
+    """Return the block of a count, once its queries are loaded: KV head, first token, prompt length, block."""
     side = count % 2
     mbarrier.wait(full_q.index(side), (count // 2) & 1)
     each: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
@@ -183,7 +183,10 @@ def _next(
     o_layout: gl.constexpr,
     dtype: gl.constexpr,
 ):
-    """The scores of a tile that all rows see, while the weights of the one before meet its values."""
+    """Compute the scores of a tile that all rows see.
+
+    Meanwhile the previous tile's weights are multiplied with its values.
+    """
     place, phase = step % 2, (step // 2) & 1
     old, old_phase = (step - 1) % 2, ((step - 1) // 2) & 1
     mbarrier.wait(full_k.index(place), phase)
@@ -242,7 +245,7 @@ def _compute(
     tile: gl.constexpr,
     size: gl.constexpr,
 ):
-    """A warp group: half `which` of the rows of one block after the other."""
+    """Run a warp group, which computes half `which` of the rows of one block after the other."""
     dtype: gl.constexpr = keys.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, tile, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
@@ -338,10 +341,10 @@ def attend_prompts(
     size: gl.constexpr,
     tile: gl.constexpr,
 ):
-    """As `prompt_kernels.attend_prompts`, of all blocks; any number of programs, and no more than there are blocks.
+    """Compute `prompt_kernels.attend_prompts` for all blocks, with any number of programs up to the number of blocks.
 
     Boxes of queries are [64 / group, group, size] out of [tokens, heads, size], those of keys and values [tile, size]
-    out of [tokens, KV heads * size]. `counter`, an int32 of 0, is 0 again behind the launch.
+    out of [tokens, KV heads * size]. `counter`, an int32 of 0, is 0 again after the launch.
     """
     dtype: gl.constexpr = key_boxes.dtype
     half_q: gl.constexpr = 64 // group
@@ -382,10 +385,10 @@ def attend_prompts(
 
 
 class HopperPrompts:
-    """Launches the kernel for layers of equal needs.
+    """Launcher of the kernel for layers of equal needs.
 
     Args:
-        group: query heads of a KV head, a power of two, 64 at most; heads have `SIZE` numbers.
+        group: query heads of a KV head, a power of two up to 64. Heads have `SIZE` numbers.
         device: torch device string.
         cores: its multiprocessors.
     """
@@ -408,8 +411,9 @@ class HopperPrompts:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> bool:
-        """As `PromptAttention.forward`; False, and nothing done, where prompts are short or the copy engine cannot read
-        such queries.
+        """Do the work of `PromptAttention.forward`.
+
+        Return False and do nothing if prompts are short or the copy engine cannot read the queries.
         """
         prompts = launch.end - launch.first
         if launch.tokens < SHORT * prompts or query.data_ptr() % 16 or any(n % 8 for n in query.stride()[:2]):

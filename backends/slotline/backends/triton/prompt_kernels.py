@@ -17,7 +17,7 @@ from slotline.backends.triton.kernels import _find_request
 
 @triton.jit
 def _step(scores, values, scale, top, norm, acc):
-    """The new maximum, sum and output of the rows; every row sees a key in its first tile."""
+    """Return the new maximum, sum and output of the rows. Every row sees a key in its first tile."""
     best = tl.maximum(top, tl.max(scores, 1) * scale)
     weights = tl.exp2(scores * scale - best[:, None])
     shrink = tl.exp2(top - best)
@@ -57,12 +57,12 @@ def attend_prompts(
     block_m: tl.constexpr,
     has_sinks: tl.constexpr,
 ):
-    """One block of queries of one of the requests `first` .. `num_requests`, and one KV head.
+    """Compute one block of queries of one of the requests `first` .. `num_requests`, and one KV head.
 
     Grid: (blocks times KV heads), in the order of `kernels.attend`.
 
-    query [tokens, heads, size]; key and value [tokens, KV heads, size], and the same memory as boxes of [tile, size]
-    out of [tokens, KV heads * size]; out and lse as in `kernels.attend`. `scale` counts in base 2.
+    query is [tokens, heads, size]. key and value are [tokens, KV heads, size], and the same memory as boxes of [tile,
+    size] out of [tokens, KV heads * size]. out and lse are as in `kernels.attend`. `scale` is for base 2.
     """
     head, place = tl.program_id(0) % kv_heads, tl.program_id(0) // kv_heads
     last = tl.num_programs(0) // kv_heads - 1  # the last blocks see most keys: they begin first

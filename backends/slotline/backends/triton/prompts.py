@@ -1,4 +1,4 @@
-"""Which requests the kernel for whole prompts serves, and its launch."""
+"""Choice of the requests for the kernel for whole prompts, and its launch."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class PromptAttention:
         self._hopper = _hopper_kernel(context, group) if self._serves else None
 
     def first(self, batch: AttentionBatch, programs: int) -> int:
-        """The first of the requests at the end of a batch that this kernel serves; `num_requests` for none.
+        """Return the first of the requests at the end of a batch that use this kernel, `num_requests` for none.
 
-        They must fill so many programs, as large blocks do not pay for a few tokens.
+        They must fill a minimum number of programs, because large blocks are slower for a few tokens.
         """
         decodes, requests = batch.num_decodes, batch.num_requests
         if not self._serves or not batch.causal or batch.max_query_len == 1:
@@ -71,9 +71,9 @@ class PromptAttention:
         return first if tokens // self._block_q * self._kv_heads >= programs else requests
 
     def takes(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache) -> bool:
-        """Whether these tensors are what the cache holds, and lie so that boxes of them can be fetched.
+        """Return True if these tensors equal the cache's contents, and boxes of them can be loaded.
 
-        Not in a graph: its replays may have other requests, with keys in the cache.
+        False in a graph, because its replays may have other requests, with keys in the cache.
         """
         if layer.shares_kv_with is not None or cache.key.dtype != key.dtype or cache.value.dtype != value.dtype:
             return False
@@ -139,7 +139,7 @@ class PromptAttention:
 
 
 def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | None:
-    """What launches Hopper's own kernel, where it serves a group; it knows no sinks."""
+    """Return the launcher of Hopper's own kernel, or None if it does not support the group. It has no sinks."""
     if group & (group - 1) or not device_has_hopper_kernels(context.device):
         return None
     from slotline.backends.triton.prompt_hopper import SIZE, HopperPrompts
@@ -150,7 +150,7 @@ def _hopper_kernel(context: AttentionContext, group: int) -> HopperPrompts | Non
 
 
 def _is_boxed(states: torch.Tensor) -> bool:
-    """Whether the heads of [num_tokens, heads, size] lie one behind the other, at multiples of 16 bytes."""
+    """Return True if the heads of [num_tokens, heads, size] are contiguous, at multiples of 16 bytes."""
     _, heads, size = states.shape
     aligned = states.data_ptr() % 16 == 0 and states.stride(0) * states.element_size() % 16 == 0
     return aligned and states.stride(2) == 1 and (heads == 1 or states.stride(1) == size)

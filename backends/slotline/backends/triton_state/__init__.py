@@ -11,7 +11,7 @@ from slotline.registry.descriptor import Descriptor, DeviceInfo, Kind
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, if Triton's kernels can run and the GPU has bfloat16."""
+    """Return the offer, if Triton's kernels can run and the GPU has bfloat16."""
     if device.type == "cuda" and (reason := why_no_triton()):
         return reason
     if device.type == "cuda" and (device.compute_capability or (8, 0)) < (8, 0):

@@ -27,10 +27,10 @@ EARLIEST = (9, 0)
 
 
 class TritonState:
-    """See `slotline.registry.contracts.state.StateBackend`; keeps nothing between steps but what drafts may ask back.
+    """State backend in Triton. It keeps nothing between steps except the data for rollback of drafts.
 
-    Slots, lengths and initial states are read on the device. From the host come counts of rows and tokens alone, which
-    in a captured forward are those of its tensors, so that a replay may hold any requests that fit into them.
+    Slots, lengths and initial states are read on the device. Only counts of rows and tokens come from the host. In a
+    captured forward these are the sizes of its tensors, so that a replay may have any requests that fit into them.
     """
 
     def __init__(self, context: StateContext) -> None:
@@ -41,7 +41,7 @@ class TritonState:
         self._early = on_gpu and torch.cuda.get_device_capability(context.device) >= EARLIEST
 
     def plan(self, batch: StateBatch) -> StateBatch:
-        """The batch itself: its tensors stay where they are from one replay to the next."""
+        """Return the batch itself. Its tensors keep their addresses from one replay to the next."""
         self._order.begin()
         if self._trails is not None:
             self._trails.begin(batch)

@@ -82,7 +82,7 @@ class Convolution:
 
 
 def in_words(facts: Mapping[str, Any], tensors: tuple[Tensor, ...]) -> bool:
-    """Whether four channels at a time can be read as whole words, from tensors (x, weight, bias, state, out)."""
+    """Return True if four channels at a time can be read as whole words, from tensors (x, weight, bias, state, out)."""
     x, weight, _, conv, _ = tensors
     return (
         {tensor.dtype for tensor in tensors} in ({torch.bfloat16}, {torch.float16})

@@ -21,7 +21,7 @@ card gave wrong values for small heads in half precision, where the interpreter'
 
 
 class Scan(NamedTuple):
-    """How `prefill` walks over chunks: numbers of state that a program holds, and chunks on their way at a time."""
+    """Sizes of `prefill`: numbers of state in a program, and chunks that are loaded at a time."""
 
     tile: int
     stages: int
@@ -104,7 +104,7 @@ class GatedDelta:
 
 
 def _shape(facts: Mapping[str, Any], rows: Rows) -> Scan:
-    """How prompts of so many rows are walked over."""
+    """Return the sizes for prompts of this number of rows."""
     programs = triton.cdiv(facts["head_size_v"], _block(facts, MANY.tile, 16)) * facts["num_v_heads"] * rows.count
     return MANY if programs >= rows.cores else FEW
 

@@ -129,7 +129,7 @@ def _block(facts: Mapping[str, Any], tile: int) -> int:
 
 
 def _tensors(inputs: Tensors) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """The kernels' inputs, and the strides of those that have tokens."""
+    """Return the kernels' inputs, and the strides of those with tokens."""
     x = inputs["x"]
     parameters = (given(inputs, "D", inputs["A"]), given(inputs, "dt_bias", inputs["A"]))
     z = given(inputs, "z", x)

@@ -1,4 +1,4 @@
-"""Which rows of a batch a launch serves, and numbers that launches of all kinds need."""
+"""Rows of a batch for a launch, and numbers that launches of all kinds need."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ class Rows:
     """Rows `first` .. `end` of a batch, and the tokens of the step's tensors.
 
     Attributes:
-        starts, slots, has_state: the batch's tensors, read on the device alone; the last one as int8.
+        starts, slots, has_state: the batch's tensors, read only on the device, the last one as int8.
         num_tokens: rows of the inputs, padding included.
         cores: multiprocessors of the device.
-        early: whether a kernel may start while the one in front of it ends (programmatic dependent launch).
-        ahead: whether it may then read slots and states at once; see `order.Order`. If not, others count on its wait.
+        early: True if a kernel may start while the previous one ends (programmatic dependent launch).
+        ahead: True if it may then read slots and states immediately (see `order.Order`). If False, others rely on its
+            wait.
     """
 
     starts: Tensor
@@ -40,8 +41,9 @@ class Rows:
     ahead: bool = False
 
     def start(self, programs: int = 0, most: float = float("inf")) -> dict[str, int | bool]:
-        """Options of a launch of so many programs, which reads ahead if they are at most `most` a multiprocessor; what
-        the device has not is not named.
+        """Return the options of a launch of this number of programs, without options that the device does not have.
+
+        It reads ahead if there are at most `most` programs per multiprocessor.
         """
         ahead = programs <= most * self.cores
         options: dict[str, int | bool] = {"waits": int(not self.ahead), "early": self.early, "ahead": ahead}
@@ -61,11 +63,11 @@ class Operator(Protocol):
     """The launches of one kind of layer."""
 
     def decode(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
-        """Rows with one token each, where token r is row r's; rows with slot -1 get zeros."""
+        """Compute rows with one token each, where token r is row r's. Rows with slot -1 get zeros."""
         ...
 
     def prefill(self, facts: Mapping[str, Any], inputs: Tensors, state: Tensors, out: Tensor, rows: Rows) -> None:
-        """Rows with any number of tokens; those of rows with slot -1 are left alone."""
+        """Compute rows with any number of tokens. Tokens of rows with slot -1 are not changed."""
         ...
 
 
@@ -78,21 +80,21 @@ def clear_padding(out: Tensor, rows: Rows) -> None:
 
 
 def padded(size: int, least: int = 1) -> int:
-    """The size as a kernel's tile has it."""
+    """Return the size in a kernel's tile."""
     return max(least, int(triton.next_power_of_2(size)))
 
 
 def limits(facts: Mapping[str, Any]) -> tuple[float, float]:
-    """The bounds of the time step."""
+    """Return the bounds of the time step."""
     low, high = facts.get("dt_limit") or (float("-inf"), float("inf"))
     return float(low), float(high)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products are rounded: not at all where the activations are float32."""
+    """Return the rounding of products: none if the activations are float32."""
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
 def given(inputs: Tensors, name: str, instead: Tensor) -> Tensor:
-    """An optional input, or any tensor, which a kernel then does not read."""
+    """Return an optional input, or any tensor, which a kernel does not read then."""
     return inputs.get(name, instead)

@@ -1,9 +1,9 @@
-"""Going back to an accepted draft: what the layers keep of the requests that a step verifies.
+"""Rollback to an accepted draft: the data that the layers keep of the requests that a step verifies.
 
-The state in front of a request's tokens is kept, and of its tokens what the recurrence runs over. To go back, the state
-is put back and the accepted tokens are run once more by the kernel that serves prompts. All of it lies in buffers for
-the most requests and drafts, so that captured forwards fill them as eager ones do. Those of the states are made with
-the backend, so that they count as taken when memory is measured; what tokens need is little, and made by the first
+The state before a request's tokens is kept, and the operands of the recurrence for its tokens. To go back, the state is
+restored and the accepted tokens are computed again by the kernel for prompts. All data is in buffers for the most
+requests and drafts, so that captured forwards fill them like eager ones. The buffers of the states are created with the
+backend, so that they are counted when memory is measured. The buffers of tokens are small and created by the first
 forward.
 """
 
@@ -56,7 +56,7 @@ class Trail:
 
 
 class Trails:
-    """What is kept for `commit`, layer by layer."""
+    """Data kept for `commit`, layer by layer."""
 
     def __init__(self, context: StateContext, cores: int) -> None:
         self.most = 1 + context.max_draft_tokens
@@ -68,7 +68,7 @@ class Trails:
         self._again: tuple[Tensor, Tensor, Tensor] | None = None
 
     def begin(self, batch: StateBatch) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._starts = batch.query_start_loc
         lens = np.diff(batch.query_start_loc_cpu[: batch.num_requests + 1])
         self._verifies = bool(((lens > 1) & (lens <= self.most)).any())
@@ -156,7 +156,7 @@ class Trails:
         )
 
     def _buffers(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Where `go_back` says what to run again: starts, slots, and that all of them have states."""
+        """Return the buffers for the batch that `go_back` runs again: starts, slots, and that all have states."""
         if self._again is None:
             count = 2 * self._rows
             starts = torch.empty(count + 1, dtype=torch.int32, device=device)

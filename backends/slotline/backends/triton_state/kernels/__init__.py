@@ -1,1 +1,1 @@
-"""Triton kernels of the state kinds, one file each; what launches them stands in the files of the same names above."""
+"""Triton kernels of the state kinds, one file each. The files of the same names in the parent folder launch them."""

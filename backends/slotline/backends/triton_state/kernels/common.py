@@ -1,4 +1,4 @@
-"""What the kernels of several kinds share: which request a block belongs to, and functions of one value."""
+"""Common parts of the kernels of several kinds: the request of a block, and functions of one value."""
 
 # mypy: ignore-errors
 
@@ -13,10 +13,10 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def find_chunk(index, starts, first, end, chunk: tl.constexpr):
-    """Which of the requests `first` .. `end` a chunk of tokens belongs to, and which of its chunks it is.
+    """Return the request among `first` .. `end` that a chunk of tokens belongs to, and the chunk's number in it.
 
-    Request r begins at chunk (tokens before) // chunk + (requests before): room for all its chunks, and for some that
-    no request has, whose number in the request then lies behind its end.
+    Request r begins at chunk (tokens before) // chunk + (requests before). This leaves room for all its chunks, and for
+    some unused chunks, whose number in the request is beyond its end.
     """
     offset = tl.load(starts + first)
     low, high = first, end
@@ -33,8 +33,9 @@ def find_chunk(index, starts, first, end, chunk: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first", "end", "num_tokens"])
 def clear(out, starts, slots, first, end, num_tokens, size, block: tl.constexpr):
-    """Zeros for the tokens of padded requests and those behind the last one. Grid: (requests `first` .. `end` and one
-    more, any number).
+    """Clear the tokens of padded requests and those after the last one.
+
+    Grid: (requests `first` .. `end` and one more, any number).
     """
     row = first + tl.program_id(0)
     padded = tl.load(slots + row, mask=row < end, other=-1) < 0
@@ -50,13 +51,13 @@ def clear(out, starts, slots, first, end, num_tokens, size, block: tl.constexpr)
 
 @triton.jit
 def limit(has_state, size):
-    """How many of `size` numbers along an axis of a state are to be read: all, or none of a request that starts."""
+    """Return how many of `size` numbers along an axis of a state to read: all, or none of a request that starts."""
     return tl.where(tl.load(has_state) != 0, size, 0)
 
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x / (1.0 + tl.exp2(x * -1.4426950408889634))
 
 
@@ -71,7 +72,7 @@ def softplus(x):
 
 @triton.jit
 def time_step(dt, low, high, has_softplus: tl.constexpr, has_limit: tl.constexpr):
-    """dt with its bias: made positive, then clamped."""
+    """Return dt with its bias: made positive, then clamped."""
     if has_softplus:
         dt = softplus(dt)
     if has_limit:
@@ -81,8 +82,10 @@ def time_step(dt, low, high, has_softplus: tl.constexpr, has_limit: tl.constexpr
 
 @triton.jit
 def before_states(waits, ahead: tl.constexpr):
-    """In a kernel that may start while the one in front ends: let the one behind start; if it `waits`, not before all
-    in front has ended. Slots and states are read before the kernel's own wait if `ahead`. `order.Order` says when.
+    """Let the next kernel start, in a kernel that may start while the previous one ends.
+
+    If it `waits`, the next kernel starts only after all previous ones have ended. With `ahead`, slots and states are
+    read before the kernel's own wait. `order.Order` decides this.
     """
     if waits != 0:
         gdc_wait()
@@ -93,8 +96,9 @@ def before_states(waits, ahead: tl.constexpr):
 
 @triton.jit
 def before_inputs(ahead: tl.constexpr):
-    """Wait for what is in front: nothing that the step computes may be read before, and nothing written. A second wait
-    would hold up what follows until the states have come.
+    """Wait for the previous kernels. Results of the step must not be read or written before.
+
+    A second wait would delay the following work until the states have been loaded.
     """
     if ahead:
         gdc_wait()

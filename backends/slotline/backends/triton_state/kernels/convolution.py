@@ -67,7 +67,7 @@ def update(
 
 @triton.jit
 def _halves(word):
-    """A word of 64 bits as two of 32: everything else is done with those, of which a register holds one."""
+    """Return a word of 64 bits as two of 32, which fit into a register each and are used for everything else."""
     return word.to(tl.uint32), (word >> 32).to(tl.uint32)
 
 
@@ -78,7 +78,7 @@ def _whole(low, high):
 
 @triton.jit
 def _number(halves, index: tl.constexpr, dtype: tl.constexpr):
-    """Number `index` of 16-bit numbers that lie two to a half, in float32."""
+    """Return number `index` of 16-bit numbers that are packed two to a half, in float32."""
     if dtype == tl.bfloat16:  # the upper 16 bits of the same number in float32
         number = _bits(halves, index, 1).to(tl.float32, bitcast=True)
     else:
@@ -88,7 +88,7 @@ def _number(halves, index: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _bits(halves, index: tl.constexpr, place: tl.constexpr):
-    """The bits of number `index`, at `place` of another half."""
+    """Return the bits of number `index`, at `place` of another half."""
     half = halves[index // 2]
     if place == 0:
         half = (half >> (index % 2 * 16)) & 0xFFFF
@@ -101,13 +101,13 @@ def _bits(halves, index: tl.constexpr, place: tl.constexpr):
 
 @triton.jit
 def _moved(window, new, index: tl.constexpr, taps: tl.constexpr):
-    """The half at `index` of the new state."""
+    """Return the half at `index` of the new state."""
     return _next(window, new, index * 2, taps, 0) | _next(window, new, index * 2 + 1, taps, 1)
 
 
 @triton.jit
 def _next(window, new, index: tl.constexpr, taps: tl.constexpr, place: tl.constexpr):
-    """The bits of what number `index` of the state becomes: the next tap's, or in a channel's last tap the new one."""
+    """Return the new bits of number `index` of the state: the next tap's, or in a channel's last tap the new one."""
     last: tl.constexpr = index % taps == taps - 1
     return _bits(new, index // taps, place) if last else _bits(window, index + 1, place)
 
@@ -199,8 +199,9 @@ def update_words(
 
 @triton.jit
 def _store_words(taps, word, moved, kept, count: tl.constexpr, block: tl.constexpr):
-    """The `count` words of four channels each, by the threads that stand where they are stored: if each thread stored
-    its own, every sector would go to the L2 cache in parts, one for each of its stores.
+    """Store the `count` words of four channels each, with adjacent threads for adjacent words.
+
+    If each thread stored its own words, every sector would go to the L2 cache in parts, one for each store.
     """
     if count == 3:
         part = tl.arange(0, 4)
@@ -237,9 +238,9 @@ def convolve(
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
 ):
-    """A chunk of a request's tokens. Grid: (chunks, blocks of channels); see `find_chunk`.
+    """Compute a chunk of a request's tokens. Grid: (chunks, blocks of channels), see `find_chunk`.
 
-    Only a request's first chunk touches its state, also for the new one: no other program may be reading it.
+    Only a request's first chunk accesses its state, and also writes the new one, so that no other program may read it.
     """
     row, number = find_chunk(tl.program_id(0), starts, first, end, chunk)
     begin = tl.load(starts + row).to(tl.int64)

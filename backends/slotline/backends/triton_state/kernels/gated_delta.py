@@ -123,11 +123,11 @@ def prepare(
     normed: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Of each chunk what `scan` needs besides the state. Grid: (chunks, value heads).
+    """Compute the inputs of `scan` for each chunk, except the state. Grid: (chunks, value heads).
 
     reads [tokens, heads, size_k], own [tokens, heads, size_v] and scores [tokens, heads, chunk] have the activation
-    dtype; factors [3, heads, tokens] float32, `every` apart, hold log2 of the decay from the chunk's begin through each
-    token, what a query is multiplied by, and what a key is.
+    dtype. factors [3, heads, tokens] float32, with stride `every`, are log2 of the decay from the chunk's begin through
+    each token, the factor of a query, and the factor of a key.
     """
     head = tl.program_id(1)
     row, number = find_chunk(tl.program_id(0), starts, first, end, chunk)

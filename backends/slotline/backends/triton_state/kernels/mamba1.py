@@ -54,7 +54,9 @@ def update(
     early: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """One token of each request: token r is request r's; `full` if blocks have no channels or columns too many.
+    """Advance by one token of each request.
+
+    Token r is request r's. `full` if blocks have no padded channels or columns.
 
     Grid: (requests, blocks of channels).
     """
@@ -154,12 +156,14 @@ def scan(
     split: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """All tokens of a request, one after the other, with the state in registers: each thread has a channel's states, or
-    some of them, so that nothing but the sum over them crosses threads.
+    """Advance by all tokens of a request, one after the other, with the state in registers.
 
-    Grid: (blocks of channels, requests from `first` on), or where `split` their segments; see `find_chunk`. Without
-    `outputs` a segment's states, from zeros on, go to segments [segments, channels, size], and the sums of its time
-    steps to totals [segments, channels]; with them it begins with what `pass_states` has made of those.
+    Each thread has a channel's states, or some of them, so that only the sum over them crosses threads.
+
+    Grid: (blocks of channels, requests from `first` on), or with `split` their segments (see `find_chunk`). Without
+    `outputs` a segment's states, starting from zeros, go to segments [segments, channels, size], and the sums of its
+    time steps to totals [segments, channels]. With `outputs` a segment begins with the states that `pass_states`
+    computed from these.
     """
     index, number = tl.program_id(1), 0
     if split:
@@ -264,7 +268,7 @@ def pass_states(
     segment: tl.constexpr,
     block: tl.constexpr,
 ):
-    """What each segment adds becomes the state before it. Grid: (blocks of channels, requests)."""
+    """Turn the contribution of each segment into the state before it. Grid: (blocks of channels, requests)."""
     row = first + tl.program_id(1)
     offset = tl.load(starts + first)
     begin = tl.load(starts + row)

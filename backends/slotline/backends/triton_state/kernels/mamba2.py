@@ -146,7 +146,7 @@ def times(
 
 @triton.jit
 def _load(pointers, rows, columns, masked: tl.constexpr, wide: tl.constexpr):
-    """A tile, zeros where a row or a column is not there; `masked` rows and columns that are not `wide` are tested."""
+    """Load a tile, with zeros for missing rows or columns. `masked` rows and columns that are not `wide` are tested."""
     if masked:
         return tl.load(pointers, mask=rows[:, None] & columns[None, :], other=0.0)
     if wide:
@@ -184,7 +184,9 @@ def _chunk(
     precision: tl.constexpr,
     masked: tl.constexpr,
 ):
-    """The chunk of tokens from `done` on: the state after it, and log2 of its decay. Only `masked` may it have an end.
+    """Compute the chunk of tokens from `done` on: the state after it, and log2 of its decay.
+
+    Only a `masked` chunk may be incomplete.
 
     The pointers are at the request's first token and at the head.
     """
@@ -275,11 +277,11 @@ def scan(
     precision: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """The chunks of a segment of a request, or of all of it unless `split`, for a block of a head's rows.
+    """Compute the chunks of a segment of a request, or of all of it unless `split`, for a block of a head's rows.
 
     Grid: (blocks of rows, heads, segments or requests from `first` on). `segments` [segments, heads, head_size, size]
-    float32 holds what a segment adds without `outputs`, and the state before it with them; `totals` [segments, heads]
-    the log2 of its decay. `segment` is a multiple of `chunk`.
+    float32 is the contribution of a segment without `outputs`, and the state before it with `outputs`. `totals`
+    [segments, heads] is log2 of its decay. `segment` is a multiple of `chunk`.
     """
     head = tl.program_id(1)
     index = tl.program_id(2)
@@ -380,7 +382,10 @@ def pass_states(
     segment: tl.constexpr,
     block: tl.constexpr,
 ):
-    """What each segment adds becomes the state before it. Grid: (blocks of a head's numbers, heads, requests)."""
+    """Turn the contribution of each segment into the state before it.
+
+    Grid: (blocks of a head's numbers, heads, requests).
+    """
     head = tl.program_id(1)
     row = first + tl.program_id(2)
     offset = tl.load(starts + first)

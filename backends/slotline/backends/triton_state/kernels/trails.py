@@ -1,6 +1,8 @@
-"""What a layer keeps of requests that are verified, and the way back; `most` tokens, 1 + drafts, has such a request.
+"""Data that a layer keeps of verified requests, and the rollback.
 
-A request with one token has nothing to go back to, and one with more than `most` is no verification.
+A verified request has up to `most` tokens, 1 + drafts.
+
+A request with one token has nothing to roll back, and a request with more than `most` tokens is not a verification.
 """
 
 # mypy: ignore-errors
@@ -13,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def keep_state(state, before, starts, slots, has_state, most, s_slot, size, block: tl.constexpr):
-    """The states in front of the step, zeros of requests that start: before [rows, size]. Grid: (rows, blocks)."""
+    """Keep the states before the step, zeros for requests that start: before [rows, size]. Grid: (rows, blocks)."""
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(starts + row + 1) - tl.load(starts + row)
     slot = tl.load(slots + row).to(tl.int64)
@@ -27,9 +29,9 @@ def keep_state(state, before, starts, slots, has_state, most, s_slot, size, bloc
 
 @triton.jit
 def keep_tokens(source, kept, starts, slots, most, s_token, s_part, size, part, block: tl.constexpr):
-    """An input of the verified tokens: kept [rows, most, size]. Grid: (rows * most, blocks).
+    """Keep an input of the verified tokens: kept [rows, most, size]. Grid: (rows * most, blocks).
 
-    The input's token is size / part parts, each without gaps, `s_part` apart.
+    The input's token consists of size / part contiguous parts, with stride `s_part`.
     """
     row = (tl.program_id(0) // most).to(tl.int64)
     number = tl.program_id(0) % most
@@ -46,10 +48,10 @@ def keep_tokens(source, kept, starts, slots, most, s_token, s_part, size, part, 
 
 @triton.jit
 def go_back(state, before, starts, slots, accepted, again_starts, again_slots, most, s_slot, size, block: tl.constexpr):
-    """The states in front of the step again, of requests that lose tokens. Grid: (rows, blocks).
+    """Restore the states before the step of requests that lose tokens. Grid: (rows, blocks).
 
-    And which kept tokens to run once more: row 2 r of the batch of `again_starts` and `again_slots` has the accepted
-    ones of request r, row 2 r + 1 the rest, which is padding.
+    The kernel also selects the kept tokens to compute again. Row 2 r of the batch of `again_starts` and `again_slots`
+    has the accepted tokens of request r. Row 2 r + 1 has the rest, which is padding.
     """
     row = tl.program_id(0).to(tl.int64)
     length = tl.load(starts + row + 1) - tl.load(starts + row)
