@@ -17,7 +17,7 @@ EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2")
 
 
 def probe(device: DeviceInfo) -> Any:
-    """The offer, where torch can compile it: on a GPU that takes Triton, whose template wants heads of 16 and more."""
+    """Return the offer if torch can compile it: on a GPU that supports Triton, whose template needs heads of >= 16."""
     if device.type == "cuda" and (reason := why_no_triton()):
         return f"FlexAttention is compiled by way of Triton on a GPU: {reason}"
     if device.type == "cuda":
