@@ -1,8 +1,8 @@
 """Functions compiled by numba whose machine code is kept in the cache folder.
 
-numba's own cache lies beside the source file, which an installation may forbid, and two processes that compile at once
-may mix up the files that its index names. Here each compiled form has a file of its own, named after everything that it
-depends on: the source file, numba, the processor, the options and the types.
+numba's own cache is next to the source file, which an installation may forbid, and two processes that compile at once
+may mix up the files in its index. Here each compiled form has its own file, named after everything that it depends on:
+the source file, numba, the processor, the options and the types.
 """
 
 from __future__ import annotations

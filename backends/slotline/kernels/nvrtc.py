@@ -147,7 +147,7 @@ class CudaBoxes:
 
 
 def compiled(source: str, architecture: str) -> bytes:
-    """Machine code of CUDA C++ for an architecture such as ``sm_90a``, from the cache folder if it has been made.
+    """Return the machine code of CUDA C++ for an architecture, e.g. ``sm_90a``, from the cache folder if it exists.
 
     Several threads may compile at once: NVRTC releases Python's lock.
 

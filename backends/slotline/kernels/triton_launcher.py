@@ -33,10 +33,10 @@ def cdiv(n: int, size: int) -> int:
 class Launcher:
     """Launches one kernel.
 
-    The first launch with such arguments is Triton's own. Which kernel it compiles depends on the tensors' devices,
-    dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal and not alike), all of which a
-    later launch must share to take the same one. Of descriptors (`Boxes`) it looks at device and dtype: boxes do not
-    change, and addresses are multiples of 16 bytes.
+    The first launch with given kinds of arguments is Triton's own. The compiled kernel depends on the tensors' devices,
+    dtypes and alignment and on the numbers and their types (1, True and 1.0 are equal but different). A later launch
+    must share all of these to use the same kernel. For descriptors (`Boxes`) only device and dtype count, because boxes
+    do not change, and addresses are multiples of 16 bytes.
 
     Args:
         kernel: a function under `triton.jit` or `gluon.jit`.

@@ -1,9 +1,9 @@
 """Triton's kernels compiled side by side instead of one after the other, each when its first launch waits for it.
 
-Triton says through hooks of its own which kernel a launch would compile, and takes the description back later. So a
-forward pass is gone through once with such launches left out, and what they lacked is compiled by several threads: the
-compiler releases Python's lock for most of its work. Nothing depends on it: what could not be compiled ahead is
-compiled by its launch, which also says what is wrong with it. And a step that has to wait for the compiler says so.
+Triton reports through hooks which kernel a launch would compile, and accepts the description later. A forward pass is
+run once without these launches, and the missing kernels are compiled by several threads, since the compiler releases
+Python's lock for most of its work. Nothing depends on this: a kernel that could not be compiled ahead is compiled by
+its launch, which also reports errors. A step that has to wait for the compiler logs it.
 
 Triton's hooks belong to the whole process. Ours act for the thread that asks, and only there: what other threads launch
 is neither left out nor counted. Hooks that were there before are called too.

@@ -1,4 +1,4 @@
-"""Location of the on-disk cache for tuning results and compiled kernels, and how a file of it is written."""
+"""Location of the on-disk cache for tuning results and compiled kernels, and atomic writes to it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def cache_folder() -> Path:
     """Return ``SLOTLINE_CACHE``, or ``slotline`` in the folder for caches of the XDG base directory specification.
 
     Raises:
-        OSError: if the folder hangs on a home folder and the user has none.
+        OSError: if the folder depends on a home folder and the user has none.
     """
     try:
         if named := os.environ.get("SLOTLINE_CACHE"):
             return Path(named).expanduser()
         base = Path(os.environ.get("XDG_CACHE_HOME", ""))
         return (base if base.is_absolute() else Path.home() / ".cache") / "slotline"
-    except RuntimeError as error:  # HOME is not set, and the system knows no such user
+    except RuntimeError as error:  # HOME is not set, and the user is unknown
         raise OSError(errno.ENOENT, str(error)) from error
 
 
 def write_atomic(file: Path, content: bytes) -> None:
-    """Write a file of that folder at once, so that no reader finds half of it.
+    """Write a file of that folder atomically, so that no reader finds a part of it.
 
-    What killed processes left of theirs in the same folder is removed.
+    Scratch files of killed processes in the same folder are removed.
 
     Raises:
         OSError: if it cannot be written.
@@ -60,8 +60,8 @@ def write_atomic(file: Path, content: bytes) -> None:
 def remove_stale(folder: Path) -> None:
     """Remove the scratch files of a folder whose processes have ended.
 
-    A file of this machine goes as soon as its process is gone, and never before. Whether a process of another machine
-    or container that shares the folder still runs cannot be asked, so its files go when they are a day old.
+    A file of this machine is removed once its process has ended. Processes of another machine or container that shares
+    the folder cannot be checked, so their files are removed after a day.
     """
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
@@ -82,7 +82,7 @@ def _is_stale(name: str, modified: float) -> bool:
 
 
 def _place() -> str:
-    """Return a name for where process numbers count: the machine since it started, and the namespace."""
+    """Return a name for the scope of process numbers: the machine since its start, and the namespace."""
     facts = [platform.node()]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):

@@ -543,7 +543,7 @@ def attend(address: Any, told: Any, threads: Any) -> None:
 
     Args:
         address: of what `compile_attend` made.
-        told: [24] int64, see `ITEMS` and those behind it.
+        told: [24] int64, see `ITEMS` and the constants after it.
         threads: among which the plan is shared.
     """
     for thread in prange(threads):

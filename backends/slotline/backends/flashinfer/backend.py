@@ -1,4 +1,4 @@
-"""FlashInfer's paged kernels behind the attention contract (Ye et al. 2025, FlashInfer)."""
+"""FlashInfer's paged kernels as an attention backend (Ye et al. 2025, FlashInfer)."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class FlashInferBackend:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Join what all tokens see in the common prefix to what they see behind it."""
+        """Merge attention over the common prefix with attention over the keys after it."""
         tokens, heads, size = prefix.end, out.shape[1], out.shape[2]
         apart, apart_lse = out.new_empty((tokens, heads, size)), lse.new_empty((tokens, heads))
         prefix.wrapper.run(query[:tokens], pages, out=apart, lse=apart_lse, return_lse=True)

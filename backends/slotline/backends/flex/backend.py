@@ -1,9 +1,9 @@
-"""FlexAttention behind the attention contract (Dong et al. 2024, Flex Attention).
+"""FlexAttention as an attention backend (Dong et al. 2024, Flex Attention).
 
-Pages of several requests are gathered into one long sequence, what no request owns is zeroed, and a mask keeps
-requests apart. Query tokens of a step lie in the order of the requests, and so do their pages: each block of query
-tokens sees one run of blocks of keys, which makes the block mask a handful of array operations. Requests are served
-some at a time, so that what is gathered stays small beside the cache.
+Pages of several requests are gathered into one long sequence, slots without an owner are zeroed, and a mask separates
+requests. Query tokens of a step are in the order of the requests, like their pages. Each block of query tokens
+therefore sees one range of blocks of keys, and the block mask takes only a few array operations. Requests are computed
+some at a time, so that the gathered keys stay small compared with the cache.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _ragged(counts: Int) -> tuple[Int, Int]:
-    """Of each element of rows of so many elements: its row, and its place there."""
+    """Return, for each element of rows with these lengths, its row and its index in the row."""
     owner = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
     return owner, np.arange(len(owner)) - starts[owner]
@@ -241,7 +241,7 @@ def _blocks_of_keys(owner: Int, ends: Int) -> tuple[npt.NDArray[np.int32], npt.N
 
     Args:
         owner: request of each query token, ascending.
-        ends: the slot behind each request's keys.
+        ends: the slot after each request's keys.
     """
     first = owner[::BLOCK]
     last = owner[np.minimum(np.arange(1, len(first) + 1) * BLOCK, len(owner)) - 1]
@@ -290,7 +290,10 @@ def _capped(cap: float) -> Callable[..., torch.Tensor]:
 def _biased(
     capped: Callable[..., torch.Tensor] | None, slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> Callable[..., torch.Tensor]:
-    """FlexAttention's score with ALiBi behind the cap: `queries` and `keys` are the positions of each."""
+    """Return FlexAttention's score function with ALiBi after the cap.
+
+    `queries` and `keys` are the positions of each.
+    """
 
     def score(
         value: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor

@@ -30,8 +30,8 @@ class Trail:
         batch: the step's.
         rows: [n] int64, positions of the requests in the batch.
         before: [n, *shape] float32, the states before the step.
-        pieces: [n, Q, ...], what the layer runs over, zeros behind a request's last token.
-        parameters: the layer's inputs besides.
+        pieces: [n, Q, ...], operands of the layer's recurrence, zeros after a request's last token.
+        parameters: the layer's other inputs.
     """
 
     kind: str

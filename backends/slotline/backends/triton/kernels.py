@@ -94,8 +94,8 @@ def _attend_tile(
 ):
     """One tile of keys: the new maximum, sum and output of the rows. Unless `masked`, all rows see all of its keys.
 
-    `position` [block_m] is where a row's token lies in the cache, `place` where it stands in a text: the same but for
-    nodes of a tree, whose numbers are `node`, below 0 for other rows. `known` keys come before the nodes.
+    `position` [block_m] is the position of a row's token in the cache, `place` its position in a text. They differ only
+    for nodes of a tree, whose numbers are `node`, negative for other rows. `known` keys come before the nodes.
     """
     dim, dim_v = tl.arange(0, padded), tl.arange(0, padded_v)
     key = number * tile + tl.arange(0, tile)

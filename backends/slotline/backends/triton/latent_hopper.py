@@ -1,9 +1,9 @@
 """Multi-head latent attention on Hopper in Gluon: one warp loads tiles of latents while two warp groups compute.
 
 The same work as `latent_kernels.attend_latents`, for latents of 512 and 64 numbers and 64 rows a program. Two tiles of
-64 latents fill the shared memory beside the queries, so a tile's place is asked for again as soon as the last products
-over it are done, and in halves: the products of probabilities with the right half of one tile run while the softmax of
-the next is computed, and those with the left half before, so that its place is free early.
+64 latents and the queries fill the shared memory, so a tile's buffer is reused as soon as the last products over it are
+done, in halves. The products of probabilities with the right half of one tile run while the softmax of the next is
+computed. Those with the left half run before, so that its buffer is free early.
 """
 
 # mypy: ignore-errors
@@ -97,7 +97,7 @@ def _weigh(scores, top, total, number, end, position, scale, masked: gl.constexp
 
 @gluon.jit
 def _clear(latents, real_rows, layout: gl.constexpr):
-    """Zeros behind the last key, where anything may lie: zero times NaN is NaN."""
+    """Write zeros after the last key, where any values may be, since zero times NaN is NaN."""
     real = gl.arange(0, 64, layout=gl.SliceLayout(1, layout)) < real_rows
     for part in gl.static_range(4):
         piece = latents.slice(part * 64, 64, dim=1)
@@ -258,7 +258,7 @@ def attend_latents(
     """As `latent_kernels.attend_latents`.
 
     `half` and `narrow` describe the cache's rows for halves of tiles' latents, and for 64 numbers of a tile or, where
-    blocks have fewer than 64 tokens, of a block. A block's rows begin `per_block` behind those of the one before.
+    blocks have fewer than 64 tokens, of a block. A block's rows begin `per_block` after those of the previous block.
     """
     index = gl.program_id(1)
     if single:

@@ -154,7 +154,7 @@ def _item(items, full_q, count):
 
 @gluon.jit
 def _begin(scores, start, token, scale, layout: gl.constexpr, tile: gl.constexpr):
-    """Weights, maxima and sums of a block's first tile. Rows behind the prompt may see no key at all."""
+    """Return weights, maxima and sums of a block's first tile. Rows after the prompt may see no key at all."""
     at = start + gl.arange(0, tile, layout=gl.SliceLayout(0, layout))
     scores = gl.where(at[None, :] <= token[:, None], scores, -float("inf"))
     top = gl.max(scores, 1) * scale
@@ -211,7 +211,7 @@ def _next(
 
 @gluon.jit
 def _clear(values, full_v, step, left, tile: gl.constexpr, plain: gl.constexpr, dtype: gl.constexpr):
-    """Zeros behind the prompt, where anything may lie: zero times NaN is NaN. `left` rows are real."""
+    """Write zeros after the prompt, where any values may be, since zero times NaN is NaN. `left` rows are real."""
     place = step % 2
     mbarrier.wait(full_v.index(place), (step // 2) & 1)
     real = gl.arange(0, tile, layout=gl.SliceLayout(1, plain)) < left

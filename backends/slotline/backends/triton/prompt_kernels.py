@@ -1,8 +1,8 @@
 """Attention of prompts that begin in this step: their keys and values are read from the step's own tensors.
 
-The same online softmax as in `kernels.attend`, over rows that lie one behind the other: a tile that all queries of a
-block see is one box that the copy engine fetches (a tensor descriptor), without an address for each key and without a
-mask. Tiles on the diagonal are fetched by address, so that nothing is read behind a prompt's end.
+The same online softmax as in `kernels.attend`, over contiguous rows. A tile that all queries of a block see is one box
+that the copy engine loads (a tensor descriptor), without an address for each key and without a mask. Tiles on the
+diagonal are loaded by address, so that nothing is read after a prompt's end.
 """
 
 # mypy: ignore-errors

@@ -95,7 +95,7 @@ def _scan(
     *,
     outputs: bool = True,
 ) -> None:
-    """Of whole requests, or of segments of so many tokens."""
+    """Scan whole requests, or segments of the given number of tokens."""
     channels = int(facts["channels"])
     block = _block(facts, SCAN_TILE)
     tensors, strides = _tensors(inputs)

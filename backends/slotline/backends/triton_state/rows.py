@@ -72,7 +72,7 @@ class Operator(Protocol):
 
 
 def clear_padding(out: Tensor, rows: Rows) -> None:
-    """Zeros for the tokens that `Operator.prefill` leaves alone."""
+    """Clear the tokens that `Operator.prefill` does not write."""
     size = out[0].numel()
     common.clear[(rows.count + 1, 8)](
         out, rows.starts, rows.slots, rows.first, rows.end, rows.num_tokens, size, block=CLEAR

@@ -1,1 +1,1 @@
-"""Logits processors that ship with slotline: each a descriptor here and its implementation beside it."""
+"""Logits processors that ship with slotline: each with a descriptor in `__init__` and its implementation next to it."""

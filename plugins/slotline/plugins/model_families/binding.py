@@ -34,7 +34,7 @@ SLOT_ATTRIBUTE = "slotline_slot"
 
 
 def no_attend(layer: AttentionLayer | StateLayer, *_tensors: Any) -> torch.Tensor:
-    """Stands in the holder between forwards.
+    """Refuse a call between forwards.
 
     Raises:
         ModelError: always.

@@ -1,7 +1,7 @@
-"""Leaving out the last layers for tokens that nobody asks for, where those layers read the caches of earlier ones.
+"""Skip of the last layers for tokens that are not wanted, if those layers read the caches of earlier ones.
 
-The first such decoder layer drops the other tokens from what it is given, and every layer behind it from all but the
-hidden states: position embeddings, inputs of its own. Keys and values reach attention through the cache.
+The first of these decoder layers drops the other tokens from its inputs. Every later layer drops them from all inputs
+except the hidden states: position embeddings, inputs of its own. Keys and values reach attention through the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slotline.registry.contracts.attention import AttentionLayer
 
 
 def keep_wanted(hf_model: Any, layers: Sequence[AttentionLayer], holder: AttendHolder) -> None:
-    """Let the decoder layers behind the last one that owns a cache run for the holder's `kept` tokens alone.
+    """Let the decoder layers after the last one that owns a cache run only for the holder's `kept` tokens.
 
     Without `kept` they run as ever.
     """

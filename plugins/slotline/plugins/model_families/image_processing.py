@@ -19,8 +19,8 @@ _TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_ty
 class ImageProcessing:
     """A checkpoint's processor, run on one image at a time.
 
-    transformers' processors expand the image token of a text into what stands for the image. Run on that token alone,
-    they give both the expansion and the tensors, whatever the model's rules are.
+    transformers' processors expand the image token of a text into the image's tokens. Run on only that token, they
+    return both the expansion and the tensors, by the model's own rules.
 
     Raises:
         ModelError: if the folder has no processor that can be loaded.

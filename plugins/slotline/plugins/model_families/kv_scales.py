@@ -1,4 +1,4 @@
-"""Scales of an eight-bit KV cache, as quantisation tools publish them beside the weights."""
+"""Scales of an eight-bit KV cache, as quantisation tools publish them with the weights."""
 
 from __future__ import annotations
 

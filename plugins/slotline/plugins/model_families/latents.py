@@ -1,9 +1,9 @@
 """Multi-head latent attention of transformers' modules, absorbed (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
 transformers' modules end their own projections with `expand_kv`, which makes keys and values of all heads from latents.
-In its place stands one that hands the latents on, so everything before and behind it stays transformers' own. What the
-expansion would have multiplied into keys and values goes into queries and outputs instead: with the expansion
-``k = W_k c``, ``q k = (q W_k) c``, and the weighted sum of ``W_v c`` is ``W_v`` times that of the latents c.
+It is replaced by a function that passes the latents on, so everything before and after it stays transformers' own. The
+expansion's weights are multiplied into queries and outputs instead of keys and values: with the expansion ``k = W_k
+c``, ``q k = (q W_k) c``, and the weighted sum of ``W_v c`` is ``W_v`` times that of the latents c.
 """
 
 from __future__ import annotations

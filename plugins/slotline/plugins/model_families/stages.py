@@ -1,7 +1,7 @@
 """A model over pipeline stages: each layer on its stage's device, and what crosses from one to the next.
 
-The first stage has the embedding, the last the final norm and the output projection. A later stage turns queries and
-keys with rotary frequencies of its own, registered beside the model's so that reloading finds them by name.
+The first stage has the embedding, the last the final norm and the output projection. A later stage rotates queries and
+keys with its own rotary frequencies, registered next to the model's so that reloading finds them by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Part:
 
     Attributes:
         rotary: the name of the part's rotary embedding in the base model.
-        alone: whether this is the whole model, so that nothing crosses and the caller's device is the current one.
+        alone: True if this is the whole model, so that nothing is copied and the caller's device is the current one.
     """
 
     device: torch.device
@@ -98,7 +98,7 @@ def stage_of(hf_model: Any, parts: Sequence[Part]) -> dict[int, int]:
 
 @contextmanager
 def only(hf_model: Any, parts: Sequence[Part], index: int) -> Iterator[None]:
-    """Hide the other parts from whoever walks through the model, with the part's device as the current one.
+    """Hide the other parts from traversals of the model, with the part's device as the current one.
 
     A module that is replaced meanwhile stays replaced.
     """

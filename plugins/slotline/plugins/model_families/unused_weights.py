@@ -22,7 +22,7 @@ _PREDICTS_FURTHER = (".eh_proj.", ".shared_head.")
 
 
 def review(model: torch.nn.Module, unused: Collection[str], path: Path) -> tuple[str, ...]:
-    """Those of the unused names that nobody expects.
+    """Return the unused names that are not expected.
 
     Args:
         model: as transformers loaded it.

@@ -111,7 +111,7 @@ def refuse(text: str, refusal: Callable[[str], str | None], fix: str, place: str
     Args:
         text: the schema.
         refusal: why the engine cannot compile a schema, or None.
-        place: the parameter that the schema stands in, and where in it, such as ``structured_outputs.json at #``.
+        place: the parameter with the schema, and the place in it, e.g. ``structured_outputs.json at #``.
 
     Raises:
         RequestError: with the JSON pointer of that part.

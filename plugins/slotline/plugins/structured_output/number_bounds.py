@@ -1,9 +1,9 @@
 """Bounds of numbers in a JSON schema, rewritten into a form that every engine keeps.
 
-Engines read bounds as 64-bit floats and make regular expressions of them. A bound that a float cannot hold goes wrong
-on the way, and so does an exclusive one at a whole number: llguidance 1.9.1 lets 0 into the open interval from 0 to
-0.5. Here these become inclusive ones, moved inwards to a value that survives: a decimal of `_DIGITS` digits, or a whole
-number that is a float. Every text that such a schema allows is allowed by the original.
+Engines read bounds as 64-bit floats and convert them to regular expressions. This fails for a bound that a float cannot
+represent, and for an exclusive bound at an integer: llguidance 1.9.1 allows 0 in the open interval from 0 to 0.5. Here
+these bounds become inclusive, moved inwards to a safe value: a decimal of `_DIGITS` digits, or an integer that is a
+float. Every text that the rewritten schema allows is allowed by the original.
 """
 
 from __future__ import annotations

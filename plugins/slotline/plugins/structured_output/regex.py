@@ -80,7 +80,7 @@ def too_long(expression: str) -> str | None:
 def misread(expression: str) -> str | None:
     """Return what an engine would leave out of an expression that takes it for a whole text's, or None.
 
-    Anchors are such where something may stand outside of them, and assertions about what comes before or behind.
+    These are anchors with text outside of them, and assertions about the text before or after.
     """
     parts = list(_PART.finditer(expression))
     outer: list[tuple[bool, set[str]]] = []  # of each open group: whether something stands before it, and its anchors
@@ -114,7 +114,7 @@ def misread(expression: str) -> str | None:
 
 
 def _goes_on(parts: list[re.Match[str]], index: int) -> bool:
-    """Return whether an expression has characters behind one of its groups, in the same branch."""
+    """Return True if an expression has characters after one of its groups, in the same branch."""
     for match in parts[index:]:
         if match.lastgroup in ("one", "open"):
             return True

@@ -29,7 +29,7 @@ def screened(schema: str, place: str) -> str:
 
     Args:
         schema: the schema.
-        place: the parameter that it stands in, and where in it, such as ``structured_outputs.json at #``.
+        place: the parameter with the schema, and the place in it, e.g. ``structured_outputs.json at #``.
 
     Raises:
         RequestError: with the JSON pointer of what no engine keeps.

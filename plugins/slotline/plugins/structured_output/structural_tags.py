@@ -1,4 +1,4 @@
-"""Structural tags: free text in which what stands between given tags follows a schema."""
+"""Structural tags: free text in which the text between given tags follows a schema."""
 
 from __future__ import annotations
 

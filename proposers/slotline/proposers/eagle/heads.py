@@ -200,7 +200,7 @@ def merge(*projections: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 class Attention(nn.Module):
-    """Projections and rotary positions around somebody else's attention."""
+    """Projections and rotary positions around the caller's attention."""
 
     merged: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
@@ -308,7 +308,7 @@ class EagleHead(Head):
         """One step.
 
         Args:
-            embeddings: [n, hidden_size] of the tokens behind the positions.
+            embeddings: [n, hidden_size] of the tokens after the positions.
             hidden: [n, hidden_size] at the positions, the target's or this method's own.
             positions: [n] int64.
 

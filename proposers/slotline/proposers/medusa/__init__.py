@@ -1,4 +1,4 @@
-"""Drafters `medusa` and `medusa_tree`: heads that each predict a later token from the last hidden state alone."""
+"""Drafters `medusa` and `medusa_tree`: heads that each predict a later token from only the last hidden state."""
 
 from __future__ import annotations
 

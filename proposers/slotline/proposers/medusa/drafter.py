@@ -116,7 +116,7 @@ class ProjectedHeads:
         return self._heads.num_heads
 
     def keep(self, num_heads: int) -> None:
-        """Run the first ones alone from now on."""
+        """Run only the first heads from now on."""
         self._heads = self._heads.first(num_heads)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

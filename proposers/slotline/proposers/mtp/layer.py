@@ -1,8 +1,8 @@
 """The multi-token-prediction layer as a network (DeepSeek-AI 2024, DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
-At position i it reads the model's hidden state there, behind the last norm, and the embedding of the token that
-follows: each under a norm of its own, joined by a projection, then one decoder layer of the model's own kind, then a
-norm. What comes out is what the model's output projection reads, and the hidden state for a next step.
+At position i it reads the model's hidden state there, after the last norm, and the embedding of the next token. Each
+has its own norm. A projection joins them, followed by one decoder layer of the model's own kind, and a norm. The result
+is the input of the model's output projection, and the hidden state for the next step.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ class Layout:
 
     Attributes:
         families: who publishes it, for messages.
-        projection, embedding_norm, hidden_norm, norm: names of the modules around the decoder layer: what joins
-            embedding and hidden state, the norms in front of it, and the one behind the layer.
+        projection, embedding_norm, hidden_norm, norm: names of the modules around the decoder layer: the projection of
+            embedding and hidden state, the norms before it, and the norm after the layer.
         layer: what the names of the decoder layer's own tensors begin with.
         hidden_first: whether the projection reads the hidden state before the embedding.
         shared: what the names of further tensors begin with that are copies of the model's own.
@@ -84,7 +84,7 @@ class Found:
 
 
 def layouts(num_hidden_layers: int) -> tuple[Layout, ...]:
-    """All that are known, for a model of so many decoder layers."""
+    """Return all known layouts, for a model of this number of decoder layers."""
     behind = f"model.layers.{num_hidden_layers}."
     return (
         Layout(

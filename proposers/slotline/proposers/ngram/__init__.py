@@ -1,4 +1,4 @@
-"""Drafter `ngram`: proposes what followed the last tokens when they stood in the text before (prompt lookup)."""
+"""Drafter `ngram`: proposes the tokens after an earlier occurrence of the last tokens (prompt lookup)."""
 
 from __future__ import annotations
 

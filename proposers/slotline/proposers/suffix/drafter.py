@@ -1,9 +1,9 @@
 """Suffix decoding (Oliaro et al. 2024, "SuffixDecoding", section 3) over bounded memory, compiled.
 
-The paper descends suffix trees with counts. The same descent needs the places where the longest end of the text stood
-before: the tokens behind them vote, those that agree go on. Places are found by hash chains, as in Deflate (RFC 1951,
-section 4): a table holds the latest place of each hash of `min_tokens` tokens, and each place names the one before it.
-That takes one step for each new token, and memory that does not depend on what the text is: 8 bytes a token.
+The paper descends suffix trees with counts. The same descent needs the earlier places of the longest end of the text.
+The tokens after them vote, and the places that agree continue. Places are found by hash chains, as in Deflate (RFC
+1951, section 4): a table has the latest place of each hash of `min_tokens` tokens, and each place links to the previous
+one. This takes one step for each new token, and memory independent of the text: 8 bytes per token.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SuffixDrafter:
             )
 
     def _compile(self) -> None:
-        """Compile before the first request: with no request, and with an empty text whose end nobody counts."""
+        """Compile before the first request: with no request, and with an empty text."""
         none = torch.zeros(0, dtype=torch.int64)
         table = torch.zeros(1, 1, dtype=torch.int32)
         self.propose(

@@ -121,7 +121,7 @@ def lse(run: Run) -> None:
     cases=lambda _: [{"at": place} for place in ("first", "last shared", "first own", "own")],
 )
 def needle(run: Run) -> None:
-    """One key decides the output: the first of all, the prefix's last, the first behind it, the query's own."""
+    """One key decides the output: the first of all, the prefix's last, the first after it, the query's own."""
     case = chosen(run, lambda p: decodes(4 * p, p))
     made, length = world(run, case), 4 * case.block_size
     for request, (_, total) in enumerate(case.requests):

@@ -200,7 +200,7 @@ NODES = (((9, 40), 8), ((1, 17), 0), ((5, 5), 4), ((12, 60), 8), ((20, 20), 0), 
 
 @check(Kind.ATTENTION, "attention.tree_mask", Level.NUMERICS, needs={"tree_mask": True})
 def tree_mask(run: Run) -> None:
-    """Drafts in the form of a tree see the known tokens and their ancestors alone, other requests' tokens as ever."""
+    """Drafts in the form of a tree see only the known tokens and their ancestors, and other tokens see as usual."""
     case = chosen(run, tuple(request for request, _ in NODES))
     prove(run, evolve(case, parents=PARENTS, num_nodes=tuple(nodes for _, nodes in NODES)).friendly())
 

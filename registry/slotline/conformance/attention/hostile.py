@@ -103,7 +103,7 @@ def page_edges(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.pages.many", Level.HOSTILE)
 def many_pages(run: Run) -> None:
-    """One request of very many pages, beside short ones."""
+    """One request of very many pages, together with short ones."""
     prove(run, chosen(run, lambda p: ((1, 60 * p + 1), (1, 2), (1, p))))
 
 
@@ -207,7 +207,7 @@ def hostile_features(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.rows.empty", Level.HOSTILE)
 def empty_rows(run: Run) -> None:
-    """Requests without query tokens, or without any token, stand at the front, in the middle and at the end."""
+    """Requests without query tokens, or without any token, are at the front, in the middle and at the end."""
     for requests in (
         ((0, 7), (1, 9), (0, 0), (0, 30), (1, 20), (0, 1)),
         ((1, 9), (0, 4), (8, 8), (0, 0), (3, 20)),
@@ -225,20 +225,20 @@ def padding(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.batch.empty", Level.HOSTILE)
 def empty_batch(run: Run) -> None:
-    """A batch in which nobody has a query token is served."""
+    """A batch in which no request has a query token is accepted."""
     prove(run, chosen(run, ((0, 0), (0, 7))))
     prove(run, chosen(run, ((0, 7),), padding=0))
 
 
 @check(Kind.ATTENTION, "attention.encoder_only.hostile", Level.HOSTILE, needs={"attention_types": "encoder_only"})
 def hostile_encoder(run: Run) -> None:
-    """An encoder reads its own new tokens alone: neither padding nor what lies in a cache."""
+    """An encoder reads only its own new tokens: neither padding nor the contents of a cache."""
     prove(run, chosen(run, ((5, 5), (0, 0), (40, 40), (1, 1)), causal=False, attention_type="encoder_only"))
 
 
 @check(Kind.ATTENTION, "attention.cross.hostile", Level.HOSTILE, needs={"attention_types": "cross"})
 def cross(run: Run) -> None:
-    """Cross-attention stores and reads an encoder's keys alone: neither padding nor what else lies in the cache."""
+    """Cross-attention stores and reads only an encoder's keys: neither padding nor other contents of the cache."""
     for requests, beginning in CROSS:
         cross_step(run, chosen(run, requests, causal=False, attention_type="cross", beginning=beginning))
 

@@ -91,7 +91,7 @@ def scale(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.mla.long", Level.NUMERICS, needs=LATENT, cases=by_pair)
 def long(run: Run) -> None:
-    """Long contexts, whose keys may be split, beside short ones."""
+    """Long contexts, whose keys may be split, together with short ones."""
     prove(run, chosen(run, ((1, 1500), (1, 3), (1, 700))).friendly())
 
 
@@ -128,7 +128,7 @@ class _Valueless(World):
 
 @check(Kind.ATTENTION, "attention.mla.stale", Level.HOSTILE, needs=LATENT, cases=by_pair)
 def stale(run: Run) -> None:
-    """Latents of others, finite and large, in free blocks and behind the end of a request are not seen."""
+    """Latents of others, finite and large, in free blocks and after the end of a request are not seen."""
     made = world(run, chosen(run, decode, poisoned=()))
     leave_stale_needles(made)
     examine(run, made)

@@ -80,7 +80,7 @@ def several_plans(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.reuse.stale", Level.HOSTILE)
 def stale(run: Run) -> None:
-    """Slots behind a request's last token hold another request's old tokens, which would win every softmax."""
+    """Slots after a request's last token hold another request's old tokens, which would win every softmax."""
     made = world(run, chosen(run, lambda p: ((1, p + 2), (3, 2 * p + 1), (1, 1), (p + 1, 2 * p + 3))))
     leave_stale_needles(made)
     examine(run, made)
@@ -93,7 +93,7 @@ def stale(run: Run) -> None:
     needs={"batch_invariant": True},
 )
 def batch_invariance(run: Run) -> None:
-    """A request's output is bitwise the same alone and in any batch, in any place."""
+    """A request's output is bitwise the same by itself and in any batch, in any place."""
     made = world(run, chosen(run, mixed, batch_invariant=True))
     together, _ = made.run(build(run, made.case), writes_cache(run))
     starts = made.batch.query_start_loc_cpu

@@ -113,7 +113,7 @@ def written_again(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.write.separate", Level.HOSTILE)
 def write_is_not_forward(run: Run) -> None:
-    """forward leaves the cache alone: what it reads there is what write stored."""
+    """forward does not change the cache, and reads the values that write stored."""
     if writes_cache(run):
         raise NotApplicable("forward stores the new tokens itself: writes_cache is declared")
     made = world(run, chosen(run, mixed))
@@ -140,7 +140,7 @@ def inputs_unchanged(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.inputs.host", Level.HOSTILE)
 def host_arrays_unchanged(run: Run) -> None:
-    """plan leaves the batch's host arrays alone."""
+    """plan does not change the batch's host arrays."""
     made = world(run, chosen(run, mixed))
     backend = build(run, made.case)
     arrays = (made.batch.query_start_loc_cpu, made.batch.seq_lens_cpu)

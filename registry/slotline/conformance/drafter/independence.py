@@ -53,7 +53,7 @@ def batch_order(run: Run) -> None:
 
 @check(Kind.DRAFTER, "drafter.batch.subset", Level.HOSTILE)
 def batch_subset(run: Run) -> None:
-    """A few of the requests, or one alone, get the drafts that they get among all."""
+    """A few of the requests, or a single one, get the same drafts as among all."""
     requests = _requests(run)
     expected = world_of(run.subject, requests, garbage="garbage").propose(range(6))
     for rows in ((0,), (5,), (4, 1), (2, 3, 0), (5, 4, 3, 2, 1)):
@@ -63,7 +63,7 @@ def batch_subset(run: Run) -> None:
 
 @check(Kind.DRAFTER, "drafter.batch.other_requests", Level.HOSTILE)
 def batch_other_requests(run: Run) -> None:
-    """Other requests beside it, or none, or another row: the draft stays the same."""
+    """Other requests in the batch, or none, or another row: the draft stays the same."""
     rng = run.rng
     for length in (5, 20, 50):
         request = random_request(rng, length=length)

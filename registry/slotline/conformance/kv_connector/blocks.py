@@ -25,7 +25,7 @@ def blocks_return(run: Run) -> None:
 
 @check(Kind.KV_CONNECTOR, "kv_connector.held.each", Level.NUMERICS, cost=0.02)
 def held_each(run: Run) -> None:
-    """Each hash is answered for by itself, in its place, and in the group that it was saved in alone."""
+    """Each hash has its own answer, in its place, and only for the group that it was saved in."""
     pool = Pool(run)
     if any(pool.held(0, ["a", "b"])) or pool.held(1, []):
         raise Failed("something is held before anything was saved")

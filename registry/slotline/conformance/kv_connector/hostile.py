@@ -24,7 +24,7 @@ def blocks_both(run: Run) -> None:
 
 @check(Kind.KV_CONNECTOR, "kv_connector.loads.room", Level.HOSTILE, cost=0.05)
 def loads_room(run: Run) -> None:
-    """However much is saved beside them, loads that `held` said yes to arrive."""
+    """Loads that `held` confirmed arrive, for any number of saves in the same step."""
     pool = Pool(run)
     pool.step([pool.block(0, f"first {i}", 1 + i) for i in range(4)], ())
     there = [i for i in range(4) if pool.held(0, [f"first {i}"])[0]]

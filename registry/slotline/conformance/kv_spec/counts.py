@@ -110,7 +110,7 @@ def free_monotone(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.answers.deterministic", Level.HOSTILE, cases=every_kind_cases)
 def answers_deterministic(run: Run) -> None:
-    """Answers depend on the question alone: not on what was asked before, nor on which object of the group is asked."""
+    """Answers depend only on the question: not on earlier questions, nor on the object of the group."""
     group, other, rng = build_group(run), build_group(run), run.rng
     lengths = [rng.randrange(group.max_model_len + 1) for _ in range(200)]
     for name in ("blocks_needed", "blocks_freeable"):

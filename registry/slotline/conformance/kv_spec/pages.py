@@ -176,7 +176,7 @@ def bind_page_stride(run: Run) -> None:
 
 @check(Kind.KV_SPEC, "kv_spec.bind.sizes", Level.HOSTILE, cases=every_kind_cases)
 def bind_sizes(run: Run) -> None:
-    """One block alone binds, as for profiling, and so do two caches of one spec, with memory each of their own."""
+    """A single block can be bound, as for profiling, and so can two caches of one spec, each with its own memory."""
     group, device = build_group(run), run.subject.device.type
     for num_blocks in (1, 2, 7):
         for layer in group.layers:

@@ -32,7 +32,7 @@ STEPS = 40
     profile="mixed",
 )
 def fuzz_traffic(run: Run) -> None:
-    """After any traffic each row's logits are those of a new processor that sees this request alone.
+    """After any traffic each row's logits are those of a new processor that sees only this request.
 
     A sequential one is shown every place, some twice, and the new one the same places once.
     """

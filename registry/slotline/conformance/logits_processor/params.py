@@ -21,7 +21,7 @@ from slotline.testing.environments.logits_processor import (
 
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.params.accepted", Level.NUMERICS, cases=by_example)
 def params_accepted(run: Run) -> None:
-    """Each example is accepted, beside parameters of other processors too, and so is a request that sets nothing."""
+    """Each example is accepted, also with parameters of other processors, and so is a request that sets nothing."""
     world, settings = World(run.subject), examples(run.subject)[run["example"]]
     for what, params in (
         ("defaults", SamplingParams().as_mapping()),

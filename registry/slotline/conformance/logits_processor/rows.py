@@ -48,7 +48,7 @@ def check_rows(run: Run, world: World, rows: Sequence[int], what: str) -> None:
 
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.rows.together", Level.HOSTILE, cost=0.04)
 def rows_together(run: Run) -> None:
-    """Six requests in one batch get, bit for bit, what each gets alone."""
+    """Six requests in one batch get, bit for bit, the same as each by itself."""
     world = world_of(run.subject, some_requests(run.subject, run.rng), garbage="garbage")
     check_rows(run, world, range(MAX_REQUESTS), "in a batch of all rows instead of alone")
 

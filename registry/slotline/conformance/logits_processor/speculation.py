@@ -33,7 +33,7 @@ def speculation_positions(run: Run) -> None:
 
 @check(Kind.LOGITS_PROCESSOR, "logits_processor.speculation.no_drafts", Level.NUMERICS, needs=NEEDS)
 def speculation_no_drafts(run: Run) -> None:
-    """A step of a speculative run in which nobody has drafts is like one without speculation."""
+    """A step of a speculative run in which no request has drafts is like a step without speculation."""
     rng = run.rng
     requests = some_requests(run.subject, rng)
     entries = [Entry(row) for row in requests]

@@ -177,7 +177,7 @@ def modules_untargeted(run: Run) -> None:
 
 @check(Kind.LORA, "lora.plan.latest", Level.HOSTILE, cases=once)
 def plan_latest(run: Run) -> None:
-    """Each plan counts at once and alone: other slots, fewer tokens, none, and more again."""
+    """Only the latest plan counts, immediately: other slots, fewer tokens, none, and more again."""
     with LoraWorld(run) as world:
         _loaded(run, world)
         first = next(iter(world.loaded))

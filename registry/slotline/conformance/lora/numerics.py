@@ -32,7 +32,7 @@ def ranks(subject: Subject) -> list[int]:
 
 @check(Kind.LORA, "lora.apply.none", Level.NUMERICS, cases=by_dtype, cost=0.02)
 def apply_none(run: Run) -> None:
-    """Without an adapter the output is unchanged, before anything is loaded and beside a loaded adapter."""
+    """Without an adapter the output is unchanged, before anything is loaded and next to a loaded adapter."""
     with LoraWorld(run, run["dtype"]) as world:
         world.check([None] * 5, "nothing loaded")
         world.load("a", world.adapter(ranks(run.subject)[-1]))
@@ -107,7 +107,7 @@ def apply_embedding(run: Run) -> None:
 
 @check(Kind.LORA, "lora.apply.extended", Level.NUMERICS, needs={"extended": True}, cases=by_dtype, cost=0.05)
 def apply_extended(run: Run) -> None:
-    """With matrices A behind the base model's weights, `expand` adds what `apply` adds, and `apply` still does."""
+    """With matrices A after the base model's weights, `expand` adds what `apply` adds, and `apply` still does."""
     with LoraWorld(run, run["dtype"], extends=True) as world:
         world.load("a", world.adapter(ranks(run.subject)[-1]))
         world.check(["a"] * 7, "the product with the room given")

@@ -70,7 +70,7 @@ def single_token_extension(run: Run) -> None:
     cost=0.2,
 )
 def token_by_token(run: Run) -> None:
-    """A prompt in one piece equals the same prompt token by token, beside a request that decodes."""
+    """A prompt in one piece equals the same prompt token by token, together with a request that decodes."""
     session = hostile(run)
     tokens = session.tokens(9)
     whole, single, other = session.request(0, "in one piece"), session.request(2, "by tokens"), session.request(5)

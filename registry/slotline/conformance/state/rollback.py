@@ -50,7 +50,7 @@ def several_steps(run: Run) -> None:
     cost=0.43,
 )
 def other_rows(run: Run) -> None:
-    """A commit leaves alone rows with -1: prompts, padding and single tokens beside the verified requests."""
+    """A commit does not change rows with -1: prompts, padding and single tokens next to the verified requests."""
     session = hostile(run, max_draft_tokens=DRAFTS)
     old, verified, fresh = session.request(4), session.request(1), session.request(5)
     session.step([(old, 3), (verified, 4)])

@@ -9,7 +9,7 @@ from slotline.testing.check import Level, Run, check
 
 @check(Kind.STATE, "state.slots.permuted", Level.HOSTILE, cases=by_kind, profile="mixed", cost=0.04)
 def permuted(run: Run) -> None:
-    """Rows of a batch stand in another order than their slots, and in another one in each step."""
+    """Rows of a batch have another order than their slots, and another one in each step."""
     session = hostile(run)
     requests = [session.request(slot) for slot in (4, 0, 5, 2)]
     session.feed([(request, 3 + index) for index, request in enumerate(requests)])
@@ -84,7 +84,7 @@ def padding_tensors(run: Run) -> None:
 
 @check(Kind.STATE, "state.zero_tokens.kept", Level.HOSTILE, cases=by_kind, profile="mixed")
 def zero_tokens(run: Run) -> None:
-    """A row without tokens between others keeps its state bit for bit, and a new one leaves its slot alone."""
+    """A row without tokens between others keeps its state bit for bit, and a new one does not change its slot."""
     session = hostile(run)
     requests = [session.request(slot) for slot in (2, 4, 0)]
     late = session.request(5, "request that starts late")

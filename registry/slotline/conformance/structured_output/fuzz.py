@@ -12,7 +12,7 @@ from slotline.testing.environments.structured_output import EOS_TOKEN_IDS, Examp
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.fuzz.traffic", Level.STATEFUL, cost=5.0, explores=True)
 def fuzz_traffic(run: Run) -> None:
-    """Whatever legal tokens are drawn, among other requests and behind walked drafts, masks are what a search gives."""
+    """For any drawn legal tokens, among other requests and after tested drafts, masks equal those of a search."""
     world, rng = World(run.subject), run.rng
     examples = declared(run.subject)
     grammars = {example.name: world.backend.compile(example.constraint) for example in examples}

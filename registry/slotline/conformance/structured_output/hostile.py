@@ -30,7 +30,7 @@ def _drafts(world: World, example: Example, rng: Random) -> tuple[list[int], lis
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.mask.drafts", Level.HOSTILE, cases=by_example, cost=0.5)
 def mask_drafts(run: Run) -> None:
-    """The mask behind each draft is the one that there is once it is accepted, and the state stays where it was."""
+    """The mask after each draft is the same as once it is accepted, and the state does not change."""
     world, example, rng = World(run.subject), example_named(run["example"]), run.rng
     for _ in range(6):
         known, drafts = _drafts(world, example, rng)
@@ -81,7 +81,7 @@ def state_count_legal(run: Run) -> None:
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.batch.others", Level.HOSTILE, cost=1.0)
 def batch_others(run: Run) -> None:
-    """Requests of all constraints together, in any order, get the masks that each gets alone."""
+    """Requests of all constraints together, in any order, get the same masks as each by itself."""
     world, rng = World(run.subject), run.rng
     entries = []
     for example in declared(run.subject) * 2:
@@ -147,7 +147,7 @@ def states_apart(run: Run) -> None:
 
 @check(Kind.STRUCTURED_OUTPUT, "structured_output.compile.threads", Level.HOSTILE, cost=1.0)
 def compile_threads(run: Run) -> None:
-    """Constraints compiled at the same time in several threads are as if compiled alone."""
+    """Constraints compiled at the same time in several threads are as if compiled one by one."""
     world, examples = World(run.subject), declared(run.subject) * 4
     with ThreadPoolExecutor(4) as pool:
         grammars = list(pool.map(lambda example: world.backend.compile(example.constraint), examples))

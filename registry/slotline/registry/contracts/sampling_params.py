@@ -1,4 +1,4 @@
-"""What a request asks for: sampling parameters under the names that the field uses. Torch-free."""
+"""Sampling parameters of a request, under the usual names. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def _check(accepts: Callable[[Any], bool], allowed: str) -> _Check:
     def validate(_instance: Any, attribute: Any, value: Any) -> None:
         try:
             accepted = accepts(value)
-        except Exception:  # what a stranger's object does when it is looked at
+        except Exception:  # a foreign object may raise anything
             accepted = False
-        wide = isinstance(value, int) and not -(2**63) <= value < 2**63  # the rows' arrays would not take it
+        wide = isinstance(value, int) and not -(2**63) <= value < 2**63  # does not fit into the rows' arrays
         if wide or not accepted:
             raise RequestError(
                 f"{attribute.name}={safe_repr(value, 80)} is not allowed",
@@ -57,7 +57,7 @@ def _tuple(value: Any) -> Any:
         return () if value is None else (value,)
     try:
         return tuple(map(plain_number, value)) if isinstance(value, Iterable) else value
-    except Exception:  # what calls itself iterable need not be
+    except Exception:  # an object may only claim to be iterable
         return value
 
 
@@ -90,46 +90,47 @@ _is_penalty = _check(lambda v: _is_number(v) and -2 <= v <= 2, "a number in [-2,
 
 @frozen(kw_only=True, slots=False)
 class SamplingParams:
-    """How to sample one request's output.
+    """Parameters for sampling one request's output.
 
     Attributes:
-        n: outputs per prompt, sampled independently; 16,384 at most.
-        best_of: sample so many and give the `n` with the highest `cumulative_logprob`, best first; None for n.
+        n: outputs per prompt, sampled independently. At most 16,384.
+        best_of: number of outputs to sample, of which the `n` with the highest `cumulative_logprob` are returned, best
+            first. None for n.
         temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_k: keep the k most likely tokens. 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.
         min_p: drop tokens less likely than min_p times the most likely one.
         presence_penalty, frequency_penalty: subtracted from the logits of output tokens, once or per occurrence.
         repetition_penalty: divides positive and multiplies negative logits of prompt and output tokens.
         seed: makes the request's text independent of everything else in the batch.
-        stop: strings that end the output; not part of the text unless `include_stop_str_in_output`.
+        stop: strings that end the output. They are not part of the text unless `include_stop_str_in_output`.
         stop_token_ids: tokens that end the output.
-        ignore_eos: go on past the model's end-of-sequence tokens.
-        max_tokens: most output tokens; None for as many as the model's length allows.
-        min_tokens: no stop token before so many output tokens; the prompt must leave room for them.
-        logprobs: return the log-probabilities of the sampled token and of so many top tokens.
+        ignore_eos: continue after the model's end-of-sequence tokens.
+        max_tokens: most output tokens. None for the most that the model's length allows.
+        min_tokens: least number of output tokens before a stop token. The prompt must leave room for them.
+        logprobs: return the log-probabilities of the sampled token and of this number of top tokens.
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: token id to a number added to its logit.
-        allowed_token_ids: all other tokens are banned; None allows all.
-        bad_words: texts that never come out, whatever tokens spell them and whether a space stands before them or not.
-            One may begin in the prompt.
-        bad_words_token_ids: the same as token ids; the engine adds those of `bad_words` at admission.
-        logits_processors: functions of this request alone, called with its output tokens so far (list of int) and its
-            logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments; each returns
+        allowed_token_ids: all other tokens are banned. None allows all.
+        bad_words: texts that never occur in the output, in any tokenization and with or without a space before them. A
+            match may begin in the prompt.
+        bad_words_token_ids: the same as token ids. The engine adds those of `bad_words` at admission.
+        logits_processors: functions of only this request, called with its output tokens so far (list of int) and its
+            logits [vocab_size] float32, or with its prompt's tokens first if they take three arguments. Each returns
             the logits. Slow: they run one by one on the host's thread in every step.
-        structured_outputs: what the output must look like: a JSON schema, a regular expression, a grammar.
-        guidance_scale: classifier-free guidance: how far to go from what the negative prompt makes likely to what the
-            prompt does; 1 for none. It costs a second row.
-        negative_prompt: text, or `negative_prompt_token_ids`; None for the prompt's last token.
-        detokenize: whether the output carries text.
+        structured_outputs: constraint on the output: a JSON schema, a regular expression, a grammar.
+        guidance_scale: scale of classifier-free guidance from the negative prompt's logits to the prompt's. 1 for none.
+            It costs a second row.
+        negative_prompt: text, or `negative_prompt_token_ids`. None for the prompt's last token.
+        detokenize: True to return text.
         skip_special_tokens: leave special tokens out of the text.
         extra_args: parameters of third-party logits processors.
 
-    Numbers of NumPy count as numbers. What is left out is the checkpoint's business where its generation_config.json
-    names a value, see `sampling.generation_config`.
+    NumPy numbers are accepted as numbers. Parameters that are left out get their defaults from the checkpoint's
+    generation_config.json, see `sampling.generation_config`.
 
     Raises:
-        RequestError: naming the parameter, its value and what is allowed.
+        RequestError: naming the parameter, its value and the allowed values.
     """
 
     n: int = field(
@@ -258,27 +259,27 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0
 
     def as_mapping(self) -> dict[str, Any]:
-        """All parameters by name, `extra_args` merged in, as logits processors read them."""
+        """Return all parameters by name, `extra_args` merged in, as logits processors read them."""
         values = asdict(self, recurse=False)
         extra = values.pop("extra_args") or {}
         return {**values, **extra}
 
     @property
     def given(self) -> frozenset[str]:
-        """The parameters that the caller named, be it with a value that is the default too."""
+        """Parameters that the caller set, even to their default value."""
         return getattr(self, _GIVEN, frozenset())
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
-        """Return these parameters with other defaults for what the caller left out.
+        """Return these parameters with other defaults for the parameters that the caller left out.
 
-        Greedy sampling has no use for what narrows the draws, so this is left out then.
+        Defaults that restrict sampling are not applied to greedy requests.
 
         Raises:
-            RequestError: if a default does not go with what the caller named.
+            RequestError: if a default contradicts the caller's parameters.
         """
         missing = {name: value for name, value in defaults.items() if name not in self.given}
         if missing.get("temperature", self.temperature) == 0:
@@ -291,9 +292,9 @@ _NARROWING = frozenset({"top_k", "top_p", "min_p"})
 
 
 def _remember_given(made: Callable[..., None]) -> Callable[..., None]:
-    """Have a constructor of `SamplingParams` read NumPy's numbers, and remember what it was given.
+    """Let a constructor of `SamplingParams` read NumPy's numbers, and record the given parameters.
 
-    `attrs.evolve` gives everything, of which all that is no default counts.
+    `attrs.evolve` passes all parameters, of which only those different from the default count.
     """
     defaults = {one.name: one.default for one in fields(SamplingParams)}
 

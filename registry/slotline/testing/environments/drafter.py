@@ -1,7 +1,7 @@
 """Inputs of a drafter: requests on permanent rows, a token table with garbage after each history, a step's batch.
 
 `World` plays the core's part. It keeps requests, builds the batch of a step, calls the drafter and looks at the form
-of what comes back. Three kinds of garbage stand where no accepted token is:
+of what comes back. Three kinds of garbage fill places without an accepted token:
 
 - ``zeros``: friendly surroundings.
 - ``garbage``: ids outside the vocabulary, other ones at each call.

@@ -63,7 +63,7 @@ class HostMemory:
         self._run(self._copy.to_device, found)
 
     def wait(self) -> None:
-        """Nothing: the forward pass comes behind the copies in the stream."""
+        """Do nothing, because the forward pass follows the copies in the stream."""
 
     def failed(self) -> Collection[int]:
         failed, self._failed = self._failed, set()

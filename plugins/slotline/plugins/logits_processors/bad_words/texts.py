@@ -1,8 +1,8 @@
 """Words as texts: which tokens would complete one, however it is cut into tokens.
 
-A word is looked for at the end of each row's text, in bytes, for all rows at once. How much of it stands there says
-which tokens complete it: those that begin with the rest, and those that hold the word (compare Knuth, Morris and Pratt,
-SIAM J. Comput. 6, 1977).
+A word is searched at the end of each row's text, in bytes, for all rows at once. The number of matched bytes determines
+the tokens that complete it: those that begin with the rest, and those that contain the word (compare Knuth, Morris and
+Pratt, SIAM J. Comput. 6, 1977).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class BadText:
         return most
 
     def _tokens(self, matched: int) -> Int:
-        """Return the tokens that complete the word behind its first `matched` bytes."""
+        """Return the tokens that complete the word after its first `matched` bytes."""
         found = self._completing.get(matched)
         if found is None:
             lengths = [n for n in range(1, matched + 1) if self.text[:matched].endswith(self.text[:n])]

@@ -44,7 +44,7 @@ def pieces_of(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """Return the bytes of each token of one of transformers' fast tokenizers.
 
     Byte-level tokens (GPT-2's alphabet) and byte-fallback ones (``<0xE4>``) may hold parts of characters. Tokens of
-    other tokenizers are decoded behind another token, which shows whether a space comes before them.
+    other tokenizers are decoded after another token, which shows if a space comes before them.
     """
     size = min(len(tokenizer), vocab_size)
     names: list[str | None] = tokenizer.convert_ids_to_tokens(list(range(size)))
@@ -93,7 +93,7 @@ def _of_byte_level(name: str) -> bytes:
 
 @cache
 def _byte_level_alphabet() -> dict[str, bytes]:
-    """Return the byte that each character of GPT-2's alphabet stands for (Radford et al. 2019, `bytes_to_unicode`)."""
+    """Return the byte that each character of GPT-2's alphabet represents (Radford et al. 2019, `bytes_to_unicode`)."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): bytes([byte]) for byte in plain} | {

@@ -1,4 +1,4 @@
-"""Logits processor `min_tokens`: no stop token before so many output tokens."""
+"""Logits processor `min_tokens`: no stop token before a minimum number of output tokens."""
 
 from slotline.registry.capability import Flag
 from slotline.registry.contracts import LogitsProcessorCapabilities

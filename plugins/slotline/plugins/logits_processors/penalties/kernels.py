@@ -59,7 +59,7 @@ def penalise(
     block: tl.constexpr,
     width: tl.constexpr,  # at least num_drafts, a power of 2
 ):
-    """One program for `block` of a row's distinct tokens. Each is written once, so nobody reads what is written."""
+    """One program for `block` of a row's distinct tokens. Each is written once, so no program reads a written value."""
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
     logits += i.to(tl.int64) * stride

@@ -51,7 +51,7 @@ class Penalties:
         return bool(self._presence[row] or self._frequency[row] or self._repetition[row] != 1)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Penalise [n, vocab_size] logits in place, and only where a token stands in the history."""
+        """Penalise [n, vocab_size] logits in place, only for tokens in the history."""
         if self._counts is not None:
             penalties = np.stack([values[batch.rows] for values in (self._presence, self._frequency, self._repetition)])
             return self._counts.apply(logits, batch, penalties)

@@ -1,4 +1,4 @@
-"""Logits processor `thinking_budget`: ends a model's thinking after so many tokens."""
+"""Logits processor `thinking_budget`: ends a model's thinking after a number of tokens."""
 
 from slotline.plugins.logits_processors.thinking_budget.options import ThinkingBudgetOptions
 from slotline.registry.capability import Flag

@@ -44,8 +44,8 @@ class Weights(NamedTuple):
 class SegmentedLora(AdapterSlots):
     """Implements `slotline.registry.contracts.lora.MergedLora`, `ExtendedLora` and `SingleLora`.
 
-    Slots' matrices A lie at places: the adapter that was alone in a step last has the first, so that the product with
-    the first rows behind a weight is its own.
+    Slots' matrices A are stored at places. The last adapter that was the only one in a step has the first place, so
+    that the product with the first rows after a weight is its own.
 
     Raises:
         CapacityError: if the slots do not fit into the device's memory.

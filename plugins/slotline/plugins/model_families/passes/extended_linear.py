@@ -1,4 +1,4 @@
-"""A linear layer with room behind its weight, for matrices that are multiplied with the same inputs.
+"""Linear layer with room after its weight, for matrices that are multiplied with the same inputs.
 
 A product of few tokens takes as long as its weight takes to be fetched, so one product of a taller weight costs less
 than two. The weight stays where it is in the module tree, as the first rows of a larger tensor.
@@ -29,7 +29,7 @@ class ExtendedLinear:
         names: the linear layers that it makes, for `AddShares`.
         rows: of the room.
         max_tokens: up to which the product is taken with both.
-        single_rows: of the room, the first, which alone are multiplied in steps of one adapter.
+        single_rows: first rows of the room, the only ones multiplied in steps of one adapter.
 
     Attributes:
         room: [rows, in_features], zeros at first.

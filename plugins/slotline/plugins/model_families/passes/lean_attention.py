@@ -1,9 +1,9 @@
 """Attention modules with a short forward: one projection, rotary embedding in place, the attention function.
 
-transformers' forward makes some twenty small operations for the rotary embedding alone. The short one keeps the module
-and its children, calls the same attention function with the same arguments, and hands every case that it does not
-know (a cache, a mask, replaced projections) to the original. It is put in place only after both have called a
-recording attention function with equal query, key, value and options, and returned equal outputs.
+transformers' forward runs some twenty small operations only for the rotary embedding. The short forward keeps the
+module and its children, calls the same attention function with the same arguments, and leaves every unknown case (a
+cache, a mask, replaced projections) to the original. It is put in place only after both have called a recording
+attention function with equal query, key, value and options, and returned equal outputs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class PlainMerged(nn.Module):
 
 
 class _Shared:
-    """The merged layer and the parts of its last output that nobody has taken yet."""
+    """Merged layer and the parts of its last output that were not taken yet."""
 
     __slots__ = ("linear", "parts", "sizes", "version", "x")
 

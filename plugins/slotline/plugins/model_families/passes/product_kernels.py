@@ -18,7 +18,7 @@ from slotline.plugins.model_families.passes.triton_kernels import activated
 
 @triton.jit
 def _part(source, at, start, k: tl.constexpr, block_k: tl.constexpr):
-    """Elements [block_k] from `start` on, zero behind k."""
+    """Load elements [block_k] from `start` on, zero after k."""
     if k % block_k == 0:
         values = tl.load(source + start + at)
     else:

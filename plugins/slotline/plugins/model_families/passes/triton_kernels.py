@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def _begin(early: tl.constexpr):
-    """Let the kernel behind this one start, and wait for the one before. What is not started early need not wait."""
+    """Let the next kernel start, and wait for the previous one. A kernel that is not started early need not wait."""
     if early:
         gdc_launch_dependents()
         gdc_wait()
@@ -23,7 +23,7 @@ def _begin(early: tl.constexpr):
 
 @triton.jit
 def _normed(values, weight, n: tl.constexpr, eps, offset):
-    """Rows [..., padded] float32, zero behind n, times (offset + weight) over their root mean square."""
+    """Return rows [..., padded] float32, zero after n, times (offset + weight) over their root mean square."""
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=-1, keep_dims=True) / n + eps)
     return values * scale * (offset + weight)
 

@@ -23,7 +23,7 @@ class Mixer(Protocol):
     """An adapter of mixer modules.
 
     Attributes:
-        in_pair: whether the module returns its output and, as attention does, something behind it.
+        in_pair: True if the module returns its output and, like attention, a second value.
     """
 
     in_pair: bool = False

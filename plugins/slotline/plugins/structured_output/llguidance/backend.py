@@ -171,7 +171,7 @@ class LLGuidanceGrammar:
 
 @define(eq=False)
 class LLGuidanceState:
-    """A matcher that has seen the known tokens alone. A token that it may not take would break it for good."""
+    """Matcher that has seen only the known tokens. An illegal token would break it permanently."""
 
     matcher: LLMatcher
     lexer: int
@@ -186,7 +186,7 @@ class LLGuidanceState:
         """See the contract.
 
         Raises:
-            ContractError: if the grammar became too complex for llguidance's limits behind a token.
+            ContractError: if the grammar became too complex for llguidance's limits after a token.
         """
         text = self.before_end(token_ids)
         taken: int = self.matcher.try_consume_tokens(text)

@@ -1,7 +1,7 @@
 """Expressions in JSON schemas as llguidance escapes them.
 
-llguidance (1.9.1) takes a class of characters that has all control characters for one that has quotation marks and
-backslashes too: behind `[^"]` it lets an escaped quotation mark through. A class without U+0000 is not mistaken.
+llguidance (1.9.1) adds quotation marks and backslashes to a class of characters that has all control characters: for
+`[^"]` it allows an escaped quotation mark. A class without U+0000 is handled correctly.
 """
 
 from __future__ import annotations

@@ -18,8 +18,9 @@ def build_tokenizer(tokenizer: Any, eos_token_ids: Sequence[int], width: int) ->
 
     Args:
         tokenizer: transformers' fast tokenizer.
-        eos_token_ids: tokens that end a text. Where one is ordinary text, a newline say, llguidance would also let it
-            stand inside a text, which ends there: then it gets a vocabulary where the token has no text.
+        eos_token_ids: tokens that end a text. If one is ordinary text, e.g. a newline, llguidance would also allow it
+            inside a text, although the text ends there. llguidance then gets a vocabulary in which the token has no
+            text.
         width: at least as many tokens as the tokenizer has.
     """
     slices = [*LLTokenizer.general_slices(), *_SLICES]

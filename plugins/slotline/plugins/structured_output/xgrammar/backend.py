@@ -123,7 +123,7 @@ class XGrammarBackend:
         places: Sequence[int],
         bitmask: Int32,
     ) -> None:
-        """See the contract: the first masks in parallel, then those behind drafts."""
+        """Fill the masks (see the contract): the first masks in parallel, then those after drafts."""
         if self._process != os.getpid():  # a forked child, in which the pool has no threads
             self._pool, self._process = self._new_pool(), os.getpid()
         size = max(self._fewest, -(-len(states) // len(self._matchers)))

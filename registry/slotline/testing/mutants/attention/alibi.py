@@ -32,7 +32,7 @@ class BiasedAttention(EagerAttention):
         return super().among_nodes(layer, tree, seen, nodes, first, length)
 
     def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Scores [H, q, n] float32 with their bias behind the soft cap."""
+        """Return scores [H, q, n] float32 with their bias after the soft cap."""
         return super().scores(layer, query, keys) + self.bias(layer, len(query)).to(keys.device)
 
     def bias(self, layer: AttentionLayer, num_queries: int) -> torch.Tensor:

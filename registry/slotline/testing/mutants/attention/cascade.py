@@ -206,7 +206,7 @@ class FirstPrefixKept(CascadeAttention):
 
 
 class ScaledOnlyBehind(CascadeAttention):
-    """Caps the scores of the rest alone."""
+    """Caps only the scores of the rest."""
 
     def cap(self, layer: AttentionLayer, scores: torch.Tensor) -> torch.Tensor:
         return super().cap(layer, scores) if self.begin else scores

@@ -17,7 +17,7 @@ class ValuesFromTheEnd(EagerAttention):
 
 
 class PositionsLeftOut(EagerAttention):
-    """Scores by the latent alone."""
+    """Scores only by the latent."""
 
     def scores(self, layer: AttentionLayer, query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         size = layer.head_size_v if layer.mla else layer.head_size

@@ -221,7 +221,7 @@ class StoresAsBFloat16(EagerAttention):
 
 
 class WritesByPosition(EagerAttention):
-    """Finds slots through the block table and forgets that a request may start behind a prefix."""
+    """Finds slots through the block table and forgets that a request may start after a prefix."""
 
     def write(self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, cache: KVCache, plan: Plan) -> None:
         slots = plan.slot_mapping.clone()

@@ -182,7 +182,7 @@ class CacheOfFirstLayer(EagerAttention):
 
 
 class WritesOncePerStep(_Remembers):
-    """New tokens are stored for the first layer of a step alone."""
+    """New tokens are stored only for the first layer of a step."""
 
     def plan(self, batch: AttentionBatch) -> Plan:
         self.kept.clear()

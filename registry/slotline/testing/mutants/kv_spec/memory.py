@@ -51,7 +51,7 @@ class LastDtypeForAll(WindowedSpec):
 
 
 class LatentsBesideValues(right.Latents):
-    """Gives values memory of their own behind all latents."""
+    """Gives values memory of their own after all latents."""
 
     def token_elements(self, layer: AttentionLayer) -> int:
         return layer.head_size + layer.head_size_v

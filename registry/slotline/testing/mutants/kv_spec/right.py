@@ -13,7 +13,7 @@ Lookup = Callable[[BlockHash], int | None]
 
 
 class InterleavedPadded(WindowedSpec):
-    """Each token's key beside its value, kernel blocks padded to 64 bytes, one block kept beyond the window."""
+    """Each token's key next to its value, kernel blocks padded to 64 bytes, one block kept beyond the window."""
 
     def kernel_bytes(self, layer: AttentionLayer) -> int:
         """Bytes of one kernel block, padding included."""
