@@ -203,7 +203,9 @@ def leaving_out(missing: MissingKernels) -> Iterator[None]:
                 del notes.missing[me]
             if not notes.missing:
                 _Notes.current = None
-                if knobs.runtime.jit_cache_hook is notes:  # else another one stands above it, and it lets all pass
+                if (
+                    knobs.runtime.jit_cache_hook is notes
+                ):  # otherwise another one is above it, and it lets everything pass
                     knobs.runtime.jit_cache_hook = notes.before
 
 

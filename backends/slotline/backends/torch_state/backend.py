@@ -107,7 +107,7 @@ def _convolve(layer: StateLayer, inputs: Tensors, state: Tensor, stream: Stream)
     # Behind `kept` columns of state for each request up to it; its own columns stand right before its first token.
     place_of = torch.arange(len(x), device=x.device) + kept * (stream.request_of + 1)  # [num_tokens]
     taps = torch.arange(kept, device=x.device)
-    ends = stream.ends + kept * torch.arange(1, num_requests + 1, device=x.device)  # [n], behind the last token
+    ends = stream.ends + kept * torch.arange(1, num_requests + 1, device=x.device)  # [n], after the last token
     begins = torch.cat([ends.new_zeros(1), ends[:-1]])  # [n], the first column of state
     line = x.new_empty((len(x) + kept * num_requests, channels))
     line.index_copy_(0, (begins[:, None] + taps).flatten(), before.transpose(1, 2).reshape(-1, channels))

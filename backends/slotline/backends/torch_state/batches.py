@@ -40,7 +40,7 @@ class Slots:
         self.index = batch.slots.index_select(0, rows).long()  # [n]
         self.has_state = batch.has_initial_state.index_select(0, rows)  # [n]
         self.source: Tensor | None = None
-        self.run: slice | None = None  # the slots, where they are one behind the other
+        self.run: slice | None = None  # the slots, if they are contiguous
         if on_host:
             first = int(self.index[0])
             if torch.equal(self.index, torch.arange(first, first + len(rows))):

@@ -166,7 +166,7 @@ def attend_decodes(
     key_of_score = gl.arange(0, tile, layout=gl.SliceLayout(1, mma))
     key_of_value = gl.arange(0, tile, layout=gl.SliceLayout(0, left))
 
-    # What is asked for: a piece of work, its next tile, and the piece behind it.
+    # Requested loads: a piece of work, its next tile, and the next piece.
     asked, request, head, token, asked_length = _seek(
         gl.program_id(0), counter, total, seq_lens, starts, kv_heads, out, o_token, o_head, lse, lse_head, group, rows,
         size, wide,

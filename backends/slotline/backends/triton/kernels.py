@@ -308,7 +308,7 @@ def attend(
         length = tl.load(seq_lens + request)
     if block * block_q >= query_len:
         if early:
-            gdc_wait()  # the kernel behind takes it that what came before this one is over
+            gdc_wait()  # the next kernel assumes that everything before this one has ended
         return
     row = tl.arange(0, block_m)
     token = block * block_q + row // group

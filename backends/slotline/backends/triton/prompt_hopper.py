@@ -43,7 +43,7 @@ SHORT = 128
 @gluon.jit
 def _place(number, starts, first, num_requests, blocks, kv_heads, block_q: gl.constexpr):
     """KV head, first token and length of the prompt, and block of a piece of work."""
-    rank = gl.minimum(number // kv_heads, blocks - 1)  # a number behind the last is not worked on
+    rank = gl.minimum(number // kv_heads, blocks - 1)  # numbers after the last are skipped
     request, block = _find_request(blocks - 1 - rank, starts, first, num_requests, block_q)
     begin = gl.load(starts + request)
     return number % kv_heads, begin, gl.load(starts + request + 1) - begin, block
@@ -118,7 +118,7 @@ def _load(
             step += 1
         here = head * size
         asked = gl.atomic_add(counter, 1, sem="relaxed")
-        if asked == total - 1:  # nobody asks any more: ready for the next launch
+        if asked == total - 1:  # no further requests: ready for the next launch
             gl.store(counter, 0)
         number = gl.num_programs(0) + asked
         head, begin, length, block = _place(number, starts, first, num_requests, blocks, kv_heads, block_q)
@@ -282,7 +282,7 @@ def _compute(
             # fmt: on
         step += tiles
         count += 1
-        # The first scores of the next block beside the last product of this one.
+        # The first scores of the next block overlap the last product of this one.
         next_head, next_begin, next_length, next_block = _item(items, full_q, count)
         more = next_length > 0
         place, phase = step % 2, (step // 2) & 1

@@ -55,7 +55,7 @@ class Rows:
         return self.end - self.first
 
     def chunks(self, size: int) -> int:
-        """Chunks of so many tokens that the rows can have at most, each row's counted from its first token."""
+        """Return the most chunks of this many tokens that the rows can have, counted from each row's first token."""
         return (self.num_tokens - self.first) // size + self.count  # every row before these has a token
 
 

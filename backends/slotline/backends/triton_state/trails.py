@@ -134,7 +134,7 @@ class Trails:
         )
         count = rows * self.most
         inputs = {name: trail.tokens[kept][:count] for name, kept in KEPT[layer.state_kind].items()}
-        out = torch.empty_like(inputs["v" if layer.state_kind == "gated_delta" else "x"])  # nobody reads it
+        out = torch.empty_like(inputs["v" if layer.state_kind == "gated_delta" else "x"])  # never read
         again = Rows(
             starts=again_starts,
             slots=again_slots,

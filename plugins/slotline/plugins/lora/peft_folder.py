@@ -197,7 +197,7 @@ def _by_module(
         module = _module(name, modules)
         embeds = module in embeddings
         if part == "base_layer" and module and tuple(tensor.shape) == modules[module][:: 1 if embeds else -1]:
-            continue  # PEFT saves the base model's own weight beside an adapter of the embedding or output projection
+            continue  # PEFT saves the base model's own weight with an adapter of the embedding or output projection
         part = part.replace("lora_embedding_", "lora_") if embeds else part
         if part not in ("lora_A", "lora_B") or module is None:
             raise RequestError(

@@ -84,7 +84,7 @@ def load_transformers_model(
             "%s weights in %s have no place in %s: %s", len(unused), path, found.architecture, listed(unused)
         )
     if context.task != "generate" and hasattr(model, "lm_head"):
-        del model.lm_head  # nobody reads logits, and its weight may be large
+        del model.lm_head  # logits are not read, and the weight may be large
         report["missing_keys"] = {key for key in report["missing_keys"] if not key.startswith("lm_head.")}
     _refuse_incomplete(context, report)
     model = binding.find_body(model.eval().requires_grad_(False))

@@ -13,7 +13,7 @@ from slotline.registry.errors import ModelError
 
 _EXPECTED = re.compile(
     r"(^|\.)(mtp|mtp_layers|mtp_block|nextn_predict_layers)\."  # layers that predict further tokens: a drafter's
-    r"|(^|\.)lm_head\."  # tied, or of a model whose hidden states alone are wanted
+    r"|(^|\.)lm_head\."  # tied, or of a model of which only the hidden states are wanted
     r"|inv_freq$|(^|\.)masked_bias$|(attn|attention)\.bias$"  # buffers that configurations tell
     r"|(^|[._])(q|k|v|kv|prob)_scale$|_zero_point$"  # of an eight-bit cache
 )
@@ -50,7 +50,7 @@ def review(model: torch.nn.Module, unused: Collection[str], path: Path) -> tuple
 
 
 def _behind_the_last(model: torch.nn.Module, unused: Iterable[str]) -> dict[tuple[str, int], list[str]]:
-    """Unused weights of layers behind the last one of a list of layers: by the list's name and the layer's index."""
+    """Return unused weights of layers after the last one of a list of layers, by the list's name and layer index."""
     lists = {name: len(m) for name, m in model.named_modules() if isinstance(m, torch.nn.ModuleList)}
     base = f"{getattr(model, 'base_model_prefix', '')}."  # which checkpoints of the bare body leave out
     known = {name.removeprefix(base): name for name in lists} | {name: name for name in lists}

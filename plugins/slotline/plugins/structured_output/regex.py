@@ -83,7 +83,7 @@ def misread(expression: str) -> str | None:
     These are anchors with text outside of them, and assertions about the text before or after.
     """
     parts = list(_PART.finditer(expression))
-    outer: list[tuple[bool, set[str]]] = []  # of each open group: whether something stands before it, and its anchors
+    outer: list[tuple[bool, set[str]]] = []  # for each open group: True if text precedes it, and its anchors
     before, anchors = False, set[str]()
     ended = False  # by a `$`, so that nothing may follow in this branch
     for index, match in enumerate(parts):

@@ -31,7 +31,7 @@ class MedusaDrafter:
         """Nothing to prepare."""
 
     def propose(self, batch: DraftBatch) -> Draft:
-        """Head i predicts the token i + 1 places behind the newest one, from the state that gave the newest one."""
+        """Let head i predict the token i + 1 places after the newest one, from the state that predicted that one."""
         assert batch.hidden_states is not None  # declared as a need
         best = self._heads.logits(batch.hidden_states).argmax(-1)
         return Draft(token_ids=self._heads.tokens(best).T.contiguous())

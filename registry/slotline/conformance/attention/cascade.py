@@ -149,7 +149,7 @@ def again(run: Run) -> None:
 
 @check(Kind.ATTENTION, "attention.cascade.padded", Level.HOSTILE, needs=CASCADE)
 def padded(run: Run) -> None:
-    """Padded requests of a captured batch, of length 0 and null blocks, give finite rows and disturb nobody."""
+    """Padded requests of a captured batch, of length 0 and null blocks, give finite rows and do not affect others."""
     made = shared(run, 3, "decode")
     case, real = made.case, made.batch
     count = case.padding

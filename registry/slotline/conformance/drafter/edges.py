@@ -29,7 +29,7 @@ def edge_no_requests(run: Run) -> None:
     cases=lambda _: [{"prompt": prompt} for prompt in (1, 2, 3, 4)],
 )
 def edge_short_prompt(run: Run) -> None:
-    """Prompts of one to four tokens, right after their first output token, alone and beside long ones."""
+    """Prompts of one to four tokens, right after their first output token, with and without long ones."""
     rng = run.rng
     for repeated in (True, False):
         prompt = tuple(5 if repeated else rng.randrange(32) for _ in range(run["prompt"]))

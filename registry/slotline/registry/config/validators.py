@@ -52,7 +52,7 @@ class AtLeast:
     def json_schema(self) -> dict[str, Any]:
         """Return the limits as JSON Schema."""
         most = {} if self.maximum is None else {"maximum": self.maximum}
-        return {"minimum": self.minimum, **most}  # JSON Schema applies it to numbers alone
+        return {"minimum": self.minimum, **most}  # JSON Schema applies it only to numbers
 
 
 @frozen

@@ -179,7 +179,7 @@ def scan(
         last = length <= segment
         length = tl.minimum(length, segment)
         if not outputs:
-            length = tl.where(last, 0, length)  # nobody asks what the last one adds
+            length = tl.where(last, 0, length)  # the contribution of the last one is not read
     if (slot < 0) | (length <= 0):
         return
     channel = tl.program_id(0) * block + tl.arange(0, block)
@@ -287,7 +287,7 @@ def pass_states(
     index = (begin - offset) // segment + row - first
     for number in range(index, index + tl.cdiv(length, segment)):
         at = tl.cast(number, tl.int64) * channels
-        more = number + 1 < index + tl.cdiv(length, segment)  # nobody has asked what the last one adds
+        more = number + 1 < index + tl.cdiv(length, segment)  # the contribution of the last one was not computed
         asked = here & (column < tl.where(more, size, 0))[None, :]
         added = tl.load(segments + at * size + place, mask=asked, other=0.0)
         total = tl.load(totals + at + channel, mask=channel < tl.where(more, channels, 0), other=0.0)

@@ -401,7 +401,7 @@ def pass_states(
     index = (begin - offset) // segment + row - first
     for number in range(index, index + tl.cdiv(length, segment)):
         at = segments + (tl.cast(number, tl.int64) * num_heads + head) * numbers + place
-        more = number + 1 < index + tl.cdiv(length, segment)  # nobody asked what the last one adds
+        more = number + 1 < index + tl.cdiv(length, segment)  # the contribution of the last one was not computed
         added = tl.load(at, mask=place < tl.where(more, numbers, 0), other=0.0)
         tl.store(at, h, mask=here)
         h = tl.exp2(tl.load(totals + number * num_heads + head, mask=more, other=0.0)) * h + added

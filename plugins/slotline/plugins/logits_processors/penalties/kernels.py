@@ -82,7 +82,7 @@ def penalise(
         inside = (draft >= 0) & (draft < vocab_size)
         missing = inside & (tl.load(counts + draft, inside, 1) == 0)
         equal = (draft[:, None] == draft[None, :]).to(tl.int32)
-        missing &= tl.sum(tl.where(index[None, :] < index[:, None], equal, 0), 1) == 0  # where it stands first
+        missing &= tl.sum(tl.where(index[None, :] < index[:, None], equal, 0), 1) == 0  # its first position
         y = tl.load(logits + draft, missing, 0.0)
         tl.store(logits + draft, _penalised(y, tl.sum(equal, 1), presence, frequency, repetition), missing)
 

@@ -104,7 +104,7 @@ def expand(
     tokens = tl.load(block_tokens + block * block_m + tl.arange(0, block_m))
     if slot < 0:
         if early:
-            gdc_wait()  # what ends behind this kernel must end behind the one before, too
+            gdc_wait()  # later work must wait for the previous kernel, too
         return
     if parts > 1:
         columns_0, columns_1 = tl.cdiv(size_0, block_n), tl.cdiv(size_1, block_n)

@@ -232,7 +232,7 @@ class TritonKernels:
             return self._products.dot(x, weight, None, shape=LARGE, dtype=torch.float32)[0]
         if self._cluster is not None and self._cluster.suits(x, weight, None, "floats"):
             return self._cluster.dot(x, weight, "floats")[0]
-        if not x.is_cuda or x.dtype == torch.float32:  # torch has no such product there
+        if not x.is_cuda or x.dtype == torch.float32:  # torch does not have this product there
             return functional.linear(x, weight).float()
         out = torch.mm(x.reshape(-1, x.shape[-1]), weight.t(), out_dtype=torch.float32)
         return out.view(*x.shape[:-1], -1)

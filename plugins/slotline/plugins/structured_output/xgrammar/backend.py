@@ -62,7 +62,7 @@ class XGrammarBackend:
         self._compiler = xgrammar.GrammarCompiler(
             info, max_threads=context.options.compile_threads, cache_limit_bytes=context.options.cache_bytes
         )
-        # XGrammar takes special tokens, and those that the tokenizer lacks, for text where any text may stand.
+        # XGrammar takes special tokens, and those that the tokenizer lacks, for text if any text is allowed.
         ordinary = np.arange(-(-vocab_size // 32) * 32) < min(len(tokenizer), vocab_size)
         ordinary[[token for token in tokenizer.all_special_ids if token < vocab_size]] = False
         eos = np.isin(np.arange(len(ordinary)), context.eos_token_ids)
@@ -134,7 +134,7 @@ class XGrammarBackend:
         try:
             _fill(self._matchers[0], states[:size], places[:size], bitmask)
         finally:
-            wait(others)  # whoever asks again for each state alone must be its only user
+            wait(others)  # a caller that asks again for each state separately must be its only user
         for other in others:
             other.result()
         filled = list(places)

@@ -117,7 +117,7 @@ class FromTheStartOnly(WindowedSpec):
 
 class WindowForgotInPrefix(WindowedSpec):
     def first_kept(self, length: int) -> int:
-        return max(0, length - 1) if self.window is not None else 0  # the last block alone, however wide the window
+        return max(0, length - 1) if self.window is not None else 0  # only the last block, for every window
 
 
 class RemembersLookups(WindowedSpec):
