@@ -27,7 +27,7 @@ def is_captured() -> bool:
 
 @contextmanager
 def as_if_run() -> Iterator[None]:
-    """Inside, captured launches are those of a step that runs by itself."""
+    """Let captured launches inside be those of an eager step."""
     token = _alone.set(True)
     try:
         yield

@@ -145,7 +145,7 @@ def listen() -> Compiled:
 
 
 def waited_for(kernels: Sequence[Kernel]) -> None:
-    """Say that a step waited for kernels."""
+    """Log that a step waited for kernels."""
     anew = [kernel for kernel in kernels if not kernel.on_disk]
     logger.log(
         logging.WARNING if anew else logging.INFO,

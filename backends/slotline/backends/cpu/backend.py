@@ -178,5 +178,5 @@ def _bind(layer: AttentionLayer, cache: KVCache, block_size: int, slopes: npt.ND
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` [tokens, heads, size] itself if a token's heads lie side by side, else a copy."""
+    """Return `tensor` [tokens, heads, size] itself if a token's heads are contiguous, else a copy."""
     return tensor if tensor.stride(2) == 1 and tensor.stride(1) == tensor.shape[2] else tensor.contiguous()

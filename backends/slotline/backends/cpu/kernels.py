@@ -131,7 +131,7 @@ def _narrow(typingctx: Any, value: Any, tag: Any) -> Any:
 
 @intrinsic
 def _power_of_two(typingctx: Any, exponent: Any) -> Any:
-    """2 ** exponent for an int32 exponent from -126 to 127: the bits of a float32 are written."""
+    """Return 2 ** exponent for an int32 exponent from -126 to 127, by writing the bits of a float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -260,7 +260,7 @@ def partition(pieces: Any, kv_heads: Any, threads: Any, min_split: Any, items: A
 
 @_inner(fastmath=True)
 def _score_tile(query: Any, scores: Any, offsets: Any, keys: Any, count: Any, num_rows: Any, size_tag: Any) -> None:
-    """Dot products of query vectors with `count` keys, into scores [num_rows, TILE]."""
+    """Compute dot products of query vectors with `count` keys, into scores [num_rows, TILE]."""
     size = _size(size_tag)
     for j in range(count):
         at = offsets[j]
@@ -422,7 +422,7 @@ def _store(piece: Any, head: Any, result: Any, sinks: Any, targets: Any, tag: An
 
 @_inner(fastmath=True)
 def _merge(into: Any, other: Any, num_rows: Any, size: Any) -> None:
-    """Fold one unnormalised result into another (Milakov and Gimelshein 2018, section 3.1)."""
+    """Merge one unnormalised result into another (Milakov and Gimelshein 2018, section 3.1)."""
     into_acc, into_top, into_norm = into
     acc, top, norm = other
     for row in range(num_rows):
@@ -443,7 +443,7 @@ def _split_result(part: Any, max_rows: Any, size: Any) -> Any:
 
 @_inlined()
 def _run_thread(thread: Any, plan: Any, layer: Any, cache: Any, query: Any, targets: Any, tags: Any) -> None:
-    """One thread's items: finished ones go to the targets, the others to the plan's partial results."""
+    """Run one thread's items. Finished ones go to the targets, the others to the plan's partial results."""
     items, starts, pieces, tables, work, parts = plan
     tag, size_tag, size_v_tag = tags
     group, size, size_v = layer[0][GROUP], _size(size_tag), _size(size_v_tag)
@@ -539,7 +539,7 @@ def soften(scores_at: Any, weights_at: Any, lse_at: Any, shape: Any, sinks: Any,
 
 @_entry(parallel=True)
 def attend(address: Any, told: Any, threads: Any) -> None:
-    """Attention of every piece of a plan over the cache of one layer.
+    """Compute attention of every piece of a plan over the cache of one layer.
 
     Args:
         address: of what `compile_attend` made.

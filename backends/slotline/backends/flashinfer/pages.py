@@ -68,7 +68,7 @@ def line_up(table, row_stride, indptr, skipped, indices, block: tl.constexpr):  
 
 @triton.jit  # type: ignore[untyped-decorator]
 def join(out, lse, other, other_lse, num_heads, size, out_token, out_head, width: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Attention over two parts of the keys, of a token and a head: the second joined to the first, LSE in base 2."""
+    """Merge attention over two parts of the keys, by token and head, the second into the first, with LSE in base 2."""
     row = tl.program_id(0).to(tl.int64)
     first, second = tl.load(lse + row), tl.load(other_lse + row)
     most = tl.maximum(first, second)

@@ -217,12 +217,12 @@ class FlexBackend:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Eight-bit floats as bytes, because they cannot be indexed everywhere."""
+    """View eight-bit floats as bytes, because they cannot be indexed on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _converted(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """As the cache keeps them: eight-bit floats clamped, lest they become NaN or infinity."""
+    """Convert to the cache's dtype. Eight-bit floats are clamped, so that they do not become NaN or infinity."""
     if dtype.itemsize == 1:
         most = torch.finfo(dtype).max
         rows = rows.float().clamp(-most, most)
@@ -237,7 +237,7 @@ def _ragged(counts: Int) -> tuple[Int, Int]:
 
 
 def _blocks_of_keys(owner: Int, ends: Int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """For each block of query tokens, how many blocks of keys hold any of its requests' keys, and which.
+    """Return, for each block of query tokens, the number of blocks with keys of its requests, and these blocks.
 
     Args:
         owner: request of each query token, ascending.
@@ -258,7 +258,7 @@ def _visible(
     window: int | None,
     causal: bool,
 ) -> Callable[..., torch.Tensor]:
-    """FlexAttention's mask: keys of the query's own request, not after it, and in its window.
+    """Return FlexAttention's mask: keys of the query's own request, not after it, and in its window.
 
     Args:
         queries, keys: the owner and the position of each.
@@ -279,7 +279,7 @@ def _visible(
 
 
 def _capped(cap: float) -> Callable[..., torch.Tensor]:
-    """FlexAttention's score: ``cap * tanh(score / cap)``."""
+    """Return FlexAttention's score: ``cap * tanh(score / cap)``."""
 
     def score(value: torch.Tensor, *_place: torch.Tensor) -> torch.Tensor:
         return cap * torch.tanh(value / cap)

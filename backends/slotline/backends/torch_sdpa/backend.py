@@ -108,7 +108,7 @@ class TorchBackend:
         return Plan(num_new, rows, blocks, slots - blocks * self._block_size, groups, self._prefix(batch))
 
     def _prefix(self, batch: AttentionBatch) -> list[Group]:
-        """All query tokens as if of the first request, over the blocks that they share."""
+        """Return a group of all query tokens, as if of the first request, over the shared blocks."""
         if not batch.common_prefix_len:
             return []
         starts = range(0, batch.num_tokens, MAX_QUERY_ROWS)
@@ -209,7 +209,7 @@ class TorchBackend:
         return self._slopes[:, None, None, None] * group.distance
 
     def _read(self, layer: AttentionLayer, cache: KVCache, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, scaled back where the cache has scales."""
+        """Return keys [B, L, Hkv, D] and values [B, L, Hkv, Dv] of a group, multiplied by the cache's scales if any."""
         scales = self._scales.get(layer.index)
         if layer.mla:
             keys = _raw(cache.key)[group.blocks, group.offsets].view(cache.key.dtype)
@@ -220,12 +220,15 @@ class TorchBackend:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """Eight-bit floats as bytes, because they cannot be indexed everywhere."""
+    """View eight-bit floats as bytes, because they cannot be indexed on every device."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _converted(rows: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """As the cache keeps them: eight-bit floats scaled and clamped, lest they become NaN or infinity."""
+    """Convert to the cache's dtype.
+
+    Eight-bit floats are scaled and clamped, so that they do not become NaN or infinity.
+    """
     if dtype.itemsize > 1:
         return rows.to(dtype)
     most = torch.finfo(dtype).max
@@ -245,7 +248,7 @@ def _join(
 
 
 def _likeness(piece: Piece) -> tuple[int, int]:
-    """Pieces of equal likeness share a group: as many queries, and at most twice as many keys."""
+    """Return the key of a piece's group: pieces with the same number of queries, and at most twice as many keys."""
     return piece.query_len, piece.num_keys.bit_length()
 
 
@@ -304,7 +307,7 @@ def _attend(
     bias: torch.Tensor | None,
     sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of query [B, q, H, D] over keys [B, L, Hkv, D], values [B, L, Hkv, Dv], all in float32.
+    """Compute attention of query [B, q, H, D] over keys [B, L, Hkv, D], values [B, L, Hkv, Dv], all in float32.
 
     `bias` [B, H, 1, q, L] float32 is added to the scores.
 

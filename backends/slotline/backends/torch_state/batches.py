@@ -92,7 +92,7 @@ class Tokens:
         self.index = None if self.run else _upload(numbers, device)
 
     def take(self, values: Tensor) -> Tensor:
-        """[num_tokens, ...] -> [n, ...]."""
+        """Take [num_tokens, ...] -> [n, ...]."""
         return values[self.run] if self.index is None else values.index_select(0, self.index)
 
     def put(self, target: Tensor, values: Tensor) -> None:
@@ -124,7 +124,7 @@ class Part:
     waves: tuple[tuple[int, int], ...]
 
     def spread(self, values: Tensor) -> Tensor:
-        """[num_tokens, ...] -> [num_chunks, chunk, ...], zeros where a chunk is not full."""
+        """Spread [num_tokens, ...] -> [num_chunks, chunk, ...], with zeros in the rest of a chunk."""
         num_chunks = sum(count for count, _ in self.waves)
         if self.chunk == 1:
             return values.unsqueeze(1)
@@ -136,7 +136,7 @@ class Part:
         return spread.flatten(0, 1).index_select(0, self.places)
 
     def slices(self) -> Iterator[tuple[slice, slice]]:
-        """Of each wave, its chunks and the places that hold tokens."""
+        """Return, for each wave, its chunks and the places with tokens."""
         first = 0
         for count, longest in self.waves:
             yield slice(first, first + count), slice(0, longest)
@@ -248,7 +248,7 @@ def _stream(batch: StateBatch, rows: Int, starts: Int, lens: Int, *, on_host: bo
 
 
 def _expand(lens: Int) -> tuple[Int, Int]:
-    """Of every token, whose it is and its offset in that request: lens [2, 1] give [0, 0, 1] and [0, 1, 0]."""
+    """Return the request of every token and its offset there: lens [2, 1] give [0, 0, 1] and [0, 1, 0]."""
     request = np.repeat(np.arange(len(lens)), lens)
     return request, np.arange(len(request)) - np.repeat(np.cumsum(lens) - lens, lens)
 

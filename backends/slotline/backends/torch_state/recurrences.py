@@ -58,7 +58,7 @@ def time_step(facts: Facts, inputs: Tensors) -> Tensor:
 
 
 def decays(logarithm: Tensor) -> tuple[Tensor, Tensor]:
-    """Of log decays [..., Q]: their running sum, and the decay from token s to token t [..., t, s], 0 where s > t."""
+    """Return, from log decays [..., Q], their running sum and the decay from token s to t [..., t, s], 0 for s > t."""
     total = logarithm.cumsum(-1)
     above = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
     return total, (total[..., :, None] - total[..., None, :]).masked_fill(above, float("-inf")).exp()
@@ -118,7 +118,7 @@ class GatedDelta:
     """Gated delta rule. Value heads share key heads."""
 
     def pieces(self, facts: Facts, inputs: Tensors) -> Pieces:
-        """g, beta [.., Hv], q, k [.., Hv, K], v [.., Hv, V]."""
+        """Return g, beta [.., Hv], q, k [.., Hv, K], v [.., Hv, V]."""
         q, k = inputs["q"].float(), inputs["k"].float()
         if facts["qk_l2norm"]:
             q, k = (value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6) for value in (q, k))

@@ -142,7 +142,7 @@ class TritonBackend:
         return plan if batch.tree is None else plan._replace(nodes=self._uploaded(batch.tree.num_nodes))
 
     def _uploaded(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """On the device, without waiting for it: from pinned memory, which is kept until the copy is done."""
+        """Copy to the device without waiting, from pinned memory, which is kept until the copy is done."""
         tensor = torch.from_numpy(array)
         return tensor.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else tensor.to(self._device)
 
@@ -267,7 +267,7 @@ class TritonBackend:
         return DECODE if narrow else WIDE
 
     def _block_q(self, query_len: int, shape: Shape) -> int:
-        """Query tokens of a block, a power of two."""
+        """Return the query tokens of a block, a power of two."""
         most: int = 1 << (max(1, shape.rows // self._group).bit_length() - 1)
         needed: int = triton.next_power_of_2(query_len)
         return min(needed, most)

@@ -92,7 +92,7 @@ def _attend_tile(
     has_tree: tl.constexpr,
     exact: tl.constexpr,
 ):
-    """One tile of keys: the new maximum, sum and output of the rows. Unless `masked`, all rows see all of its keys.
+    """Compute one tile of keys: the new maximum, sum and output. Unless `masked`, all rows see all of its keys.
 
     `position` [block_m] is the position of a row's token in the cache, `place` its position in a text. They differ only
     for nodes of a tree, whose numbers are `node`, negative for other rows. `known` keys come before the nodes.

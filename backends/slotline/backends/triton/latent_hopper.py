@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @gluon.jit
 def _copy(half, narrow, rows, column, ready, target, page: gl.constexpr):
-    """Half of a tile, from the rows of one block, or of several blocks of less than 64."""
+    """Copy half of a tile, from the rows of one block, or of several blocks of less than 64."""
     if page >= 64:
         load_box(half, [rows[0], column], ready, target)
     else:
@@ -255,7 +255,7 @@ def attend_latents(
     single: gl.constexpr,
     split: gl.constexpr,
 ):
-    """As `latent_kernels.attend_latents`.
+    """Do the work of `latent_kernels.attend_latents`.
 
     `half` and `narrow` describe the cache's rows for halves of tiles' latents, and for 64 numbers of a tile or, where
     blocks have fewer than 64 tokens, of a block. A block's rows begin `per_block` after those of the previous block.

@@ -42,7 +42,7 @@ SHORT = 128
 
 @gluon.jit
 def _place(number, starts, first, num_requests, blocks, kv_heads, block_q: gl.constexpr):
-    """KV head, first token and length of the prompt, and block of a piece of work."""
+    """Return KV head, first token and length of the prompt, and block of a piece of work."""
     rank = gl.minimum(number // kv_heads, blocks - 1)  # numbers after the last are skipped
     request, block = _find_request(blocks - 1 - rank, starts, first, num_requests, block_q)
     begin = gl.load(starts + request)

@@ -133,7 +133,7 @@ class PromptAttention:
         )
 
     def _boxed(self, states: torch.Tensor) -> Any:
-        """Boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
+        """Return boxes of `SHAPE.tile` tokens and one head out of [num_tokens, heads, size]."""
         tokens, heads, size = states.shape
         return self._boxes(states, (tokens, heads * size), (states.stride(0), 1))
 

@@ -110,7 +110,7 @@ def _shape(facts: Mapping[str, Any], rows: Rows) -> Scan:
 
 
 def _chunk(facts: Mapping[str, Any], shape: Scan) -> int:
-    """Tokens of a chunk."""
+    """Return the tokens of a chunk."""
     large = min(facts["head_size_k"], facts["head_size_v"]) >= LARGE
     return LONG_CHUNK if large and shape == FEW else CHUNK
 
@@ -151,7 +151,7 @@ def _prepare(
 
 
 def _block(facts: Mapping[str, Any], tile: int, least: int = 1) -> int:
-    """Columns of a head's state that a program holds."""
+    """Return the columns of a head's state in a program."""
     return max(least, min(tile // padded(facts["head_size_k"], least), padded(facts["head_size_v"])))
 
 

@@ -124,7 +124,7 @@ def _scan(
 
 
 def _block(facts: Mapping[str, Any], tile: int) -> int:
-    """Channels of a program."""
+    """Return the channels of a program."""
     return min(max(1, tile // padded(facts["state_size"])), padded(facts["channels"]))
 
 

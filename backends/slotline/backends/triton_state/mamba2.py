@@ -181,7 +181,7 @@ def _scan(
 
 
 def _block(facts: Mapping[str, Any], tile: int, least: int = 1) -> int:
-    """Rows of a head's state that a program holds."""
+    """Return the rows of a head's state in a program."""
     return max(least, min(tile // padded(facts["state_size"], least), padded(facts["head_size"])))
 
 

@@ -166,7 +166,7 @@ class Trails:
 
 
 def _room(layer: StateLayer, context: StateContext) -> Tensor:
-    """For the layer's states of all requests: [max_requests, size]."""
+    """Allocate buffers for the layer's states of all requests: [max_requests, size]."""
     (spec,) = layer.tensors
     return torch.empty(
         (context.max_requests, prod(spec.shape)), dtype=getattr(torch, spec.dtype), device=context.device

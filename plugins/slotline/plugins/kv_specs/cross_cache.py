@@ -21,5 +21,5 @@ class CrossSpec(PagedSpec):
         return 0
 
     def prefix_hit(self, hashes: Sequence[BlockHash], lookup: Callable[[BlockHash], int | None]) -> list[int]:
-        """Nothing: blocks of tokens say nothing about an encoder's."""
+        """Return no hit, because hashes of tokens do not identify an encoder's blocks."""
         return []

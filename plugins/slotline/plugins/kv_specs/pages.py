@@ -29,12 +29,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def token_bytes(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Bytes of one token's key and value in `layer`."""
+    """Return the bytes of one token's key and value in `layer`."""
     return layer.num_kv_heads * (layer.head_size + layer.head_size_v) * dtype.itemsize
 
 
 def latent_bytes(layer: AttentionLayer, dtype: torch.dtype) -> int:
-    """Bytes of one token's latent in `layer`."""
+    """Return the bytes of one token's latent in `layer`."""
     return layer.head_size * dtype.itemsize
 
 
@@ -71,7 +71,7 @@ def bind_latents(
 def _blocks(
     raw: torch.Tensor, layer: AttentionLayer, dtype: torch.dtype, num_kernel_blocks: int, size: int, each: int
 ) -> torch.Tensor:
-    """`raw` as [num_kernel_blocks, elements], for `each` bytes a token."""
+    """View `raw` as [num_kernel_blocks, elements], for `each` bytes per token."""
     expected = num_kernel_blocks * size * each
     if raw.numel() != expected or (raw.dim() == 2 and raw.shape[0] != num_kernel_blocks):
         raise CapacityError(

@@ -80,7 +80,7 @@ class Adaptation:
         return {} if place is None else {place.names[0]: (place.in_features, place.out_features[0])}
 
     def stages(self, stage_of: Mapping[int, int]) -> dict[str, int]:
-        """Path -> stage, by the stage of each module's id."""
+        """Return path -> stage, by the stage of each module's id."""
         every = (*self.places, *(() if self.embedding is None else (self.embedding,)))
         return {name: stage_of[id(place.module)] for place in every for name in place.names}
 
@@ -183,7 +183,7 @@ _LINEAR = (nn.Linear, PackedLinear, KernelLinear, TiledLinear)
 
 
 def _places(hf_model: nn.Module) -> list[Place]:
-    """Every module that is or was linear layers, merged ones once."""
+    """Return every module that is or was linear layers, merged ones once."""
     merged: dict[int, list[tuple[int, str, MergedProjection]]] = {}
     found: list[Place] = []
     inside: set[int] = set()  # of layers that were found

@@ -136,7 +136,7 @@ class SharedSlot(AttentionSlot):
         return self.layers[self.num_calls - 1]
 
     def slots(self, key: torch.Tensor) -> CacheSlots | None:
-        """None: nothing is stored early."""
+        """Return None, because nothing is stored early."""
         return None
 
     def takes_wanted(self) -> bool:

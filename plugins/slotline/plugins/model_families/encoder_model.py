@@ -56,7 +56,7 @@ class TransformersEncoder:
         )
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
-        """None: its modules synchronise with nothing."""
+        """Return None, because its modules never synchronise."""
         return None
 
     def load(self, context: ModelContext) -> EncoderModel:

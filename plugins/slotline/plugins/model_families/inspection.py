@@ -114,7 +114,7 @@ def recording_attention(
     attention_mask: torch.Tensor | None = None,
     **asked: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention that computes nothing: notes the call, returns an empty tensor [1, num_tokens, num_heads, size]."""
+    """Record the call without computing attention, and return an empty tensor [1, num_tokens, num_heads, size]."""
     module.slotline_slot.record(module, query, key, value, asked)
     size = module.v_head_dim if latents.hands_on(module) else value.shape[3]
     return query.new_empty((1, query.shape[2], query.shape[1], size)), None
@@ -133,7 +133,7 @@ def inspect(path: Path) -> ModelFacts:
 
 @contextmanager
 def sizes_that_fit(found: Checkpoint) -> Iterator[None]:
-    """While a model is made of a configuration and run: transformers does not check that all numbers fit.
+    """Turn errors of a model built from a configuration into typed ones, since transformers does not check all sizes.
 
     Raises:
         ModelError: in place of whatever the model's own code says of sizes that do not fit.

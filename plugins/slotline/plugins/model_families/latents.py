@@ -37,7 +37,7 @@ def hand_on(module: Any) -> None:
 
 
 def latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [1, 1, num_tokens, rank + rotary size], and values that are their first `rank` numbers."""
+    """Return keys [1, 1, num_tokens, rank + rotary size], and values that are their first `rank` numbers."""
     key = torch.cat((latent, rotated), dim=-1)
     return key, key[..., : latent.shape[-1]]
 

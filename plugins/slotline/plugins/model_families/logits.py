@@ -23,7 +23,7 @@ class LogitsHead:
         self._factor = self._factor / (getattr(config, "logits_scaling", None) or 1.0)
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        """Return logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         # `lm_head` is looked up in each call: adapters may have replaced it.
         logits: torch.Tensor = self._model.lm_head(hidden_states).float()  # [n, vocab_size]
         if self._factor != 1.0:

@@ -112,7 +112,7 @@ class LeanLoop:
             )
 
     def _embed(self, input_ids: torch.Tensor, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
-        """Hidden states [1, num_tokens, hidden_size] in front of the first layer."""
+        """Return hidden states [1, num_tokens, hidden_size] before the first layer."""
         with self._parts[0].scope():
             hidden_states: torch.Tensor = (
                 self._base.embed_tokens(input_ids.unsqueeze(0)) if inputs_embeds is None else inputs_embeds.unsqueeze(0)
@@ -205,7 +205,7 @@ class _Probe:
         self._expected = self._run(lambda: head.of_transformers(self._input_ids, self._positions))
 
     def difference(self, loop: Loop) -> float:
-        """Largest difference of a loop's logits, relative to the largest expected one."""
+        """Return the largest difference of a loop's logits, relative to the largest expected one."""
         found = self._run(lambda: self._logits(loop(self._input_ids, self._positions, None, None, None)[0]))
         return float((found - self._expected).abs().max() / self._expected.abs().max().clamp_min(1e-9))
 
@@ -221,7 +221,7 @@ class _Probe:
 def plain_attend(
     layer: AttentionLayer, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
 ) -> torch.Tensor:
-    """Causal attention without window, cap and sinks: enough to tell two loops apart."""
+    """Compute causal attention without window, cap and sinks, which is sufficient to compare two loops."""
     out = torch.nn.functional.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],

@@ -109,7 +109,7 @@ class BoundBloom(bloom.BloomModel):  # type: ignore[misc]
     def forward(
         self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, **_: Any
     ) -> Outputs:
-        """Hidden states [1, num_tokens, hidden_size] of tokens or their embeddings."""
+        """Return hidden states [1, num_tokens, hidden_size] of tokens or their embeddings."""
         embeddings = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         hidden_states = self.word_embeddings_layernorm(embeddings)
         for block in self.h:
@@ -167,7 +167,7 @@ class BoundFalcon(falcon.FalconModel):  # type: ignore[misc]
         inputs_embeds: torch.Tensor | None = None,
         **_: Any,
     ) -> Outputs:
-        """Hidden states [1, num_tokens, hidden_size] of tokens or their embeddings at positions [1, num_tokens]."""
+        """Return hidden states [1, num_tokens, hidden_size] of tokens or embeddings at positions [1, num_tokens]."""
         hidden_states = self.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         embeddings = None if self.use_alibi else self.rotary_emb(hidden_states, position_ids=position_ids)
         for block in self.h:
@@ -200,7 +200,7 @@ class BoundMpt(mpt.MptModel):  # type: ignore[misc]
     def forward(
         self, input_ids: torch.Tensor | None = None, inputs_embeds: torch.Tensor | None = None, **_: Any
     ) -> Outputs:
-        """Hidden states [1, num_tokens, hidden_size] of tokens or their embeddings."""
+        """Return hidden states [1, num_tokens, hidden_size] of tokens or their embeddings."""
         hidden_states = self.wte(input_ids) if inputs_embeds is None else inputs_embeds
         for block in self.blocks:
             hidden_states = block(hidden_states, position_bias=None, attention_mask=None)[0]

@@ -94,7 +94,7 @@ class ClassPooler:
         return params if params.use_activation is not None else evolve(params, use_activation=True)
 
     def pool(self, states: torch.Tensor, params: Sequence[PoolingParams]) -> torch.Tensor:
-        """Class scores [n, num_labels] float32."""
+        """Return class scores [n, num_labels] float32."""
         logits = self._logits(states.to(self.hf_model.dtype)).float()  # [n, num_labels]
         flags = [bool(one.use_activation) for one in params]
         if not any(flags):
@@ -210,7 +210,7 @@ def _dimensions(config: Any, hidden_size: int) -> Sequence[int] | None:
 
 
 def _activation(config: Any) -> tuple[str, Callable[[torch.Tensor], torch.Tensor]]:
-    """As in transformers' text classification pipeline."""
+    """Return the activation of transformers' text classification pipeline."""
     if config.problem_type == "regression":
         return "no activation", lambda logits: logits
     if config.problem_type == "multi_label_classification" or config.num_labels == 1:

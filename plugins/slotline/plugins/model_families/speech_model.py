@@ -61,7 +61,7 @@ class TransformersSpeech:
         )
 
     def capture_refusal(self, facts: ModelFacts, device: str, dtype: str) -> str | None:
-        """None of its own: the core captures no cross-attention."""
+        """Return None, because the core itself captures no cross-attention."""
         return None
 
     def load(self, context: ModelContext) -> SpeechModel:
@@ -107,7 +107,7 @@ class SpeechModel:
         return list(states)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
+        """Return embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
         embeddings: torch.Tensor = self.hf_model.model.decoder.embed_tokens(input_ids)
         return embeddings
 
@@ -133,7 +133,7 @@ class SpeechModel:
         return hidden if wanted is None else hidden[wanted]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        """Return logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         logits: torch.Tensor = self.hf_model.proj_out(hidden_states).float()
         return logits
 

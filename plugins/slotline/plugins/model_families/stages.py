@@ -43,7 +43,7 @@ class Part:
     alone: bool = True
 
     def scope(self) -> AbstractContextManager[Any]:
-        """While the part's layers run."""
+        """Set the current device while the part's layers run."""
         return nullcontext() if self.alone else device_scope(self.device)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:

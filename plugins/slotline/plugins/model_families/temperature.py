@@ -19,7 +19,7 @@ def longest_untuned(hf_model: Any) -> int | None:
 
 
 def settle(hf_model: Any, max_model_len: int) -> None:
-    """Switch the tuning off in place.
+    """Switch the tuning off, in place.
 
     Raises:
         ModelError: if `max_model_len` reaches positions where it matters.

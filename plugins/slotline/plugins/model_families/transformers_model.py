@@ -113,11 +113,11 @@ class DecoderModel:
             return self._loop(input_ids, positions, wanted, inputs_embeds, tap)[0]  # [n, hidden_size]
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
+        """Return logits [n, vocab_size] float32 of hidden states [n, hidden_size]."""
         return self._head(hidden_states)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
+        """Return embeddings [num_tokens, hidden_size] of tokens [num_tokens] int64."""
         embeddings: torch.Tensor = self.hf_model.get_input_embeddings()(input_ids)
         return embeddings
 

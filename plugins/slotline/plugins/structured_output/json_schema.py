@@ -168,7 +168,7 @@ def _alone(part: Any, root: Any) -> Any:
 
 
 def _references(value: Any) -> Iterator[str]:
-    """Every `$ref` in JSON."""
+    """Yield every `$ref` in JSON."""
     if isinstance(value, Mapping):
         if isinstance(reference := value.get("$ref"), str):
             yield reference

@@ -71,7 +71,7 @@ def classes(expression: str) -> Iterator[tuple[int, str]]:
 
 
 def too_long(expression: str) -> str | None:
-    """Why an expression asks for more text than an engine can look ahead, or None."""
+    """Return the reason why an expression needs more text than an engine can look ahead, or None."""
     if (length := shortest(expression)) > MOST_FORCED:
         return f"its shortest text has {length:,} characters, more than {MOST_FORCED:,}"
     return None

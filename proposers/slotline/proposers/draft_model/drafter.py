@@ -59,10 +59,10 @@ class ModelDrafter:
         return facts.layers
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Nothing is kept by row."""
+        """Do nothing, because no state is kept by row."""
 
     def release(self, row: int) -> None:
-        """Nothing is kept by row."""
+        """Do nothing, because no state is kept by row."""
 
     def observe(self, computed: ComputedTokens) -> None:
         """Compute what the served model computed: that fills the cache."""

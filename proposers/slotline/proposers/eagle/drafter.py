@@ -82,10 +82,10 @@ class EagleDrafter:
         )
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Nothing is kept by row."""
+        """Do nothing, because no state is kept by row."""
 
     def release(self, row: int) -> None:
-        """Nothing is kept by row."""
+        """Do nothing, because no state is kept by row."""
 
     def observe(self, computed: ComputedTokens) -> tuple[torch.Tensor, torch.Tensor]:
         """Run the head over all that the model computed: that fills its cache, and gives each request's first guess."""

@@ -161,7 +161,7 @@ def _read(file: Path) -> dict[str, torch.Tensor]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder, in host memory.
+    """Return all tensors of the folder, in host memory.
 
     Raises:
         ModelError: if there are none, or they cannot be read.
@@ -191,7 +191,7 @@ def fill(module: nn.Module, weights: Mapping[str, torch.Tensor], path: Path, *, 
 
 
 def merge(*projections: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One weight and bias of several projections of the same input, which keep views of their parts."""
+    """Return one weight and bias of several projections of the same input, which keep views of their parts."""
     weight = torch.cat([projection.weight.data for projection in projections])
     bias = None if projections[0].bias is None else torch.cat([projection.bias.data for projection in projections])
     for projection, part in zip(projections, weight.split([p.out_features for p in projections]), strict=True):
@@ -234,7 +234,7 @@ class MLP(LlamaMLP):  # type: ignore[misc]  # transformers has no types
     merged: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, hidden_size] to the same."""
+        """Map [n, hidden_size] to the same."""
         if self.merged is None:
             return super().forward(x)  # type: ignore[no-any-return]
         gate, up = functional.linear(x, *self.merged).chunk(2, -1)
@@ -253,7 +253,7 @@ class EagleLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
-        """[n, hidden_size] to the same."""
+        """Map [n, hidden_size] to the same."""
         x = x + self.self_attn(self.input_layernorm(x), rotary, attend)
         out: torch.Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
@@ -273,7 +273,7 @@ class Head(nn.Module):
         return self.__dict__["rotary"]
 
     def positions(self, positions: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines [n, head_size] of positions [n], on the device and in the dtype of `like`."""
+        """Return cosines and sines [n, head_size] of positions [n], on the device and in the dtype of `like`."""
         rotary: LlamaRotaryEmbedding = self.__dict__.get("rotary") or self.prepare()
         if rotary.inv_freq.device != positions.device:
             rotary.to(positions.device)
@@ -305,7 +305,7 @@ class EagleHead(Head):
     def forward(
         self, embeddings: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step.
+        """Run one step.
 
         Args:
             embeddings: [n, hidden_size] of the tokens after the positions.
@@ -341,7 +341,7 @@ class Eagle3Layer(nn.Module):
         rotary: tuple[torch.Tensor, torch.Tensor],
         attend: Attend,
     ) -> torch.Tensor:
-        """[n, hidden_size] twice to [n, hidden_size]."""
+        """Map [n, hidden_size] twice to [n, hidden_size]."""
         normed = self.hidden_norm(hidden)
         both = torch.cat([self.input_layernorm(embeddings), normed], -1)
         x = (normed if self.norm_before_residual else hidden) + self.self_attn(both, rotary, attend)

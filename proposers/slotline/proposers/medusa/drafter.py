@@ -28,7 +28,7 @@ class MedusaDrafter:
         self._heads = ProjectedHeads(context, context.num_tokens)
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because no state is kept by row."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Let head i predict the token i + 1 places after the newest one, from the state that predicted that one."""
@@ -37,7 +37,7 @@ class MedusaDrafter:
         return Draft(token_ids=self._heads.tokens(best).T.contiguous())
 
     def release(self, row: int) -> None:
-        """Nothing to forget."""
+        """Do nothing, because no state is kept by row."""
 
 
 class MedusaTreeDrafter:
@@ -67,7 +67,7 @@ class MedusaTreeDrafter:
         self._parents = torch.tensor(parents_of(paths))
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because no state is kept by row."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Propose the tree's tokens, with -1 if a head's vocabulary ends before a rank."""
@@ -81,7 +81,7 @@ class MedusaTreeDrafter:
         )
 
     def release(self, row: int) -> None:
-        """Nothing to forget."""
+        """Do nothing, because no state is kept by row."""
 
 
 class ProjectedHeads:

@@ -139,7 +139,7 @@ def _token_map(found: Mapping[str, torch.Tensor], vocab_size: int, path: Path) -
 
 
 def _read_config(path: Path) -> tuple[int, int, bool]:
-    """Heads, residual blocks of each, and whether they share the model's output projection."""
+    """Return heads, residual blocks of each, and True if they share the model's output projection."""
     file = path / "config.json"
     try:
         settings: dict[str, Any] = read_json(file)

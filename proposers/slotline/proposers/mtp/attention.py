@@ -54,7 +54,7 @@ def _attention(
     attention_mask: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """From query [1, num_heads, n, head_size], key and value [1, num_kv_heads, n, ..] to [1, n, num_heads, size]."""
+    """Map query [1, num_heads, n, head_size], key and value [1, num_kv_heads, n, ..] to [1, n, num_heads, size]."""
     attend: Attend = getattr(module, ATTRIBUTE)
     query, key, value = (states.transpose(1, 2)[0] for states in (query, key, value))
     if module.__dict__.get("expand_kv") is not _latents:

@@ -22,7 +22,7 @@ class MtpDrafter(EagleDrafter):
 
     @classmethod
     def attention_layers(cls, inspection: DrafterInspection) -> tuple[AttentionLayer, ...]:
-        """One layer like the model's own, as its cache takes it.
+        """Return one layer like the model's own, in the form of its cache.
 
         Raises:
             ModelError: if the checkpoint has no multi-token-prediction layer.

@@ -152,7 +152,7 @@ def _experts(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor | N
 
 
 def _cast(module: nn.Module, dtype: torch.dtype, kept: tuple[str, ...]) -> None:
-    """All floating tensors to `dtype`, but for those with one of the names `kept` on their path."""
+    """Convert all floating tensors to `dtype`, except those with one of the names `kept` in their path."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         wanted = torch.float32 if any(part in name.split(".") for part in kept) else dtype
         if tensor.is_floating_point():

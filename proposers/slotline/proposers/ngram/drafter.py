@@ -28,7 +28,7 @@ class NgramDrafter:
         look_up(none, np.zeros((1, 1), np.int32), none.astype(np.int32), 1, 1, np.zeros((0, 1), np.int64))
 
     def admit(self, row: int, prompt_token_ids: list[int]) -> None:
-        """Nothing to prepare."""
+        """Do nothing, because no state is kept by row."""
 
     def propose(self, batch: DraftBatch) -> Draft:
         """Propose the tokens after the best earlier place of each request's last tokens, or none without a match."""
@@ -40,7 +40,7 @@ class NgramDrafter:
         return Draft(token_ids=torch.from_numpy(drafts))
 
     def release(self, row: int) -> None:
-        """Nothing to forget."""
+        """Do nothing, because no state is kept by row."""
 
 
 @cached_njit(nogil=True)

@@ -61,7 +61,7 @@ class SuffixDrafter:
         return Draft(token_ids=torch.from_numpy(drafts))
 
     def release(self, row: int) -> None:
-        """Remember the output, as far as the last proposal saw it, with the end of the prompt before it."""
+        """Store the output, as far as the last proposal saw it, with the end of the prompt before it."""
         first, end = int(self._first[row]), int(self._known[row])
         if len(self._past) and end - first > self._options.min_tokens:
             self._past_end = remember(

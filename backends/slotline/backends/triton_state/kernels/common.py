@@ -63,7 +63,7 @@ def silu(x):
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)), also where 1 + exp(x) rounds to 1: the rounding of the sum is taken out again."""
+    """Return log(1 + exp(x)), also if 1 + exp(x) rounds to 1: the rounding error of the sum is corrected."""
     grown = tl.exp(tl.minimum(x, 20.0))
     total = 1.0 + grown
     kept = tl.where(total == 1.0, 1.0, total - 1.0)

@@ -33,7 +33,7 @@ def update(
     early: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """One token of each request: token r is request r's. Grid: (requests, blocks of channels)."""
+    """Advance by one token of each request: token r is request r's. Grid: (requests, blocks of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * block + tl.arange(0, block)
     inside = channel < channels
@@ -134,11 +134,11 @@ def update_words(
     early: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """As `update` with numbers of 16 bits, of which four channels' are read at a time: their taps are whole words.
+    """Do the work of `update` for 16-bit numbers, reading four channels at a time: their taps are whole words.
 
-    With a load for each number it is the loads that take the time, not the bytes. `words`, `x_token` and `s_slot`
-    count words, of a token's channels and between tokens and slots. The requests of a group share the weights that a
-    program reads. Grid: (blocks of words, groups of requests).
+    With a load for each number it is the loads that take the time, not the bytes. `words`, `x_token` and `s_slot` count
+    words, of a token's channels and between tokens and slots. The requests of a group share the weights that a program
+    reads. Grid: (blocks of words, groups of requests).
     """
     dtype: tl.constexpr = out.dtype.element_ty
     whole: tl.constexpr = tl.pointer_type(tl.int64)

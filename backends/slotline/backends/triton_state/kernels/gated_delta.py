@@ -17,7 +17,7 @@ from slotline.backends.triton_state.kernels.common import before_inputs, before_
 
 @triton.jit
 def _inverse_length(vectors, normed: tl.constexpr):
-    """Of each row, 1 unless `normed`."""
+    """Return the inverse length of each row, 1 unless `normed`."""
     squares = tl.sum(vectors * vectors, 1)
     if normed:
         return tl.rsqrt(squares + 1e-6)
@@ -56,7 +56,10 @@ def update(
     early: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """One token of each request: token r is request r's. Grid: (blocks of a value head, value heads, requests)."""
+    """Advance by one token of each request: token r is request r's.
+
+    Grid: (blocks of a value head, value heads, requests).
+    """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     dim, dim_k = tl.program_id(0) * block + tl.arange(0, block), tl.arange(0, padded_k)
@@ -218,7 +221,7 @@ def scan(
     precision: tl.constexpr,
     stages: tl.constexpr,
 ):
-    """All chunks of a request. Grid: (blocks of a value head, value heads, requests from `first` on)."""
+    """Compute all chunks of a request. Grid: (blocks of a value head, value heads, requests from `first` on)."""
     head = tl.program_id(1)
     row = first + tl.program_id(2)
     begin = tl.load(starts + row).to(tl.int64)

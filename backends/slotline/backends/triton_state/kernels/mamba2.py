@@ -64,7 +64,10 @@ def update(
     early: tl.constexpr,
     ahead: tl.constexpr,
 ):
-    """One token of each request: token r is request r's. Grid: (blocks of a head's rows, heads, requests)."""
+    """Advance by one token of each request: token r is request r's.
+
+    Grid: (blocks of a head's rows, heads, requests).
+    """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     dim = tl.program_id(0) * block + tl.arange(0, block)
@@ -121,7 +124,7 @@ def times(
     has_softplus: tl.constexpr,
     has_limit: tl.constexpr,
 ):
-    """Time steps, and log2 of the decay from a chunk's begin through each token: both [heads, tokens] float32.
+    """Compute time steps, and log2 of the decay from a chunk's begin through each token: both [heads, tokens] float32.
 
     Grid: (chunks, blocks of heads).
     """

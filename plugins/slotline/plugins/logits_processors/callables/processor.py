@@ -26,7 +26,7 @@ class Callables:
         self._warned = False
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Each must take (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)."""
+        """Check that each takes (output_token_ids, logits) or (prompt_token_ids, output_token_ids, logits)."""
         for function in params.get("logits_processors") or ():
             _takes_prompt(function)
 

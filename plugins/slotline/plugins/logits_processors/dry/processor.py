@@ -37,7 +37,7 @@ class Dry:
         self._breakers = RowValues(context.max_requests)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Numbers in the ranges that the errors name."""
+        """Check that the numbers are in the ranges named in the errors."""
         _number(params, "dry_multiplier", 0.0, "0, for none, or more")
         _number(params, "dry_base", 1.0, "1 or more")
         _whole(params, "dry_allowed_length", 1)
@@ -63,7 +63,7 @@ class Dry:
         return active
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """Lower the logits of what would go on repeating."""
+        """Lower the logits of tokens that would continue a repetition."""
         lengths, tokens = self._repeats(batch)  # [n, places]
         longest = torch.zeros(logits.shape, dtype=torch.int64, device=logits.device)
         longest.scatter_reduce_(1, to_device(tokens, logits.device), to_device(lengths, logits.device), "amax")

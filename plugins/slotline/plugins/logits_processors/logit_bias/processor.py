@@ -24,7 +24,7 @@ class LogitBias:
         self._biases = RowValues(context.max_requests, dtype=np.float32)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Token ids must be in the vocabulary, biases numbers in [-100, 100]."""
+        """Check that token ids are in the vocabulary, and biases numbers in [-100, 100]."""
         for token, bias in (params.get("logit_bias") or {}).items():
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._vocab_size:
                 raise RequestError(

@@ -42,7 +42,7 @@ class Mirostat:
         self._log2 = torch.zeros(0, context.vocab_size, device=context.device)  # [slots, vocab_size], of those kept
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Both are numbers above 0, and nothing else may choose among the tokens afterwards."""
+        """Check that both are numbers above 0, and that no other parameter restricts the tokens afterwards."""
         for name in ("mirostat_tau", "mirostat_eta"):
             value = params.get(name)
             if value is not None and (
@@ -117,7 +117,7 @@ class Mirostat:
             self._free, self._bound, self._log2 = [], self._bound[:0].clone(), self._log2[:0].clone()
 
     def _grow(self) -> None:
-        """As many slots again."""
+        """Double the number of slots."""
         count = len(self._bound)
         more = max(1, count)
         self._free = list(range(count + more - 1, count - 1, -1))

@@ -51,7 +51,7 @@ class DeviceCounts:
         self._distinct = torch.empty(max_requests, 0, dtype=torch.int32, device=self._device)
 
     def forget(self, row: int) -> None:
-        """Another request took the row."""
+        """Forget a row, which another request took."""
         self._stale[row] = True
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch, penalties: Float32) -> torch.Tensor:

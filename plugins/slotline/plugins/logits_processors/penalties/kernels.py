@@ -13,7 +13,7 @@ IN_PROMPT = tl.constexpr(1 << 30)
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
 def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
-    """One program for `block` counts of a row: nothing has been seen of it."""
+    """Clear `block` counts of a row in each program."""
     row = tl.load(rows + tl.program_id(0)).to(tl.int64)
     places = tl.program_id(1) * block + tl.arange(0, block)
     tl.store(counts + row * vocab_size + places, 0, places < vocab_size)
@@ -23,7 +23,7 @@ def clear_rows(counts, num_distinct, rows, vocab_size, block: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries"])
 def count_tokens(counts, distinct, num_distinct, capacity, vocab_size, entries, num_entries, block: tl.constexpr):
-    """One program for `block` tokens not counted yet: `entries` [3, num_entries] is row, token, if in the prompt."""
+    """Count `block` new tokens in each program: `entries` [3, num_entries] is row, token, if in the prompt."""
     places = tl.program_id(0) * block + tl.arange(0, block)
     held = places < num_entries
     row = tl.load(entries + places, held, 0).to(tl.int64)
@@ -59,7 +59,10 @@ def penalise(
     block: tl.constexpr,
     width: tl.constexpr,  # at least num_drafts, a power of 2
 ):
-    """One program for `block` of a row's distinct tokens. Each is written once, so no program reads a written value."""
+    """Penalise `block` of a row's distinct tokens in each program.
+
+    Each is written once, and no written value is read.
+    """
     i = tl.program_id(0)
     row = tl.load(rows + i).to(tl.int64)
     logits += i.to(tl.int64) * stride

@@ -81,7 +81,7 @@ class ThinkingBudget:
         return logits
 
     def release(self, row: int) -> None:
-        """One row less has its marks."""
+        """Decrease the number of rows that use the row's marks."""
         self._uses[self._kind[row]] -= 1
 
     def _index(self, marks: _Marks) -> int:

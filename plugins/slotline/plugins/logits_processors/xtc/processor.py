@@ -32,7 +32,7 @@ class Xtc:
         self._seed = np.zeros(context.max_requests, np.uint64)
 
     def validate(self, params: Mapping[str, Any]) -> None:
-        """Both are numbers in [0, 1]."""
+        """Check that both are numbers in [0, 1]."""
         for name in ("xtc_probability", "xtc_threshold"):
             value = params.get(name, 0.0)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:

@@ -50,7 +50,7 @@ class GroupedLora(AdapterSlots):
                 out.index_add_(0, tokens, added)
 
     def _product(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``rows @ weight.T``, [n, in_features] to [n, out_features]."""
+        """Return ``rows @ weight.T``, [n, in_features] to [n, out_features]."""
         if not self.context.batch_invariant:
             return rows @ weight.T
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE))

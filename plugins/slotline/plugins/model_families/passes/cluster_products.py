@@ -183,7 +183,7 @@ class ClusterProducts:
         return min(found)[-1] if found and n % 8 == 0 else None
 
     def dot(self, x: torch.Tensor, weight: torch.Tensor, kind: Kind, activation: str = "none") -> torch.Tensor:
-        """``x @ weight.T``, or ``activation(gate) * up`` of it, [parts, ..., outputs], as `Products.dot`.
+        """Return ``x @ weight.T``, or ``activation(gate) * up`` of it, [parts, ..., outputs], like `Products.dot`.
 
         Only where it suits.
 

@@ -33,6 +33,6 @@ def equal(original: Function, replacement: Function, features: int, like: torch.
 
 
 def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference of two tensors over the largest magnitude expected, in float32."""
+    """Return the largest difference of two tensors over the largest expected magnitude, in float32."""
     scale = expected.float().abs().max().clamp_min(1e-20)
     return float((found.float() - expected.float()).abs().max() / scale)

@@ -62,7 +62,7 @@ class ExtendedLinear:
         self._module.__dict__.pop("forward", None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features], columns of a wider tensor where there are few tokens."""
+        """Map [..., in_features] to [..., out_features], columns of a wider tensor if there are few tokens."""
         assert self._add is not None
         inputs = x.flatten(0, -2)
         if len(inputs) > self._max_tokens:

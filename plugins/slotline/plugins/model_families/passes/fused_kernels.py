@@ -288,6 +288,6 @@ def _row_options(n: int) -> dict[str, int]:
 
 
 def _row_sizes(n: int) -> tuple[int, int]:
-    """Elements of a row, padded, and the warps of its program."""
+    """Return the padded elements of a row, and the warps of its program."""
     padded = next_power_of_2(n)
     return padded, min(16, max(1, padded // 256))

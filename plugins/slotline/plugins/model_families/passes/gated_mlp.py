@@ -35,7 +35,7 @@ class FusedGatedMLP(nn.Module):
         self._operation, self._algorithm = ACTIVATIONS[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to [..., hidden_size]."""
+        """Map [..., hidden_size] to [..., hidden_size]."""
         return self.down_proj(self.gated(x))  # type: ignore[no-any-return]
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ class FusedGatedNorm(nn.Module):
         self._form, self._kernel = form, kernels.gated_rms_norm
 
     def forward(self, hidden_states: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """[..., n] twice to [..., n] contiguous."""
+        """Map [..., n] twice to [..., n] contiguous."""
         return self._kernel(hidden_states, gate, self._parameters["weight"], self._form)  # type: ignore[arg-type]
 
 

@@ -42,7 +42,7 @@ class TiledLinear(nn.Module):
         return self.product.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         rows = x.reshape(-1, self.in_features)
         padded = functional.pad(rows, (0, 0, 0, -len(rows) % TILE))
         parts = [self.product(part.contiguous()) for part in padded.split(TILE)]
@@ -67,7 +67,7 @@ class KernelLinear(nn.Module):
         self._kernel: Callable[..., torch.Tensor] = kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         return self._kernel(x, self.weight, self.bias)
 
 

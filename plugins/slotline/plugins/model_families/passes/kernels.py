@@ -44,7 +44,7 @@ class RowKernels(Protocol):
     """Kernels over the rows of one dtype. They compute in float32 and round once, without checks."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
-        """``x / rms(x) * (offset + weight)``: x [..., n] and weight [n] to [..., n] contiguous."""
+        """Return ``x / rms(x) * (offset + weight)``: x [..., n] and weight [n] to [..., n] contiguous."""
         ...
 
     def rotate(self, states: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor, rotary_size: int) -> None:
@@ -113,11 +113,11 @@ class FusedKernels(RowKernels, Protocol):
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, norm: NormWeight | None = None
     ) -> torch.Tensor:
-        """``norm(x) @ weight.T + bias``: x [..., in_features], weight [out_features, in_features] contiguous."""
+        """Return ``norm(x) @ weight.T + bias``: x [..., in_features], weight [out_features, in_features] contiguous."""
         ...
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`linear` as parts [parts, ..., out_features] whose sum it is, for `add_rms_norm`."""
+        """Return `linear` as parts [parts, ..., out_features] whose sum it is, for `add_rms_norm`."""
         ...
 
     def extended_parts(
@@ -141,7 +141,7 @@ class FusedKernels(RowKernels, Protocol):
         activation: str,
         norm: NormWeight | None = None,
     ) -> torch.Tensor:
-        """``activation(gate) * up`` of the two halves of `linear`'s output, gate first: [..., out_features / 2].
+        """Return ``activation(gate) * up`` of the halves of `linear`'s output, gate first: [..., out_features / 2].
 
         `activation` is one of `ACTIVATIONS`.
         """
@@ -154,7 +154,7 @@ class FusedKernels(RowKernels, Protocol):
     def add_linear(
         self, residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """`linear` added to a contiguous residual [..., out_features], which may be overwritten by the result."""
+        """Return `linear` plus a contiguous residual [..., out_features], which may be overwritten by the result."""
         ...
 
     def norms_inside(self, x: torch.Tensor) -> bool:

@@ -200,7 +200,7 @@ class LeanForward:
     def _turned_apart(
         self, qkv: torch.Tensor, query_norm: Any, key_norm: Any, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key, value [batch, num_tokens, heads, size], each normed and turned by itself."""
+        """Return query, key, value [batch, num_tokens, heads, size], each normed and rotated separately."""
         heads = self._heads
         query_end, key_end = heads.query * heads.size, (heads.query + heads.key) * heads.size
         query = self._normed(qkv[..., :query_end], query_norm)
@@ -211,7 +211,7 @@ class LeanForward:
         return query, key, value.view(*value.shape[:-1], -1, heads.size)
 
     def _normed(self, states: torch.Tensor, norm: Any) -> torch.Tensor:
-        """Normed per head or over all heads, as the norm's weight says: [batch, num_tokens, heads, size] contiguous."""
+        """Norm per head or over all heads, by the norm's weight: [batch, num_tokens, heads, size] contiguous."""
         by_head = states.view(*states.shape[:-1], -1, self._heads.size)
         weight = norm._parameters.get("weight")  # a norm may have none (NanoChat), and is then one of each head
         if weight is None or weight.numel() == self._heads.size:

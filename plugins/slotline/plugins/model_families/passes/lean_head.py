@@ -29,7 +29,7 @@ class LeanHead:
         self._project = fused.project
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [..., vocab_size] float32 of hidden states [..., hidden_size]."""
+        """Return logits [..., vocab_size] float32 of hidden states [..., hidden_size]."""
         weight = self._module._parameters["weight"]
         if hidden_states.dtype != weight.dtype:  # type: ignore[union-attr]
             return self._original(hidden_states)  # type: ignore[no-any-return]

@@ -57,7 +57,7 @@ class LeanLayer:
         self._original: Callable[..., Any] = layer.forward
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **options: Any) -> Any:
-        """As the original: [batch, num_tokens, hidden_size] to the same."""
+        """Compute the original's result: [batch, num_tokens, hidden_size] to the same."""
         # Families differ in the order of their parameters, so what is not passed by name goes to the original.
         if not args and options.keys() <= KNOWN and "position_embeddings" in options and self._is_lean():
             positions = options.get("position_ids")

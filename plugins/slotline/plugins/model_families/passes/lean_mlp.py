@@ -35,7 +35,7 @@ class LeanMLP:
         self._fused, self._activation = fused, activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] to [..., hidden_size]."""
+        """Map [..., hidden_size] to [..., hidden_size]."""
         gated = self.gated(x)
         return self._original(x) if gated is None else self._module.down_proj(gated)  # type: ignore[no-any-return]
 

@@ -35,7 +35,7 @@ class PlainMerged(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., all out_features]."""
+        """Map [..., in_features] to [..., all out_features]."""
         return self.linear(x, self.weight, self.bias)
 
 
@@ -81,7 +81,7 @@ class MergedProjection(nn.Module):
         self._shared = shared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         return self._shared.take(self.index, x)
 
     @property

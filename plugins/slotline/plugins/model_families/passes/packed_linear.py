@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features], summed in float32."""
+        """Map [..., in_features] to [..., out_features], summed in float32."""
         # Straight from the dictionaries: attribute access of modules costs more than the rest of this call.
         result: torch.Tensor = _linear(x, self._buffers["packed"], self._parameters["bias"], "none", [], "")
         return result

@@ -167,7 +167,7 @@ class Products:
         return self.suits_large(x, weight) and cdiv(len(weight), SINGLE.outputs) <= self._multiprocessors
 
     def large_parts(self, weight: torch.Tensor) -> int:
-        """Into how many parts the elements of a large weight [n, k] are cut so that all programs run at once."""
+        """Return the number of parts of a large weight's elements [n, k] so that all programs run at once."""
         n, k = weight.shape
         parts = RESIDENT * self._multiprocessors // cdiv(n, LARGE.outputs)
         return max(1, min(parts, k // FEWEST_ELEMENTS))

@@ -42,7 +42,7 @@ class TorchRMSNorm(nn.Module):
         self._shape = list(weight.shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., n] to [..., n]."""
+        """Map [..., n] to [..., n]."""
         if self.offset == 0.0:
             return functional.rms_norm(x, self._shape, self.weight, self.eps)
         return functional.rms_norm(x.float(), self._shape, self.offset + self.weight.float(), self.eps).to(x.dtype)
@@ -56,7 +56,7 @@ class KernelRMSNorm(TorchRMSNorm):
         self._kernel = kernels.rms_norm
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., n] to [..., n] contiguous."""
+        """Map [..., n] to [..., n] contiguous."""
         weight = self._parameters["weight"]
         if x.dtype != weight.dtype:  # type: ignore[union-attr]
             return super().forward(x)

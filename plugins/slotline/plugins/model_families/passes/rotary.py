@@ -30,7 +30,7 @@ class LeanRotary:
     def __call__(
         self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the original: cosines and sines [batch, num_tokens, width] in x's dtype."""
+        """Compute the original's result: cosines and sines [batch, num_tokens, width] in x's dtype."""
         prefix = "" if layer_type is None else f"{layer_type}_"
         frequencies = self._module._buffers.get(f"{prefix}inv_freq")
         if frequencies is None or x.dtype != self._dtype or frequencies.dtype != torch.float32:

@@ -64,7 +64,7 @@ def target_of(device: str, dtype: str | torch.dtype) -> Target:
 
 
 def slots(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """Every (parent, attribute name, child) of the model, listed first, so that children may be replaced meanwhile."""
+    """Return every (parent, attribute name, child) of the model, listed first, so that children may be replaced."""
     yield from [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
 
 

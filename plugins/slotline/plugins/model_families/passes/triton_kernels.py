@@ -30,7 +30,7 @@ def _normed(values, weight, n: tl.constexpr, eps, offset):
 
 @triton.jit
 def rms_norm(x, weight, out, eps, offset, n: tl.constexpr, padded: tl.constexpr, early: tl.constexpr):
-    """One program a row."""
+    """Norm one row in each program."""
     _begin(early)
     at = tl.arange(0, padded)
     row = tl.program_id(0).to(tl.int64) * n + at
@@ -125,7 +125,7 @@ def angles(
     padded: tl.constexpr,
     early: tl.constexpr,
 ):
-    """One program a token: cosines and sines [tokens, width] of position times frequency, scaled."""
+    """Compute one token in each program: cosines and sines [tokens, width] of position times frequency, scaled."""
     _begin(early)
     at = tl.arange(0, padded)
     row = tl.program_id(0).to(tl.int64)
@@ -235,7 +235,7 @@ def _store_head(to, left, right, rest, pair, other, keep, keep_rest, half: tl.co
 
 @triton.jit
 def _by_head(query_weight, key_weight, at, keep, is_query):
-    """Each head's weights [block_heads, elements] float32."""
+    """Return each head's weights [block_heads, elements] float32."""
     query = tl.load(query_weight + at, mask=keep, other=0.0).to(tl.float32)
     key = tl.load(key_weight + at, mask=keep, other=0.0).to(tl.float32)
     return tl.where(is_query, query, key)
@@ -243,7 +243,7 @@ def _by_head(query_weight, key_weight, at, keep, is_query):
 
 @triton.jit
 def activated(gate, activation: tl.constexpr):
-    """One of `kernels.ACTIVATIONS` of float32 values."""
+    """Apply one of `kernels.ACTIVATIONS` to float32 values."""
     if activation == "silu":
         active = gate * tl.sigmoid(gate)
     elif activation == "gelu_tanh":  # 1 + tanh(u) = 2 * sigmoid(2 * u)

@@ -72,7 +72,7 @@ class Mamba2Mixer(Mixer):
         return module.out_proj(self.gated(module, slot, inputs, gate))  # type: ignore[no-any-return]
 
     def project(self, module: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """[T, intermediate_size + conv_dim + num_heads]."""
+        """Return the projection [T, intermediate_size + conv_dim + num_heads]."""
         return module.in_proj(hidden)  # type: ignore[no-any-return]
 
     def split_convolved(self, module: Any, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -152,7 +152,7 @@ class LLGuidanceBackend:
             return str(error)
 
     def _refusal(self, grammar: str) -> str | None:
-        """Why llguidance cannot take a grammar, or None."""
+        """Return the reason why llguidance refuses a grammar, or None."""
         failed, messages = LLMatcher.validate_grammar_with_warnings(grammar, self._tokenizer)
         return messages[0] if failed else None
 
@@ -279,7 +279,7 @@ def _quoted(text: str) -> str:
 
 
 def _failure(matcher: LLMatcher) -> SlotlineError:
-    """Why a matcher is in an error."""
+    """Return the reason of a matcher's error."""
     why = _first_line(matcher.get_error())
     if why == "NoExtensionBias":
         return RequestError("no text fits structured_outputs", fix="loosen the constraint")

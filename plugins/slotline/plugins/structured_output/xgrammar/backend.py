@@ -272,7 +272,7 @@ def _prepared(text: str, place: str) -> str:
 
 
 def _refusal(parse: Callable[[str], Any], text: str) -> str | None:
-    """Why XGrammar cannot parse a text, or None."""
+    """Return the reason why XGrammar cannot parse a text, or None."""
     try:
         parse(text)
     except RuntimeError as error:
