@@ -81,7 +81,7 @@ class FlashBackend(ABC):
     def _attend(
         self, layer: AttentionLayer, query: torch.Tensor, cache: KVCache, batch: AttentionBatch, part: Part
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention [tokens, num_heads, head_size] of a part, and its natural log-sum-exp [tokens, num_heads]."""
+        """Compute a part's attention [tokens, num_heads, head_size] and natural log-sum-exp [tokens, num_heads]."""
 
 
 def shared_arguments(layer: AttentionLayer, batch: AttentionBatch) -> dict[str, Any]:

@@ -421,7 +421,7 @@ class HopperLatents:
         return True
 
     def _described(self, latents: torch.Tensor) -> tuple[TensorDescriptor, TensorDescriptor, int]:
-        """Descriptors of a cache's rows for tiles of latents and of the rest, and how many rows a block is further."""
+        """Return descriptors of a cache's rows for tiles of latents and of the rest, and the row distance of blocks."""
         if latents.data_ptr() not in self._rows:
             block, token = latents.stride()[:2]
             count = (latents.shape[0] - 1) * (block // token) + latents.shape[1]

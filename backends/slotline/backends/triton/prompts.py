@@ -93,7 +93,7 @@ class PromptAttention:
         lse: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> None:
-        """Attention of the launch's requests into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]."""
+        """Compute the launch's attention into `out` [num_tokens, heads, size] and `lse` [heads, num_tokens]."""
         tensors = layer, query, key, value, batch, launch, out, lse
         if self._hopper is not None and sinks is None and self._hopper.attend(*tensors):
             return

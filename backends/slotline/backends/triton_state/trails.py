@@ -74,7 +74,7 @@ class Trails:
         self._verifies = bool(((lens > 1) & (lens <= self.most)).any())
 
     def keep(self, layer: StateLayer, inputs: Tensors, state: Tensors, batch: StateBatch, *, captured: bool) -> None:
-        """Before the layer's states change: of the requests that the step verifies, or each of its replays."""
+        """Keep the data of the requests that the step, or each replay, verifies, before the layer's states change."""
         (tensor,) = state.values()
         trail = self._trails.get(layer.index)
         if trail is None:

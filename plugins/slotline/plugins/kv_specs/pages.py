@@ -84,7 +84,7 @@ def _blocks(
 
 
 def _logical(part: torch.Tensor, size: int, num_kv_heads: int, head_size: int, layout: str) -> torch.Tensor:
-    """[num_kernel_blocks, size * num_kv_heads * head_size] as [num_kernel_blocks, size, num_kv_heads, head_size]."""
+    """View [num_kernel_blocks, size * num_kv_heads * head_size] with a dimension each for size, heads and elements."""
     if layout == "NHD":
         return part.view(-1, size, num_kv_heads, head_size)
     if layout == "HND":

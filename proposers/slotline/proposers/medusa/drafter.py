@@ -120,7 +120,7 @@ class ProjectedHeads:
         self._heads = self._heads.first(num_heads)
 
     def logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[num_heads, n, vocab_size], or as many tokens as the heads know, from hidden states [n, hidden_size]."""
+        """Return [num_heads, n, vocab_size], or the heads' own vocabulary, from hidden states [n, hidden_size]."""
         states = self._heads.states(hidden_states)
         if self._heads.projections is not None:
             return torch.bmm(states, self._heads.projections.transpose(1, 2))

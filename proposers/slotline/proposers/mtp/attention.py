@@ -68,6 +68,6 @@ def _attention(
 
 
 def _latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [1, 1, n, rank + rotary size] of latents and rotated keys, and values that are their first numbers."""
+    """Return keys [1, 1, n, rank + rotary size] of latents and rotated keys. Values are their first numbers."""
     key = torch.cat([latent, rotated], -1)
     return key, key[..., : latent.shape[-1]]

@@ -36,7 +36,7 @@ class Guidance:
         return bool(self._scale[row] != 1)
 
     def apply(self, logits: torch.Tensor, batch: LogitsBatch) -> torch.Tensor:
-        """``other + scale * (own - other)`` of log-probabilities, but where one of them is minus infinity."""
+        """Compute ``other + scale * (own - other)`` of log-probabilities, except if one of them is minus infinity."""
         assert batch.companion_logits is not None  # as the descriptor asks
         own, other = logits.log_softmax(dim=-1), batch.companion_logits.log_softmax(dim=-1)
         scale = to_device(self._scale[batch.rows], logits.device)[:, None]

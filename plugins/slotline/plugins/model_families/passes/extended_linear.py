@@ -75,7 +75,7 @@ class ExtendedLinear:
         return out
 
     def parts(self, x: torch.Tensor, product: ProductInParts) -> torch.Tensor:
-        """As the call, [parts, ..., out_features] whose sum it is, by a product that may not suit."""
+        """Compute the call in parts [parts, ..., out_features] whose sum it is, by a possibly slower product."""
         assert self._add is not None
         inputs = x.flatten(0, -2)
         whole = None if len(inputs) > self._max_tokens else product(x, *self._used, self._size)

@@ -15,7 +15,7 @@ from slotline.plugins.model_families.passes.triton_kernels import activated
 
 @triton.jit
 def _place(number, row_tiles, column_tiles, group: tl.constexpr):
-    """Row and column of a tile: column by column within `group` rows of tiles, whose operands stay in the L2 cache."""
+    """Return row and column of a tile: column by column within `group` rows of tiles, which stay in the L2 cache."""
     first = number // (group * column_tiles) * group
     height = tl.minimum(row_tiles - first, group)
     within = number % (group * column_tiles)

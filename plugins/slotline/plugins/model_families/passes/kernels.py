@@ -130,7 +130,7 @@ class FusedKernels(RowKernels, Protocol):
         ...
 
     def project(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """``x @ weight.T`` in float32 for a wide weight: x [..., in_features], weight [out_features, in_features]."""
+        """Return ``x @ weight.T`` in float32 for a wide weight: x [..., in_features], weight [outputs, in_features]."""
         ...
 
     def gated_linear(

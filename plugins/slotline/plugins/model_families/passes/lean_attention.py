@@ -172,7 +172,7 @@ class LeanForward:
     def _turned(
         self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, slots: CacheSlots | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key, value [batch, num_tokens, heads, size] of qkv [batch, num_tokens, all heads * size]."""
+        """Return rotated query, key, value [batch, num_tokens, heads, size] of qkv [.., .., all heads * size]."""
         heads, (query_norm, key_norm) = self._heads, self._norms()
         if self._one_kernel():
             states = qkv.view(*qkv.shape[:-1], -1, heads.size)  # [batch, num_tokens, all heads, size]

@@ -277,7 +277,10 @@ def _dot_shape(n: int, rows: int, *, in_parts: bool) -> DotShape:
 
 
 def _sizes(k: int) -> tuple[int, int]:
-    """Elements that a program reads at a time and its warps, for rows of k: the fastest of eleven on an H200."""
+    """Return the elements that a program reads at a time and its warps, for rows of k.
+
+    These are the fastest of eleven sizes on an H200.
+    """
     if k <= 1024:
         return next_power_of_2(k), 1
     if k <= 4096:
