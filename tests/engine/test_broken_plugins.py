@@ -27,6 +27,7 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.LORA: {"lora.name": "broken"},
     Kind.MODEL_FAMILY: {"plugins.block": FAMILIES},
     Kind.STRUCTURED_OUTPUT: {"structured_output.backend": "broken"},
+    Kind.EXTENSION: {"extensions.broken": {}},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -39,6 +40,7 @@ REMEDIES = {
     Kind.LORA: r"lora\.name",
     Kind.MODEL_FAMILY: r"\[plugins\] block",
     Kind.STRUCTURED_OUTPUT: r"structured_output\.backend",
+    Kind.EXTENSION: r"its table",
 }
 
 

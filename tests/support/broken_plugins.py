@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import extension_plugins
 from attrs import evolve
 
 from slotline.backends import torch_sdpa, torch_state
@@ -45,6 +46,7 @@ _SHIPPED = {
     "lora": grouped,
     "model_family": decoder,
     "structured_output": llguidance,
+    "extension": extension_plugins,
 }
 
 

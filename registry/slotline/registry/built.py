@@ -14,6 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from slotline.registry import contracts
+from slotline.registry.contracts.extension import METHODS
 from slotline.registry.contracts.lora import ExtendedLora, SingleLora
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -91,6 +92,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             optional={"capture_refusal": _never},  # a family without it is never captured
         ),
         Kind.STRUCTURED_OUTPUT: BuiltContract(protocol=contracts.StructuredOutput),
+        Kind.EXTENSION: BuiltContract(
+            protocol=contracts.StepExtension,
+            optional=dict.fromkeys(METHODS, _never),  # any of them
+        ),
     }
 )
 """By kind; the objects that factories make."""

@@ -25,6 +25,7 @@ class Kind(StrEnum):
     LORA = "lora"
     MODEL_FAMILY = "model_family"
     STRUCTURED_OUTPUT = "structured_output"
+    EXTENSION = "extension"
 
     @property
     def entry_point_group(self) -> str:

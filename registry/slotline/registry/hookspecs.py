@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from slotline.registry.contracts import (
         AttentionCapabilities,
         DrafterCapabilities,
+        ExtensionCapabilities,
         KVConnectorCapabilities,
         KVSpecCapabilities,
         LogitsProcessorCapabilities,
@@ -157,6 +158,15 @@ def slotline_structured_output() -> Iterable[Descriptor[StructuredOutputCapabili
 
     The factory gets a `StructuredOutputContext` and returns a `StructuredOutput`, once for each engine that samples
     tokens. Contract 1, `slotline.registry.contracts.structured_output`.
+    """
+
+
+@hookspec
+def slotline_extension() -> Iterable[Descriptor[ExtensionCapabilities]]:
+    """Offer step extensions: features that take part in a step.
+
+    The factory gets an `ExtensionContext` and returns an object with any methods of `StepExtension`, once for each
+    engine. Contract 1, `slotline.registry.contracts.extension`.
     """
 
 

@@ -24,6 +24,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.LORA: "LoraCapabilities",
         Kind.MODEL_FAMILY: "ModelFamilyCapabilities",
         Kind.STRUCTURED_OUTPUT: "StructuredOutputCapabilities",
+        Kind.EXTENSION: "ExtensionCapabilities",
     }
 )
 
@@ -39,6 +40,7 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.LORA: "name another in lora.name, or remove [lora]",
         Kind.MODEL_FAMILY: "name it under [plugins] block, if another serves the model",
         Kind.STRUCTURED_OUTPUT: "name another in structured_output.backend",
+        Kind.EXTENSION: "correct its table in the configuration, or do without it",
     }
 )
 """What to do about a plugin that cannot be built."""

@@ -25,6 +25,7 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
+from slotline.registry.contracts.extension import ExtensionCapabilities, ExtensionContext, StepExtension
 from slotline.registry.contracts.kv_connector import (
     BlockCopy,
     CacheBlock,
@@ -106,6 +107,8 @@ __all__ = [
     "DrafterCapabilities",
     "DrafterContext",
     "DrafterInspection",
+    "ExtensionCapabilities",
+    "ExtensionContext",
     "GrammarState",
     "KVCache",
     "KVConnector",
@@ -147,6 +150,7 @@ __all__ = [
     "StateSpec",
     "StateSpecContext",
     "StateTensorSpec",
+    "StepExtension",
     "StructuredOutput",
     "StructuredOutputCapabilities",
     "StructuredOutputContext",
