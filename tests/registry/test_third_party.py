@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from time import monotonic
@@ -143,7 +144,7 @@ def test_its_extension_limits_tokens_by_wall_time_and_edits_no_file_of_ours(buil
     slow = SamplingParams(**asked, extra_args={"acme_tokens_per_second": 10.0})
     begun = monotonic()
     (limited,) = llm.generate(PROMPTS[:1], slow, progress=False)
-    assert monotonic() - begun >= 0.5  # five tokens behind the first, ten a second
+    assert monotonic() - begun >= 0.4  # the sixth token is due after four tenths of a second
     assert limited.outputs[0].token_ids == built_in[0][:6]
     with pytest.raises(RequestError, match="acme_tokens_per_second=0 is not allowed"):
         tokens(llm, extra_args={"acme_tokens_per_second": 0})
@@ -154,5 +155,5 @@ def test_its_extension_beside_a_drafter_is_refused_with_the_part_that_is_against
 ) -> None:
     assert main(["explain", str(ACME / "run.toml"), "--set", "extensions.acme_rate.tokens_per_second=5"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
-    assert "'acme_rate' of acme-slotline 2.3.1 excludes 'drafts', which this plan has" in printed
+    assert re.search(r"'acme_rate' of acme-slotline [\d.]+ excludes 'drafts', which this plan has", printed)
     assert "drafter.name decides it" in printed
