@@ -28,6 +28,7 @@ SETTINGS: dict[Kind, dict[str, Any]] = {
     Kind.MODEL_FAMILY: {"plugins.block": FAMILIES},
     Kind.STRUCTURED_OUTPUT: {"structured_output.backend": "broken"},
     Kind.DEVICE: {"device": "broken"},
+    Kind.EXTENSION: {"extensions.broken": {}},
 }
 """What makes an engine take the plugin of a kind."""
 REMEDIES = {
@@ -41,6 +42,7 @@ REMEDIES = {
     Kind.MODEL_FAMILY: r"\[plugins\] block",
     Kind.STRUCTURED_OUTPUT: r"structured_output\.backend",
     Kind.DEVICE: r"in device",
+    Kind.EXTENSION: r"its table",
 }
 
 

@@ -417,6 +417,7 @@ def test_a_plugins_own_table_is_typed_by_the_plugin(load: Load) -> None:
         (Kind.KV_CONNECTOR, "kv_connector"),
         (Kind.MODEL_FAMILY, "model_family"),
         (Kind.DEVICE, "devices"),
+        (Kind.EXTENSION, "extensions"),
     ],
 )
 def test_each_kind_has_a_table_for_its_plugins(load: Load, kind: Kind, table: str) -> None:

@@ -106,7 +106,7 @@ def test_a_package_offers_plugins_of_several_slots_by_one_entry_point(install: I
 
 def test_our_own_plugins_are_reached_through_their_slots_hooks() -> None:
     registry = PluginRegistry.discover(PluginsConfig())
-    for kind in Kind:
+    for kind in set(Kind) - {Kind.EXTENSION}:  # that slot is filled by other packages so far
         own = [row for row in registry.records() if row.kind is kind and row.distribution == "slotline"]
         assert own, kind
         for row in own:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -63,7 +65,10 @@ def ours() -> LLM:
 def test_the_plugins_are_listed_with_their_distribution(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plugins", "--load", "--json"]) == 0
     rows = [row for row in json.loads(capsys.readouterr().out) if row["distribution"] == "acme-slotline"]
-    assert {row["kind"]: row["name"] for row in rows} == {kind.value: name for kind, name in PLUGINS.items()}
+    assert {row["kind"]: row["name"] for row in rows} == {
+        **{kind.value: name for kind, name in PLUGINS.items()},
+        "extension": "acme_rate",
+    }
     assert all(row["state"] == "loaded" for row in rows)
 
 
@@ -130,3 +135,25 @@ def test_it_conforms(kind: Kind) -> None:
     records = check_plugin(f"acme_slotline.descriptors:{attribute}", level=Level.STATEFUL)
     assert [f"{record.id} {record.case}: {record.reason}" for record in records if record.bad] == []
     assert level_reached(records) is Level.STATEFUL
+
+
+def test_its_extension_limits_tokens_by_wall_time_and_edits_no_file_of_ours(built_in: list[list[int]]) -> None:
+    llm = LLM(backend="torch", **SMALL, **{"extensions.acme_rate": {"tokens_per_second": 1e6}})
+    assert tokens(llm) == built_in
+    asked = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
+    slow = SamplingParams(**asked, extra_args={"acme_tokens_per_second": 10.0})
+    begun = monotonic()
+    (limited,) = llm.generate(PROMPTS[:1], slow, progress=False)
+    assert monotonic() - begun >= 0.4  # the sixth token is due after four tenths of a second
+    assert limited.outputs[0].token_ids == built_in[0][:6]
+    with pytest.raises(RequestError, match="acme_tokens_per_second=0 is not allowed"):
+        tokens(llm, extra_args={"acme_tokens_per_second": 0})
+
+
+def test_its_extension_beside_a_drafter_is_refused_with_the_part_that_is_against_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["explain", str(ACME / "run.toml"), "--set", "extensions.acme_rate.tokens_per_second=5"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"'acme_rate' of acme-slotline [\d.]+ excludes 'drafts', which this plan has", printed)
+    assert "drafter.name decides it" in printed

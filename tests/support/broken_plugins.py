@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import extension_plugins
 from attrs import evolve
 
 from slotline.backends import torch_sdpa, torch_state
@@ -47,6 +48,7 @@ _SHIPPED = {
     "model_family": decoder,
     "structured_output": llguidance,
     "device": cpu_plugin,
+    "extension": extension_plugins,
 }
 
 

@@ -25,6 +25,7 @@ from slotline.planner.component_selection import (
 )
 from slotline.planner.context_parallel import ContextDevices, context_devices, for_shards, refuse_context, with_shards
 from slotline.planner.drafter import draft_layers
+from slotline.planner.extensions import choose_extensions, extension_settings, refuse_extensions
 from slotline.planner.fast_prefill import choose_fast_prefill, last_queries
 from slotline.planner.kv_connector import choose_connector, refuse_connector
 from slotline.planner.lora import choose_lora, refuse_lora_dtype
@@ -82,6 +83,8 @@ class Planned:
         family_descriptor, family: the model family that loads it.
         processors: descriptors of the logits processors, in no order.
         drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
+        extensions: descriptors of the step extensions, in their order.
+        features: names of the plan's features, those that extensions provide included.
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         hardware: the devices, by torch device string.
@@ -112,6 +115,8 @@ class Planned:
     connector: Descriptor[Any] | None
     hardware: Mapping[str, Device]
     device_capabilities: DeviceCapabilities
+    extensions: tuple[Descriptor[Any], ...]
+    features: frozenset[str]
     stages: Stages
     shards: ContextDevices
     max_model_len: int
@@ -147,7 +152,7 @@ class Planned:
         states = [self.offers[Kind.STATE, group.backend] for group in self.plan.state_groups]
         caches = [self.offers[Kind.KV_SPEC, group.kv_spec] for group in self.plan.cache_groups]
         parts = (self.family_descriptor, self.drafter, self.structured_output.descriptor, self.lora, self.connector)
-        for descriptor in (*backends, *states, *caches, *self.processors, *filter(None, parts)):
+        for descriptor in (*backends, *states, *caches, *self.processors, *self.extensions, *filter(None, parts)):
             self.options(descriptor)
         self.registry.check_tables(self.loaded, required=False)
 
@@ -216,8 +221,14 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     asynchronous = choose_async(loaded, there.descriptor(named[0]).capabilities, drafter)
     lora = choose_lora(loaded, registry, info, family_descriptor, stages=len(stages.stages))
     connector = choose_connector(loaded, registry, info)
+    extensions = choose_extensions(loaded, registry, info)
     microbatches = choose_microbatches(loaded, facts, task=task, drafter=drafter, lora=lora, stages=len(stages.stages))
-    parts = (family_descriptor, *processors, *filter(None, (drafter, grammars.descriptor, lora, connector)))
+    parts = (
+        family_descriptor,
+        *processors,
+        *extensions,
+        *filter(None, (drafter, grammars.descriptor, lora, connector)),
+    )
     request = prepare_request(
         loaded,
         evolve(facts, layers=facts.layers + own_layers),
@@ -273,6 +284,22 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
     if drafter is not None:
         asynchronous = overlap_drafts(loaded, asynchronous, drafter, plan, offers, stages=len(stages.stages))
         plan = evolve(plan, settings=tuple(asynchronous if s.key == asynchronous.key else s for s in plan.settings))
+    features = refuse_extensions(
+        registry,
+        extensions,
+        {
+            "adapters": lora is not None,
+            "async_scheduling": asynchronous.resolved == "true",
+            "chunked_prefill": config.scheduler.chunked_prefill and not whole_prompts(facts),
+            "drafts": drafter is not None,
+            "graphs": plan.graphs.resolved != "none",
+            "pipeline": bool(stages.divided),
+            "pooling": not sampled,
+            "prefix_caching": plan.prefix_caching,
+            "states": bool(plan.state_groups),
+        },
+    )
+    plan = evolve(plan, settings=(*plan.settings, *extension_settings(extensions)))
     plan = evolve(plan, inline_plugins=loaded.inline_files)
     plan = review(plan, request, registry.hooks)
     refuse_lora_dtype(lora, plan.dtype)
@@ -294,6 +321,8 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
         connector=connector,
         hardware=hardware,
         device_capabilities=there.descriptor(named[0]).capabilities,
+        extensions=extensions,
+        features=features,
         stages=stages,
         shards=shards,
         max_model_len=max_model_len,
@@ -415,7 +444,10 @@ def _part(registry: PluginRegistry, descriptor: Descriptor[Any], loaded: LoadedC
     }
     key = keys.get(descriptor.kind, "")
     origin = loaded.origins.get(key)
-    if descriptor.kind is Kind.LOGITS_PROCESSOR:  # named by its table, perhaps by the first key of one
+    if descriptor.kind in (
+        Kind.LOGITS_PROCESSOR,
+        Kind.EXTENSION,
+    ):  # named by its table, perhaps by the first key of one
         path = options_path(descriptor.kind, descriptor.name)
         table = find(loaded.tree, path)
         key, origin = ".".join(path), None if table is None else table.origin

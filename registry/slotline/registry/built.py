@@ -14,6 +14,7 @@ from typing import Any
 from attrs import field, frozen
 
 from slotline.registry import contracts
+from slotline.registry.contracts.extension import METHODS
 from slotline.registry.contracts.lora import ExtendedLora, SingleLora
 from slotline.registry.descriptor import Descriptor, Kind
 
@@ -95,6 +96,10 @@ BUILT: Mapping[Kind, BuiltContract] = MappingProxyType(
             protocol=contracts.Device,
             optional={"graph_capture": _declared("graphs")},
             attributes={"name": _always, "torch_device": _always, "ops": _always},
+        ),
+        Kind.EXTENSION: BuiltContract(
+            protocol=contracts.StepExtension,
+            optional=dict.fromkeys(METHODS, _never),  # any of them
         ),
     }
 )

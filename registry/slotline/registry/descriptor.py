@@ -27,6 +27,7 @@ class Kind(StrEnum):
     MODEL_FAMILY = "model_family"
     STRUCTURED_OUTPUT = "structured_output"
     DEVICE = "device"
+    EXTENSION = "extension"
 
     @property
     def entry_point_group(self) -> str:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         AttentionCapabilities,
         DeviceCapabilities,
         DrafterCapabilities,
+        ExtensionCapabilities,
         KVConnectorCapabilities,
         KVSpecCapabilities,
         LogitsProcessorCapabilities,
@@ -167,6 +168,15 @@ def slotline_device() -> Iterable[Descriptor[DeviceCapabilities]]:
 
     The factory has a method `count()`, the devices that the machine has. It gets a `DeviceContext` and returns a
     `Device`, once for each device of a plan. Contract 1, `slotline.registry.contracts.device`.
+    """
+
+
+@hookspec
+def slotline_extension() -> Iterable[Descriptor[ExtensionCapabilities]]:
+    """Offer step extensions: features that take part in a step.
+
+    The factory gets an `ExtensionContext` and returns an object with any methods of `StepExtension`, once for each
+    engine. Contract 1, `slotline.registry.contracts.extension`.
     """
 
 

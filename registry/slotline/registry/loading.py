@@ -25,6 +25,7 @@ _CAPABILITIES: Mapping[Kind, str] = MappingProxyType(
         Kind.MODEL_FAMILY: "ModelFamilyCapabilities",
         Kind.STRUCTURED_OUTPUT: "StructuredOutputCapabilities",
         Kind.DEVICE: "DeviceCapabilities",
+        Kind.EXTENSION: "ExtensionCapabilities",
     }
 )
 
@@ -41,6 +42,7 @@ _REMEDIES: Mapping[Kind, str] = MappingProxyType(
         Kind.MODEL_FAMILY: "name it under [plugins] block, if another serves the model",
         Kind.STRUCTURED_OUTPUT: "name another in structured_output.backend",
         Kind.DEVICE: "name another in device",
+        Kind.EXTENSION: "correct its table in the configuration, or do without it",
     }
 )
 """What to do about a plugin that cannot be built."""

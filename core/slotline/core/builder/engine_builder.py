@@ -9,6 +9,7 @@ from attrs import define, evolve, field
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.builder.drafter import build_drafting
+from slotline.core.builder.extensions import build_extensions
 from slotline.core.builder.graphs import build_graphs
 from slotline.core.builder.kv_connector import build_transfers
 from slotline.core.builder.layer_groups import LayerGroupBuilder
@@ -26,6 +27,7 @@ from slotline.core.builder.warmup import Warmup
 from slotline.core.device.scope import device_scope
 from slotline.core.device.transfer_buffer import TransferBuffer, transfer_buffer_for
 from slotline.core.engine.engine import Engine
+from slotline.core.engine.extensions import Extensions
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import tables_for
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
@@ -120,6 +122,7 @@ class EngineBuilder:
         with oom_as_capacity_error(what, "lower scheduler.max_requests or scheduler.max_model_len"):
             rows = RequestTable(config.scheduler.max_requests, planned.max_model_len)
         groups = self.groups.cache_groups(specs, rows)
+        extensions = build_extensions(planned, rows)
         profiler = StepProfiler(enabled=config.observability.profile)
         tokenizer = load_tokenizer(planned)
         pipeline = build_pipeline(planned, rows, tokenizer)
@@ -128,7 +131,9 @@ class EngineBuilder:
         cascade = self.groups.cascade(attention, groups)
         drafting = build_drafting(self.planned, rows, model)
         adapters = build_adapters(planned, model, rows)
-        gatherer, runner = self._runner(model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters)
+        gatherer, runner = self._runner(
+            model, rows, groups, attention, specs, pipeline, profiler, drafting, adapters, extensions
+        )
         encoding = self._encoding(model)
         first, compiled = Warmup(planned, gatherer, runner), compiling.listen()
         if planned.device.startswith("cuda"):
@@ -153,7 +158,7 @@ class EngineBuilder:
         engine = Engine(
             plan=planned.plan,
             rows=rows,
-            scheduler=self._scheduler(rows, cache, encoding, adapters),
+            scheduler=self._scheduler(rows, cache, encoding, adapters, extensions),
             gatherer=gatherer,
             runner=runner,
             pipeline=pipeline,
@@ -173,6 +178,7 @@ class EngineBuilder:
             notes=model.notes + ((encoding.note,) if encoding else ()) + adapter_notes(planned),
             cascade=cascade,
             adapters=adapters,
+            extensions=extensions,
             asynchronous=planned.asynchronous,
             check=config.observability.check_integrity,
             startup=self.startup.seconds,
@@ -232,6 +238,7 @@ class EngineBuilder:
         profiler: StepProfiler,
         drafting: DraftRunner | None,
         adapters: AdapterManager | None,
+        extensions: Extensions,
     ) -> tuple[InputPreparer, ModelRunner]:
         config, stages, plan = self.planned.loaded.config, self.planned.stages.stages, self.planned.plan
         vocab_size, budget = self.planned.facts.vocab_size, config.scheduler.max_batched_tokens
@@ -280,6 +287,10 @@ class EngineBuilder:
             count_nans=config.observability.count_nans,
             mark=gatherer.assembler.mark,
             microbatches=Microbatches(config.scheduler.microbatches, config.scheduler.microbatch_tokens),
+            extra_plans=extensions.plan,
+            extra_arguments=extensions.forward_kwargs,
+            extra_logits=extensions.process_logits,
+            sample_listeners=extensions.after_sample,
             plain_draws=build_plain_draws(self.planned, last_tokens, stagings[-1]),
         )
         self.groups.set_router(runner, gatherer, runner.router)
@@ -381,7 +392,12 @@ class EngineBuilder:
         del held  # until here: the encoder's cache lies beside a step
 
     def _scheduler(
-        self, rows: RequestTable, cache: KVCacheManager, encoding: EncoderRunner | None, adapters: AdapterManager | None
+        self,
+        rows: RequestTable,
+        cache: KVCacheManager,
+        encoding: EncoderRunner | None,
+        adapters: AdapterManager | None,
+        extensions: Extensions,
     ) -> Scheduler:
         config = self.planned.loaded.config
         return Scheduler(
@@ -393,4 +409,5 @@ class EngineBuilder:
             encoder_cache=encoding.cache if encoding else None,
             lookahead=config.drafter.tokens if self.planned.draft_layers else 0,
             adapters=adapters,
+            limits=extensions.limit_tokens,
         )

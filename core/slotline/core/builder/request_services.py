@@ -76,7 +76,8 @@ def build_pipeline(planned: Planned, rows: RequestTable, tokenizer: Tokenizer | 
                 active=active,
             )
         )
-    return ProcessorPipeline(slots, rows, _PROCESSED, planned.registry.built)
+    elsewhere = frozenset(name for one in planned.extensions for name in one.capabilities.parameters)
+    return ProcessorPipeline(slots, rows, _PROCESSED, planned.registry.built, handled_elsewhere=elsewhere)
 
 
 def build_plain_draws(

@@ -10,6 +10,7 @@ from attrs import define
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.scheduler_output import SchedulerOutput
+from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
@@ -34,6 +35,7 @@ class AdmissionHooks:
     grammars: StructuredOutputs | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
+    extensions: Extensions = NO_EXTENSIONS
 
     def prepare(self, schedule: SchedulerOutput) -> tuple[SchedulerOutput, list[Request]]:
         """Prepare the requests that join in this step, and encode its items.
@@ -77,6 +79,8 @@ class AdmissionHooks:
             self.grammars.admit(request)
         if self.drafting is not None:
             self.drafting.admit(request)
+        for admit in self.extensions.admit:
+            admit(request)
         request.joined = True
 
     def _without(self, schedule: SchedulerOutput, refused: Sequence[tuple[Request, Exception]]) -> SchedulerOutput:

@@ -27,6 +27,7 @@ from slotline.core.device.out_of_memory import is_out_of_memory
 from slotline.core.device.scope import on_device
 from slotline.core.engine.admission_hooks import AdmissionHooks
 from slotline.core.engine.engine_lock import EngineLock, exclusive
+from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.input_processor import InputProcessor
 from slotline.core.engine.output_builder import request_output
 from slotline.core.engine.output_processor import OutputProcessor, StepResult
@@ -105,6 +106,7 @@ class Engine:
         sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out. `LLM` puts it
             into the parameters; `add` takes them as they are.
         device: the current one while the engine works.
+        extensions: methods of the step extensions.
         check: whether the integrity checker runs after each step.
         startup: the seconds of each phase of building: plan, weights, profile, warm_up, compile, capture.
         late_kernels: what steps had to wait for Triton to compile, or to load from its cache on disk.
@@ -138,6 +140,7 @@ class Engine:
     graphs: GraphRunner | None = None
     cascade: Cascade = field()
     adapters: AdapterManager | None = None
+    extensions: Extensions = NO_EXTENSIONS
     asynchronous: bool = False
     check: bool = False
     startup: Mapping[str, float] = field(factory=dict)
@@ -174,6 +177,7 @@ class Engine:
             drafting=self.drafting,
             adapters=self.adapters,
             plugins=self.plugins,
+            extensions=self.extensions,
         )
         self.intake = InputProcessor(
             requests=self.requests,
@@ -185,6 +189,7 @@ class Engine:
             grammars=self.grammars,
             adapters=self.adapters,
             drafts=self.drafting is not None,
+            extensions=self.extensions,
         )
         self.joining = AdmissionHooks(
             rows=self.rows,
@@ -195,6 +200,7 @@ class Engine:
             grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
+            extensions=self.extensions,
         )
         self.hand_out = OutputProcessor(
             rows=self.rows,
@@ -216,6 +222,7 @@ class Engine:
             grammars=self.grammars,
             drafting=self.drafting,
             adapters=self.adapters,
+            extensions=self.extensions,
         )
 
     @property
@@ -390,6 +397,8 @@ class Engine:
             schedule = self.scheduler.schedule()
         schedule, refused = self.joining.prepare(schedule)
         self._ended += unfit + refused
+        for before in self.extensions.before_step:
+            schedule = before(schedule)
         generations = self.rows.generation.copy()
         loads = self._start_transfers(schedule)
         launched = self._launch(schedule, loads) if schedule.num_tokens else None
@@ -409,6 +418,8 @@ class Engine:
         for part in (self.encoding, self.adapters):
             if part is not None:
                 part.check()
+        for check in self.extensions.check:
+            check()
 
     @exclusive
     def output(self, requests: Sequence[Request]) -> RequestOutput:
@@ -453,6 +464,8 @@ class Engine:
                 inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
                 if self.drafting is not None and self.drafting.needs_computed:
                     inputs.following = self.encoding.following(schedule)
+        for prepare in self.extensions.prepare_inputs:
+            inputs = prepare(inputs)
         if (transfers := self.scheduler.cache.transfers) is not None:
             transfers.wait(loads)
         launched = self.runner.launch(inputs)
@@ -531,7 +544,10 @@ class Engine:
             self.scheduler.recompute(transfers.settle(step.loads))
         with self.profiler.scope("hand_out"):
             given_up = np.flatnonzero(self.rows.generation != step.generations)
-            result = self.hand_out(step.schedule.without(given_up), output.without(given_up))
+            kept = output.without(given_up)
+            for commit in self.extensions.commit:
+                commit(kept)
+            result = self.hand_out(step.schedule.without(given_up), kept)
         if transfers is not None:
             transfers.save_filled()
         self._ended += result.finished

@@ -8,6 +8,7 @@ from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request
+from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.encoder_runner import EncoderRunner
 from slotline.core.sampling.logits_processors import ProcessorPipeline
@@ -38,6 +39,7 @@ class InputProcessor:
     grammars: StructuredOutputs | None
     adapters: AdapterManager | None
     drafts: bool
+    extensions: Extensions = NO_EXTENSIONS
     arrivals: int = 0
 
     def add(self, request: Request, *, stream: bool) -> None:
@@ -94,6 +96,8 @@ class InputProcessor:
         elif request.features:
             raise RequestError(f"{len(request.features)} features for a model of text alone", fix="leave them out")
         self.pipeline.validate(request)
+        for validate in self.extensions.validate:
+            validate(request)
         if self.grammars is not None:
             self.grammars.validate(request)
 

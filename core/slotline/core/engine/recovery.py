@@ -15,6 +15,7 @@ from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request
+from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.output_processor import OutputProcessor
 from slotline.core.engine.request_finalizer import RequestFinalizer
 from slotline.core.lora.manager_protocol import AdapterManager
@@ -47,6 +48,7 @@ class Recovery:
     grammars: StructuredOutputs | None
     drafting: DraftRunner | None
     adapters: AdapterManager | None
+    extensions: Extensions = NO_EXTENSIONS
 
     def run(self) -> list[Request]:
         """Restore everything; returns the requests that ended because a plugin could not be restored."""
@@ -87,6 +89,8 @@ class Recovery:
             ended = self.requests.get(request.request_id) is not request
             if ended or not request.joined:
                 self.pipeline.release(row)
+                for release in self.extensions.release:
+                    release(row)
                 if self.drafting is not None:
                     self.drafting.release(row)
                 if self.grammars is not None:

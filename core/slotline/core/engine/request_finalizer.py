@@ -9,6 +9,7 @@ from attrs import define
 
 from slotline.core.api.tokenizer import Tokenizer
 from slotline.core.batch.request import Request, Status
+from slotline.core.engine.extensions import NO_EXTENSIONS, Extensions
 from slotline.core.engine.stop_checker import StopChecker
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.sampling.logits_processors import ProcessorPipeline
@@ -37,6 +38,7 @@ class RequestFinalizer:
     drafting: DraftRunner | None
     adapters: AdapterManager | None
     plugins: BuiltPlugins
+    extensions: Extensions = NO_EXTENSIONS
 
     def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
         """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
@@ -73,6 +75,8 @@ class RequestFinalizer:
         if request.row >= 0:
             request.output_token_ids = self.scheduler.rows.output_token_ids(request.row)
             self.pipeline.release(request.row)
+            for release in self.extensions.release:
+                release(request.row)
             if self.drafting is not None:
                 self.drafting.release(request.row)
 

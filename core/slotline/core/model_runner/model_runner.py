@@ -7,12 +7,13 @@ log-probabilities of a prompt are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from attrs import evolve
 
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
@@ -29,7 +30,7 @@ from slotline.core.model_runner.graph_runner import GraphRunner
 from slotline.core.model_runner.microbatches import Microbatches, cut, places_in
 from slotline.core.model_runner.state_dispatcher import StateDispatcher
 from slotline.core.model_runner.step_profiler import StepProfiler
-from slotline.core.sampling.logits_processors import ProcessorPipeline
+from slotline.core.sampling.logits_processors import Processed, ProcessorPipeline
 from slotline.core.sampling.nan_logits import NAN_LOGITS, marked_nan
 from slotline.core.sampling.paired_logits import pairs_of
 from slotline.core.sampling.pooling import Pooling
@@ -60,6 +61,8 @@ class ModelRunner:
         adapters: joins adapters to the model, where any may be used.
         microbatches: which steps' forward passes are cut into pieces.
         plain_draws: draws the tokens of steps that ask for nothing else, where Triton runs and nothing drafts.
+        extra_plans, extra_arguments, extra_logits, sample_listeners: methods `plan`, `forward_kwargs`,
+            `process_logits` and `after_sample` of the step extensions.
         nan_cause: says who may have made the NaN of a request's logits.
     """
 
@@ -83,6 +86,10 @@ class ModelRunner:
         count_nans: bool = False,
         microbatches: Microbatches | None = None,
         plain_draws: FastSampler | None = None,
+        extra_plans: Sequence[Callable[[ModelInputs], None]] = (),
+        extra_arguments: Sequence[Callable[[ModelInputs], Mapping[str, Any]]] = (),
+        extra_logits: Sequence[Callable[[torch.Tensor, ModelInputs], torch.Tensor]] = (),
+        sample_listeners: Sequence[Callable[[PendingSample], None]] = (),
     ) -> None:
         self.model = model
         self.router = router
@@ -99,6 +106,8 @@ class ModelRunner:
         self.grammars = grammars
         self.adapters = adapters
         self.plain_draws = plain_draws
+        self.extra_plans, self.extra_arguments = tuple(extra_plans), tuple(extra_arguments)
+        self.extra_logits, self.sample_listeners = tuple(extra_logits), tuple(sample_listeners)
         self.graphs: GraphRunner | None = None
         self.taps = None if drafting is None else drafting.taps
         when, _, what = logprobs_mode.partition("_")
@@ -144,6 +153,8 @@ class ModelRunner:
             self.states.plan(inputs.states)
         if self.adapters is not None:
             self.adapters.plan(inputs.lora_slots, inputs.single_slot)
+        for extra in self.extra_plans:
+            extra(inputs)
         self.mark()
         return attend
 
@@ -176,6 +187,8 @@ class ModelRunner:
                 masks = launched.masks or self.grammars.begin(inputs)
                 keep_raw = inputs.scored is not None or self.count_nans
                 processed = self.grammars.apply(processed, masks, keep_raw=keep_raw)
+        if self.extra_logits:
+            processed = self._processed_further(processed, inputs)
         with scope("sample"):
             drawn = sample_checked(
                 processed.logits, batch, inputs.sampling_params, keep_final=self._keeps_final(inputs)
@@ -210,7 +223,16 @@ class ModelRunner:
                 )
             if launched.whole:
                 sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
+        for listener in self.sample_listeners:
+            listener(sampling)
         return sampling
+
+    def _processed_further(self, processed: Processed, inputs: ModelInputs) -> Processed:
+        """Return the processed logits as the extensions leave them."""
+        logits = processed.logits
+        for process in self.extra_logits:
+            logits = process(logits, inputs)
+        return evolve(processed, logits=logits, touched=np.ones(len(logits), bool))
 
     def finish(self, sampling: PendingSample | PendingPooling) -> StepOutput:
         """Wait for a step's answers, or for its tokens, and see which of them stand."""
@@ -269,6 +291,8 @@ class ModelRunner:
             states["encoder_states"] = inputs.encoder_states
         if inputs.wanted is not None and self.router.fast_prefill:
             states["fast_prefill"] = True
+        for arguments in self.extra_arguments:
+            states.update(arguments(inputs))
         if inputs.embeds is None:
             return self.model.forward(token_ids, inputs.positions, attend, wanted, **states)
         model: MultimodalModel = self.model  # type: ignore[assignment]  # or no prompt would have had any
@@ -339,7 +363,7 @@ class ModelRunner:
 
     def _plain_draws(self, inputs: ModelInputs, *, whole: bool) -> FastSampler | None:
         """What draws the tokens of a step that asks for nothing else; None for other steps, and where nothing does."""
-        if self.plain_draws is None or inputs.stand_ins is None or inputs.scored is not None:
+        if self.plain_draws is None or self.extra_logits or inputs.stand_ins is None or inputs.scored is not None:
             return None
         if whole or self.count_nans or self.rows.paired:
             return None

@@ -133,6 +133,8 @@ class ProcessorPipeline:
         rows: RequestTable,
         known_parameters: frozenset[str],
         plugins: BuiltPlugins | None = None,
+        *,
+        handled_elsewhere: frozenset[str] = frozenset(),
     ) -> None:
         self._plugins = BuiltPlugins() if plugins is None else plugins
         ordered = sorted(slots, key=lambda s: (s.capabilities.order, s.name))
@@ -140,7 +142,7 @@ class ProcessorPipeline:
         self._floors = tuple(slot for slot in ordered if slot.capabilities.floors)
         self._rows = rows
         self._known = known_parameters
-        self._handled = frozenset(p for s in slots for p in s.capabilities.parameters)
+        self._handled = handled_elsewhere.union(*(slot.capabilities.parameters for slot in slots))
         self._defaults = SamplingParams().as_mapping()
 
     def validate(self, request: Request) -> None:

@@ -8,7 +8,7 @@ loses its blocks and is computed again later.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -37,6 +37,8 @@ class Scheduler:
     Attributes:
         lookahead: tokens behind a step's own that a request gets blocks for where there are any, since a drafter's
             attention writes there.
+        limits: functions of rows [n] and the tokens that each has left [n] int64; each returns the most tokens of each
+            in this step, [n] int64.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Scheduler:
         encoder_cache: EncoderCache | None = None,
         lookahead: int = 0,
         adapters: AdapterManager | None = None,
+        limits: Sequence[Callable[[Int, Int], Int]] = (),
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -59,6 +62,7 @@ class Scheduler:
         self.encoder_cache = encoder_cache
         self.lookahead = lookahead
         self.adapters = adapters
+        self.limits = tuple(limits)
         self.running: list[Request] = []
         self._waiting = RequestQueue()
         self._running_rows: Int = np.zeros(0, np.int64)
@@ -217,6 +221,8 @@ class Scheduler:
                 self.rows.num_drafts[rows] = 0  # every decode goes before any guess
             else:
                 left = np.where(left > 0, left + drafts, 0)  # drafts of a row that waits wait, too
+        for limit in self.limits:
+            left = limit(rows, left)
         if most is not None:
             left = np.minimum(left, most)  # the rows' blocks hold no more
         if self.encoder_cache is not None:

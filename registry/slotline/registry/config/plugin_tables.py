@@ -24,11 +24,12 @@ PLUGIN_TABLES: Mapping[Kind, str] = MappingProxyType(
         Kind.MODEL_FAMILY: "model_family",
         Kind.STRUCTURED_OUTPUT: "structured_output",
         Kind.DEVICE: "devices",
+        Kind.EXTENSION: "extensions",
     }
 )
 """The table whose sub-table `NAME` holds the options of the plugin `NAME` of a kind."""
 
-NAMING_TABLES = frozenset({"logits_processors"})
+NAMING_TABLES = frozenset({"extensions", "logits_processors"})
 """Tables whose sub-tables do not only configure a plugin but ask for it, so that an unknown name is an error."""
 
 _OWN_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(

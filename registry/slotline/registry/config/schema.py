@@ -405,6 +405,9 @@ class Config:
     logits_processors: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each logits processor: names it and configures it")
     )
+    extensions: Mapping[str, Any] = field(
+        factory=dict, metadata=_doc("one table for each step extension: names it and configures it")
+    )
     backend: Mapping[str, Any] = field(
         factory=dict, metadata=_doc("one table for each attention or state backend's own options")
     )

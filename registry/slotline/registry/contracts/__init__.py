@@ -45,6 +45,7 @@ from slotline.registry.contracts.drafter import (
     LayerReader,
     Observer,
 )
+from slotline.registry.contracts.extension import ExtensionCapabilities, ExtensionContext, StepExtension
 from slotline.registry.contracts.kv_connector import (
     BlockCopy,
     CacheBlock,
@@ -137,6 +138,8 @@ __all__ = [
     "DrafterContext",
     "DrafterInspection",
     "Drawn",
+    "ExtensionCapabilities",
+    "ExtensionContext",
     "GrammarState",
     "Graph",
     "GraphCapture",
@@ -182,6 +185,7 @@ __all__ = [
     "StateSpec",
     "StateSpecContext",
     "StateTensorSpec",
+    "StepExtension",
     "StructuredOutput",
     "StructuredOutputCapabilities",
     "StructuredOutputContext",

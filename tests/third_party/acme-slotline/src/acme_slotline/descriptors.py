@@ -6,6 +6,7 @@ from slotline.registry import Align, Choice, ContractRange, Descriptor, Flag, Ki
 from slotline.registry.contracts import (
     AttentionCapabilities,
     DrafterCapabilities,
+    ExtensionCapabilities,
     KVSpecCapabilities,
     LogitsProcessorCapabilities,
 )
@@ -59,4 +60,16 @@ ban = Descriptor(
     factory="acme_slotline.ban:BanTokens",
     options="acme_slotline.options:BanOptions",
     summary="keeps tokens out: those of the configuration, and those that a request names",
+)
+
+rate = Descriptor(
+    kind=Kind.EXTENSION,
+    name="acme_rate",
+    contract=ContractRange(1, 1),
+    capabilities=ExtensionCapabilities(
+        parameters=("acme_tokens_per_second",), provides=("token_rate",), excludes=("drafts", "pooling")
+    ),
+    factory="acme_slotline.rate:TokenRate",
+    options="acme_slotline.options:RateOptions",
+    summary="at most so many new tokens of a request for each second of wall time",
 )

@@ -10,3 +10,10 @@ class BanOptions:
     """`[logits_processors.acme_ban]`: tokens that no request may use."""
 
     always: tuple[int, ...] = ()
+
+
+@frozen(kw_only=True)
+class RateOptions:
+    """`[extensions.acme_rate]`: tokens for each second of requests that name no rate. 0 for no limit."""
+
+    tokens_per_second: float = 0.0
