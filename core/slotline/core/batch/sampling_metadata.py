@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, field, frozen
+from attrs import field, frozen
 
 from slotline.core.batch.request_table import RequestTable
 
@@ -29,7 +29,7 @@ STRIDE, FACTORS, SHIFTS = 0x9E3779B97F4A7C15, (0xBF58476D1CE4E5B9, 0x94D049BB133
 """SplitMix64's (Steele, Lea, Flood 2014, fig. 17): what its counter grows by for each number, and how it is mixed."""
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class SamplingMetadata:
     """The sampling parameters of the logits' rows, gathered.
 
@@ -52,8 +52,9 @@ class SamplingMetadata:
     seed: npt.NDArray[np.uint64]
     all_greedy: bool = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.all_greedy = not self.temperature.any()
+    @all_greedy.default
+    def _all_greedy(self) -> bool:
+        return not self.temperature.any()
 
     @classmethod
     def gather(cls, rows: RequestTable, which: Int, draft_positions: Int | None = None) -> SamplingMetadata:
