@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -45,7 +46,7 @@ def calls_of(work: Callable[[], Any]) -> list[tuple[str, str]]:
 
 def changes(calls: list[tuple[str, str]]) -> int:
     """Return how often a call lies in another file than the call before it."""
-    return sum(before[0] != after[0] for before, after in zip(calls, calls[1:], strict=False))
+    return sum(before[0] != after[0] for before, after in pairwise(calls))
 
 
 def main() -> None:

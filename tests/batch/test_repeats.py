@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from arena import Arena
+from attrs import evolve
 from engine_driver import add, random_prompts, run_all, tokens_of
 from tiny_engines import DEFAULTS
 
@@ -158,6 +159,25 @@ def test_a_made_up_step_in_between_is_not_gone_on_from(watched: Callable[..., Wa
     assert one.repeated == before
     one.llm.engine.step()
     assert one.repeated == before + 1
+    run_all(one.llm)
+
+
+@interpreted
+def test_a_copy_of_an_unchanged_batch_is_gone_on_from(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = watched("llama")
+    schedule = one.llm.engine.scheduler.schedule
+
+    def copied() -> SchedulerOutput:
+        step = schedule()
+        return evolve(step, rows=step.rows.copy(), num_scheduled=step.num_scheduled.copy())
+
+    monkeypatch.setattr(one.llm.engine.scheduler, "schedule", copied)
+    add(one.llm, "a", random_prompts([9])[0])
+    for _ in range(6):
+        one.llm.engine.step()
+    assert one.repeated > 2
     run_all(one.llm)
 
 

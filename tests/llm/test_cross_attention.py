@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 from engine_driver import GREEDY, mixes_decode_and_prefill, recorded
 from tiny_speech import NUM_STATES, RATE, build, greedy_reference, recording
 
@@ -123,7 +124,7 @@ def test_a_made_up_step_in_which_all_begin_stores_nothing(whisper: Path, engines
     assert encoding is not None
     before = [cache.key.clone() for cache in runner.router.caches()]
     inputs = llm.engine.gatherer.dummy([3, 1, 1], beginning=True)
-    inputs.encoder_states = encoding.made_up_states(3)
+    inputs = evolve(inputs, encoder_states=encoding.made_up_states(3))
     assert inputs.encoder_states is not None
     assert len(inputs.encoder_states) == len(inputs.batches[1].slot_mapping) == 3 * NUM_STATES
     assert len(runner.run(inputs).token_ids) == 3

@@ -121,7 +121,8 @@ class Bench:
         done = complete[rows.num_tokens[complete] >= rows.length_limit[complete]]
         for row in done.tolist():
             rows.request(row).output_token_ids = rows.output_token_ids(row)
-        self.scheduler.remove_running([rows.request(row) for row in done.tolist()])
+        if len(done):
+            self.scheduler.remove_running([rows.request(row) for row in done.tolist()])
         check_integrity(self.scheduler)
         return schedule
 

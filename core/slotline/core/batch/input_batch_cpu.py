@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field
+from attrs import evolve, field, frozen
 
 from slotline.core.batch.graph_dispatcher import GraphShape
 
@@ -15,9 +16,9 @@ Int32 = npt.NDArray[np.int32]
 PAD_SLOT = -1
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class InputBatchCPU:
-    """What is gathered of the rows for one step; `pad` makes it as large as a captured shape.
+    """What is gathered of the rows for one step; `pad` gives one as large as a captured shape.
 
     Attributes:
         rows: [num_requests] int64, permanent rows in batch order; `counts` [num_requests] int64, tokens of each.
@@ -59,39 +60,57 @@ class InputBatchCPU:
     single_slot: int | None
     cuts_wanted: bool = False
     pending: npt.NDArray[np.bool_] | None = None
-    num_tokens: int = field(init=False)
-    batch_tokens: int = field(init=False)
-    max_query_len: int = field(init=False)
-    max_seq_len: int = field(init=False)
+    num_tokens: int = field()
+    batch_tokens: int = field()
+    max_query_len: int = field()
+    max_seq_len: int = field()
     starts32: Int32 = field(init=False)
     seq_lens32: Int32 = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.num_tokens = self.batch_tokens = len(self.input_ids)
-        self.max_query_len = int(self.counts.max(initial=0))
-        self.max_seq_len = int(self.seq_lens.max(initial=0))
-        self._narrow()
+    @num_tokens.default
+    def _num_tokens(self) -> int:
+        return len(self.input_ids)
 
-    def pad(self, shape: GraphShape, null_row: int) -> None:
-        """Make this as large as a captured shape.
+    @batch_tokens.default
+    def _batch_tokens(self) -> int:
+        return len(self.input_ids)
+
+    @max_query_len.default
+    def _max_query_len(self) -> int:
+        return int(self.counts.max(initial=0))
+
+    @max_seq_len.default
+    def _max_seq_len(self) -> int:
+        return int(self.seq_lens.max(initial=0))
+
+    @starts32.default
+    def _starts32(self) -> Int32:
+        return self.starts.astype(np.int32)
+
+    @seq_lens32.default
+    def _seq_lens32(self) -> Int32:
+        return self.seq_lens.astype(np.int32)
+
+    def pad(self, shape: GraphShape, null_row: int) -> InputBatchCPU:
+        """Return the same as large as a captured shape.
 
         A padded request has as many query tokens as the others, none in a mixed batch; a sequence length of 0, the
         block table of `null_row`, and slots -1.
         """
+        changes: dict[str, Any] = {}
         if (padding := shape.num_tokens - self.num_tokens) > 0:
-            self.input_ids, self.positions = np.pad(self.input_ids, (0, padding)), np.pad(self.positions, (0, padding))
-            self.slots = [np.pad(slots, (0, padding), constant_values=PAD_SLOT) for slots in self.slots]
+            changes["input_ids"], changes["positions"] = (
+                np.pad(one, (0, padding)) for one in (self.input_ids, self.positions)
+            )
+            changes["slots"] = [np.pad(slots, (0, padding), constant_values=PAD_SLOT) for slots in self.slots]
             if self.lora_slots is not None:
-                self.lora_slots = np.pad(self.lora_slots, (0, padding), constant_values=PAD_SLOT)
+                changes["lora_slots"] = np.pad(self.lora_slots, (0, padding), constant_values=PAD_SLOT)
         if (missing := shape.padded_requests - len(self.rows)) > 0:
             more = np.arange(1, missing + 1) * shape.query_len
-            self.starts = np.concatenate([self.starts, self.starts[-1] + more])
-            self.seq_lens = np.pad(self.seq_lens, (0, missing))
-            self.table_rows = np.pad(self.table_rows, (0, missing), constant_values=null_row)
+            changes["starts"] = np.concatenate([self.starts, self.starts[-1] + more])
+            changes["seq_lens"] = np.pad(self.seq_lens, (0, missing))
+            changes["table_rows"] = np.pad(self.table_rows, (0, missing), constant_values=null_row)
             if shape.query_len:
-                self.batch_tokens = shape.num_tokens
-                self.num_decodes = len(self.seq_lens) if self.max_query_len == 1 else 0
-            self._narrow()
-
-    def _narrow(self) -> None:
-        self.starts32, self.seq_lens32 = self.starts.astype(np.int32), self.seq_lens.astype(np.int32)
+                changes["batch_tokens"] = shape.num_tokens
+                changes["num_decodes"] = len(self.rows) + missing if self.max_query_len == 1 else 0
+        return evolve(self, **changes) if changes else self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field
+from attrs import field, frozen
 
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.device.packed_parameters import FACTORS, PACKED, PACKED_WIDTH, SHIFTS, STRIDE, PackedParameters
@@ -16,7 +16,7 @@ _LEAST_TEMPERATURE = np.float32(1e-6)
 """Below that a quotient may overflow."""
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class SamplingMetadata:
     """The sampling parameters of the logits' rows, gathered.
 
@@ -39,8 +39,9 @@ class SamplingMetadata:
     seed: npt.NDArray[np.uint64]
     all_greedy: bool = field(init=False)
 
-    def __attrs_post_init__(self) -> None:
-        self.all_greedy = not self.temperature.any()
+    @all_greedy.default
+    def _all_greedy(self) -> bool:
+        return not self.temperature.any()
 
     @classmethod
     def gather(cls, rows: RequestTable, which: Int, draft_positions: Int | None = None) -> SamplingMetadata:

@@ -30,6 +30,8 @@ class SchedulerOutput:
         encode: items to encode before the step's forward.
         dropped: hashes of items whose embeddings are let go before that.
         features: items with embeddings among the step's tokens, each with its row.
+        same_batch: whether it computes the next token of each request of the step scheduled before, in the same order,
+            and nothing else.
     """
 
     rows: Int
@@ -43,6 +45,7 @@ class SchedulerOutput:
     encode: tuple[Feature, ...] = ()
     dropped: tuple[str, ...] = ()
     features: tuple[tuple[int, Feature], ...] = ()
+    same_batch: bool = False
 
     def without(self, rows: Sequence[int] | Int) -> SchedulerOutput:
         """The same step without some of its rows."""
@@ -58,4 +61,5 @@ class SchedulerOutput:
             num_tokens=int(counts.sum()),
             num_decodes=int((counts == 1).sum()),
             features=tuple((row, feature) for row, feature in self.features if row not in rows),
+            same_batch=False,
         )

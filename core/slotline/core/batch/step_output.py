@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, evolve, field
+from attrs import evolve, field, frozen
 
 from slotline.core.api.outputs import TokenLogprobs
 from slotline.core.batch.attend import Attend
@@ -22,7 +22,7 @@ from slotline.core.sampling.grammar_bitmask import GrammarBitmasks
 Int = npt.NDArray[np.int64]
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class ForwardOutput:
     """A forward pass that the device may still be running.
 
@@ -45,7 +45,7 @@ class ForwardOutput:
     masks: GrammarBitmasks | None = None
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class PendingSample:
     """Tokens that the device may still be sampling; nothing here is read or waited for on the host yet.
 
@@ -77,8 +77,12 @@ class PendingSample:
     prompt_logprobs: dict[int, tuple[int, list[TokenLogprobs]]] = field(factory=dict)
     errors: dict[int, str] = field(factory=dict)
 
+    def without_states(self) -> PendingSample:
+        """Return the same without what a drafter has read of the model."""
+        return self if self.states is None and self.computed is None else evolve(self, states=None, computed=None)
 
-@define(kw_only=True, eq=False)
+
+@frozen(kw_only=True, eq=False)
 class PendingPooling:
     """Answers of pooling requests whose prompts a step completes, on their way to the host.
 
@@ -99,17 +103,20 @@ class PendingPooling:
         if self.vectors is None:
             return StepOutput()
         vectors = self.vectors.wait()
-        output = StepOutput(pooled=dict(zip(self.rows.tolist(), vectors, strict=True)))
+        pooled = dict(zip(self.rows.tolist(), vectors, strict=True))
         counts = np.isnan(vectors).sum(axis=1)
-        if counts.any():
-            found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
-            output.num_nans = found if count_nans else {}
-            output.failed, output.spoiled = dict.fromkeys(found, nan_cause()), frozenset(found)
-            output.pooled = {row: vector for row, vector in output.pooled.items() if row not in found}
-        return output
+        if not counts.any():
+            return StepOutput(pooled=pooled)
+        found = {row: count for row, count in zip(self.rows.tolist(), counts.tolist(), strict=True) if count}
+        return StepOutput(
+            pooled={row: vector for row, vector in pooled.items() if row not in found},
+            num_nans=found if count_nans else {},
+            failed=dict.fromkeys(found, nan_cause()),
+            spoiled=frozenset(found),
+        )
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False, slots=False)  # without slots as `ModelInputs`
 class StepOutput:
     """What a step gave.
 

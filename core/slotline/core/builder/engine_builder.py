@@ -380,7 +380,7 @@ class EngineBuilder:
         inputs, runner = first.largest(tokens), first.runner
         count = len(inputs.rows)
         if encoding is not None and on_cuda:
-            inputs.encoder_states = encoding.made_up_states(count)
+            inputs = evolve(inputs, encoder_states=encoding.made_up_states(count))
         with oom_as_capacity_error(f"a step of {tokens} tokens of {count} requests", _SMALLER_STEPS):
             output = runner.run(inputs)
             del inputs

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, evolve, field
+from attrs import define, evolve, field, frozen
 
 from slotline.core.api.lora_request import LoRARequest
 from slotline.core.api.multimodal_inputs import Feature
@@ -66,7 +66,7 @@ R = TypeVar("R")
 logger = logging.getLogger("slotline")
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class PendingStep:
     """A step whose results have not been handed out.
 
@@ -410,8 +410,8 @@ class Engine:
             self._in_flight = started
             if not self.asynchronous:
                 result = self._collect()
-        result.finished, self._ended = self._ended, []
-        return result
+        ended, self._ended = self._ended, []
+        return evolve(result, finished=ended)
 
     def _check(self) -> None:
         check_integrity(self.scheduler, () if self._in_flight is None else self._in_flight.schedule.rows)
@@ -461,9 +461,8 @@ class Engine:
             adapters = adapters if shape is None else shape.adapters
             inputs = self.gatherer.gather(schedule, shape, prefixes, adapters=adapters)
             if self.encoding is not None:
-                inputs.embeds, inputs.encoder_states = self.encoding.embeds(schedule), self.encoding.states(schedule)
-                if self.drafting is not None and self.drafting.needs_computed:
-                    inputs.following = self.encoding.following(schedule)
+                looks_on = self.drafting is not None and self.drafting.needs_computed
+                inputs = self.encoding.encoded(inputs, schedule, following=looks_on)
         for prepare in self.extensions.prepare_inputs:
             inputs = prepare(inputs)
         if (transfers := self.scheduler.cache.transfers) is not None:
@@ -500,11 +499,14 @@ class Engine:
             if inputs.pending is not None:
                 fallen = np.where(inputs.pending, self.rows.num_fallen[schedule.rows], 0)
                 schedule = evolve(schedule, num_computed=schedule.num_computed - fallen)
-            settled = overlap.settle(inputs, generations)
-            sampling, rows, verified = self._open_sample(launched), settled.rows, settled.verified
+            inputs, settled = overlap.settle(inputs, generations)
+            launched, rows, verified = evolve(launched, inputs=inputs), settled.rows, settled.verified
+            sampling = self._open_sample(launched)
             assert isinstance(sampling, PendingSample)
             with self.profiler.scope("draft"):
                 proposal = overlap.propose(settled, sampling)
+            # The drafter has read them. `finish` would pick some by places that the host sends, and wait for these.
+            sampling = sampling.without_states()
         if (last_tokens := self.runner.last_tokens) is not None:
             going = self.rows.generation[rows] == generations[rows]
             if not going.all():

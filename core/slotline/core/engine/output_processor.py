@@ -7,7 +7,7 @@ from time import monotonic
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, field
+from attrs import define, field, frozen
 
 from slotline.core.batch.request import Request
 from slotline.core.batch.request_table import RequestTable
@@ -23,7 +23,7 @@ Int = npt.NDArray[np.int64]
 logger = logging.getLogger("slotline")
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class StepResult:
     """What a step handed out.
 

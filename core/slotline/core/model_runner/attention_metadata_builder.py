@@ -113,7 +113,7 @@ class AttentionMetadataBuilder:
     def assemble(self, host: InputBatchCPU, shape: GraphShape | None) -> ModelInputs:
         """Pad to the shape, if there is one, and upload."""
         if shape is not None:
-            host.pad(shape, null_row=self._rows.max_requests)
+            host = host.pad(shape, null_row=self._rows.max_requests)
         positions, seq_lens = host.positions, host.seq_lens32
         if host.pending is not None:  # on a CPU what is sent is a view, and the device changes it
             positions, seq_lens = positions.copy(), seq_lens.copy()

@@ -33,7 +33,6 @@ Int = npt.NDArray[np.int64]
 class _Last:
     """A step whose inputs the device holds."""
 
-    schedule: SchedulerOutput
     inputs: ModelInputs
     prefixes: Sequence[int]
     adapters: AdapterUse
@@ -85,7 +84,7 @@ class DecodeFastPath:
         if schedule.num_tokens != count or len(inputs.logits_rows) != count or inputs.stand_ins is None:
             return
         if np.array_equal(token_ids[:count], self._last_tokens.stand_ins(schedule.rows)):
-            self._last = _Last(schedule, inputs, prefixes, adapters)
+            self._last = _Last(inputs, prefixes, adapters)
 
     def forget(self) -> None:
         """What the device holds is no step's."""
@@ -96,40 +95,40 @@ class DecodeFastPath:
     ) -> ModelInputs | None:
         """The inputs of a step that repeats the last one that was kept; None, and nothing done, for any other step."""
         last = self._last
-        if last is None or schedule.rows is not last.schedule.rows:
+        if last is None or not schedule.same_batch:
             return None
         if (shape, adapters) != (last.inputs.shape, last.adapters):
             return None
-        ahead = schedule.num_computed - last.schedule.num_computed
-        if schedule.num_tokens != len(ahead) or not (ahead == 1).all() or tuple(prefixes) != tuple(last.prefixes):
+        if tuple(prefixes) != tuple(last.prefixes):
             return None
         self._wait()
-        self._advance(last.inputs, len(ahead))
-        self._last = _Last(schedule, last.inputs, prefixes, adapters)
-        return last.inputs
+        inputs = self._advance(last.inputs)
+        self._last = _Last(inputs, prefixes, adapters)
+        return inputs
 
-    def _advance(self, inputs: ModelInputs, count: int) -> None:
-        """Make inputs of `count` requests those of a token further, on the device and on the host.
+    def _advance(self, inputs: ModelInputs) -> ModelInputs:
+        """Return the inputs of a token further. The device changes those that it holds, in place.
 
-        The step before is launched and its draws are, so nobody reads what it said of places and lengths any more. What
-        a backend was given stays as it is: it gets another batch.
+        The step before is launched and its draws are, so the device's are read no more.
         """
+        count = len(inputs.rows)
         changes = self._changes(inputs.rows)
         longest = inputs.batches[0].max_seq_len + 1
-        inputs.seq_lens_cpu = seq_lens = inputs.seq_lens_cpu.copy()
+        seq_lens = inputs.seq_lens_cpu.copy()
         seq_lens[:count] += 1  # not of padded requests
-        inputs.sampling.positions = inputs.sampling.positions + 1
-        inputs.batches = tuple(
+        sampling = evolve(inputs.sampling, positions=inputs.sampling.positions + 1)
+        batches = tuple(
             evolve(batch, max_seq_len=longest, seq_lens_cpu=seq_lens, block_table=table)
             for batch, table in zip(inputs.batches, self._tables.views(longest), strict=True)
         )
         if not self._launches:
             sent = inputs.positions, inputs.batches[0].seq_lens, inputs.sampling_params
             self._launches = [
-                self._launcher(index, count, *sent, batch.slot_mapping) for index, batch in enumerate(inputs.batches)
+                self._launcher(index, count, *sent, batch.slot_mapping) for index, batch in enumerate(batches)
             ]
         for launch, changed in zip(self._launches, changes, strict=True):
             launch(*changed)
+        return inputs.a_token_further(seq_lens, sampling, batches)
 
     def _launcher(
         self,

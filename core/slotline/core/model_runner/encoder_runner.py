@@ -12,10 +12,11 @@ from itertools import groupby
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, field
+from attrs import define, evolve, field
 
 from slotline.core.api.multimodal_inputs import Feature, PromptReader, num_embeddings
 from slotline.core.batch.embeds import Embeds
+from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.request import Request
 from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.core.kv_cache.encoder_cache import EncoderCache
@@ -92,6 +93,18 @@ class EncoderRunner:
                         logger.exception("an item of modality %r could not be encoded", modality)
                         failed[feature.mm_hash] = error
         return failed
+
+    def encoded(self, inputs: ModelInputs, schedule: SchedulerOutput, *, following: bool) -> ModelInputs:
+        """Return a step's inputs with what was encoded for them.
+
+        Args:
+            following: whether a drafter looks one token ahead.
+        """
+        embeds, states = self.embeds(schedule), self.states(schedule)
+        ahead = self.following(schedule) if following else None
+        if embeds is None and states is None and ahead is None:
+            return inputs
+        return evolve(inputs, embeds=embeds, encoder_states=states, following=ahead)
 
     def embeds(self, schedule: SchedulerOutput) -> Embeds | None:
         """The embeddings that the step's tokens take; None if they take none."""

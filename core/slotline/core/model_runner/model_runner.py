@@ -23,7 +23,7 @@ from slotline.core.batch.model_inputs import ModelInputs
 from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.core.batch.request_table import RequestTable
 from slotline.core.batch.step_output import ForwardOutput, PendingPooling, PendingSample, StepOutput
-from slotline.core.device.transfer_buffer import TransferBuffer
+from slotline.core.device.transfer_buffer import Download, TransferBuffer
 from slotline.core.lora.manager_protocol import AdapterManager
 from slotline.core.model_runner.attention_dispatcher import AttentionDispatcher, StepPlans
 from slotline.core.model_runner.graph_runner import GraphRunner
@@ -203,26 +203,27 @@ class ModelRunner:
             sampled = processed.mark(tokens, all_greedy=plain_greedy)
             if drawn.holds_nan is not None:
                 sampled = marked_nan(sampled, drawn.holds_nan, marks=processed.touched is not None)
-            sampling = PendingSample(
-                batch=batch,
-                draft_positions=inputs.draft_positions,
-                drafts=inputs.drafts,
-                tree=inputs.tree,
-                draft_nodes=inputs.draft_nodes,
-                tokens=self.staging.download(sampled),
-                sampled=sampled,
-                guesses=self.rows.num_guesses[batch.rows],
-                errors=processed.errors,
-                **drafters,
-                num_nans=self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None,
-            )
+            arriving = self.staging.download(sampled)
+            num_nans = self.staging.download(logits.isnan().sum(dim=-1)) if self.count_nans else None
         with scope("output"):
-            if inputs.scored is not None:
-                sampling.logprobs = self._logprobs(
-                    logits if self.raw_logprobs or final is None else final, tokens, inputs.scored
-                )
-            if launched.whole:
-                sampling.prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden)
+            scores = logits if self.raw_logprobs or final is None else final
+            logprobs = None if inputs.scored is None else self._logprobs(scores, tokens, inputs.scored)
+            prompt_logprobs = self._prompt_logprobs(inputs, launched.hidden) if launched.whole else {}
+        sampling = PendingSample(
+            batch=batch,
+            draft_positions=inputs.draft_positions,
+            drafts=inputs.drafts,
+            tree=inputs.tree,
+            draft_nodes=inputs.draft_nodes,
+            tokens=arriving,
+            sampled=sampled,
+            guesses=self.rows.num_guesses[batch.rows],
+            errors=processed.errors,
+            **drafters,
+            num_nans=num_nans,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
         for listener in self.sample_listeners:
             listener(sampling)
         return sampling
@@ -249,7 +250,7 @@ class ModelRunner:
             places = np.flatnonzero(stands)
             rows, token_ids, positions = rows[places], token_ids[places], positions[places]
         failed: dict[int, str] = {}
-        judged, spoiled = (places, rows), NONE_SPOILED
+        judged, spoiled = (places, rows), NONE_SPOILED  # those that fail have their NaN counted too
         if (token_ids < 0).any():
             errors = [sampling.errors.get(place) for place in places.tolist()]
             grammars = None if self.grammars is None else self.grammars.active
@@ -258,26 +259,23 @@ class ModelRunner:
             given = token_ids >= 0
             places, rows, token_ids = places[given], rows[given], token_ids[given]
             positions = None if positions is None else positions[given]
-        output = StepOutput(
-            rows=rows, token_ids=token_ids.astype(np.int32), draft_positions=positions, failed=failed, spoiled=spoiled
-        )
-        if sampling.tree is not None and sampling.draft_nodes is not None:
-            output.num_kept = sampling.tree.num_kept(sampling.draft_nodes[places])
-        output.prompt_logprobs = sampling.prompt_logprobs
+        tree, nodes, hidden_states = sampling.tree, sampling.draft_nodes, None
         if sampling.states is not None:
             last = places[np.append(rows[1:] != rows[:-1], True)] if len(rows) else places
-            output.hidden_states = sampling.states.take(last)
-        output.computed = sampling.computed
-        if sampling.logprobs is not None:
-            entries = sampling.logprobs.wait()
-            for place, row in zip(places.tolist(), rows.tolist(), strict=True):
-                if place in entries:
-                    output.logprobs.setdefault(row, []).append(entries[place])
-        if sampling.num_nans is not None:
-            places, rows = judged  # those that failed are counted too
-            counts = sampling.num_nans.wait()[places]
-            output.num_nans = {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}
-        return output
+            hidden_states = sampling.states.take(last)
+        return StepOutput(
+            rows=rows,
+            token_ids=token_ids.astype(np.int32),
+            draft_positions=positions,
+            num_kept=None if tree is None or nodes is None else tree.num_kept(nodes[places]),
+            hidden_states=hidden_states,
+            computed=sampling.computed,
+            logprobs=_by_row(sampling.logprobs, places, rows),
+            prompt_logprobs=sampling.prompt_logprobs,
+            num_nans=_nans_by_row(sampling.num_nans, *judged),
+            failed=failed,
+            spoiled=spoiled,
+        )
 
     def forward(self, inputs: ModelInputs, attend: Attend, wanted: torch.Tensor | None = None) -> torch.Tensor:
         """The model's forward pass: hidden states of the `wanted` tokens, or of all num_padded_tokens."""
@@ -453,3 +451,23 @@ class ModelRunner:
 
     def _scores(self, scores: torch.Tensor, tokens: torch.Tensor, top: int) -> torch.Tensor:
         return pack_logprobs(scores, tokens, top, normalise=self.normalise_logprobs)
+
+
+def _by_row(logprobs: PendingLogprobs | None, places: Int, rows: Int) -> dict[int, list[TokenLogprobs]]:
+    """Return the log-probabilities of the tokens [n] at `places`, by the rows [n] that got them."""
+    found: dict[int, list[TokenLogprobs]] = {}
+    if logprobs is None:
+        return found
+    entries = logprobs.wait()
+    for place, row in zip(places.tolist(), rows.tolist(), strict=True):
+        if place in entries:
+            found.setdefault(row, []).append(entries[place])
+    return found
+
+
+def _nans_by_row(num_nans: Download | None, places: Int, rows: Int) -> dict[int, int]:
+    """Return how many NaN the logits at `places` [n] have, by row, of rows with any."""
+    if num_nans is None:
+        return {}
+    counts = num_nans.wait()[places]
+    return {int(row): int(counts[rows == row].sum()) for row in np.unique(rows[counts > 0])}

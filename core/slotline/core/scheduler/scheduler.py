@@ -418,7 +418,7 @@ class Scheduler:
         if self._last is not None and rows is self._last[0] and not longer.any():
             _, order, last = self._last
             if ((computed := computed[order]) == last.num_computed + 1).all():  # all as in the last step, a token on
-                self._last = rows, order, evolve(last, num_computed=computed, preempted=())
+                self._last = rows, order, evolve(last, num_computed=computed, preempted=(), same_batch=True)
                 return self._last[2]
             computed = self.rows.num_computed_tokens[rows]
         # Kernels take requests in this order. The work of a single token grows with its keys, and work that is begun

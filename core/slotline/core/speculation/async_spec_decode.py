@@ -14,7 +14,7 @@ from time import perf_counter
 import numpy as np
 import numpy.typing as npt
 import torch
-from attrs import define, frozen
+from attrs import evolve, frozen
 
 from slotline.core.batch.hidden_states import HiddenStates
 from slotline.core.batch.model_inputs import ModelInputs
@@ -33,7 +33,7 @@ from slotline.registry.contracts import DraftBatch
 Int = npt.NDArray[np.int64]
 
 
-@define(kw_only=True, eq=False)
+@frozen(kw_only=True, eq=False)
 class Proposal:
     """Drafts on their way to the host.
 
@@ -123,22 +123,29 @@ class AsyncSpecDecode:
         )
         self._rehearse()
 
-    def settle(self, inputs: ModelInputs, generations: Int) -> VerifiedDrafts:
-        """Make a launched step's host numbers exact, once the step before was handed out, and send what sampling reads.
+    def settle(self, inputs: ModelInputs, generations: Int) -> tuple[ModelInputs, VerifiedDrafts]:
+        """Return a launched step's inputs with exact host numbers, once the step before was handed out.
+
+        What sampling reads is sent.
 
         Args:
             generations: [max_requests] of all rows when the step was launched.
         """
         rows, which, positions = self._rows, inputs.logits_rows, inputs.draft_positions
+        seq_lens = inputs.seq_lens_cpu
         if inputs.pending is not None:
-            fallen = np.where(inputs.pending, rows.num_fallen[inputs.rows], 0)
-            inputs.seq_lens_cpu = inputs.seq_lens_cpu.copy()
-            inputs.seq_lens_cpu[: len(fallen)] -= fallen.astype(np.int32)
+            fallen, seq_lens = np.where(inputs.pending, rows.num_fallen[inputs.rows], 0), seq_lens.copy()
+            seq_lens[: len(fallen)] -= fallen.astype(np.int32)
         self._staging.begin()
         upload = self._staging.upload
-        inputs.sampling = SamplingMetadata.gather(rows, which, positions)
-        inputs.sampling_params = None if inputs.sampling.all_greedy else upload(inputs.sampling.packed())
-        inputs.drafts = None if positions is None else drafted(rows, which, positions)
+        sampling = SamplingMetadata.gather(rows, which, positions)
+        inputs = evolve(
+            inputs,
+            seq_lens_cpu=seq_lens,
+            sampling=sampling,
+            sampling_params=None if sampling.all_greedy else upload(sampling.packed()),
+            drafts=None if positions is None else drafted(rows, which, positions),
+        )
         first = np.arange(len(which)) if positions is None else np.flatnonzero(positions == 0)
         verified = np.diff(np.append(first, len(which))) - 1
         own = which[first]
@@ -175,7 +182,7 @@ class AsyncSpecDecode:
         )
         self._staging.flush()
         self._staging.mark()
-        return settled
+        return inputs, settled
 
     @torch.inference_mode()
     def propose(self, settled: VerifiedDrafts, sampling: PendingSample) -> Proposal | None:
@@ -203,9 +210,7 @@ class AsyncSpecDecode:
             self._states.commit_there(slots, accepted)
         self._rows.num_drafts[settled.rows] = 0  # those of a row that waits for its exact number stay
         drafting.behind(settled.rows)
-        # What the drafter reads is taken here: `finish` would pick it with places that the host sends, and wait.
         states, computed = sampling.states, sampling.computed
-        sampling.states = sampling.computed = None
         if computed is not None and settled.following is not None:
             inputs = computed.inputs
             ahead = settled.following.index_copy(0, inputs.logits_indices, sampling.sampled.clamp(min=0))
