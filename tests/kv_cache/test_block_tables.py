@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import transfer_buffer_for
 
 from slotline.core.batch.request_table import RequestTable
-from slotline.core.device.transfer_buffer import transfer_buffer_for
 from slotline.core.kv_cache.block_pool import BlockPool
 from slotline.core.kv_cache.block_table import DeviceTables, HostTables
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup, KVCacheManager
