@@ -113,7 +113,7 @@ def test_the_profile_of_a_gpu_encodes_as_much_as_a_step_may_beside_a_full_cache_
 
     monkeypatch.setattr(encoding.model, "encode", encode)
     start.clear()
-    builder._profile(first, encoding, 48, on_cuda=True)
+    builder._profile(first, encoding, 48, overlaps=True)
     assert [name for name, _ in start] == ["profile", "run", "warm_up"]
     assert start[-1][1][0] == 3, "the sampler draws for all requests"
     assert encoded == [max(1, encoding.cache.max_tokens_per_step // 9)]

@@ -157,7 +157,7 @@ class DraftGraphs:
         states = ComputedStates(inputs=inputs, token_ids=token_ids, attend=attend, hidden=hidden, layers=layers)
         observer: Observer = self._drafter  # type: ignore[assignment]  # what it declares says so
         computed = self._computed(states, following)
-        graph, observed = self._recorded(lambda: observer.observe(computed) or (), pool)
+        graph, observed = _captured(lambda: observer.observe(computed) or (), pool)
         return _Observation(
             graph.replay, computed, self._addresses(states, computed), tuple(map(alias_without_ownership, observed))
         )
@@ -190,7 +190,7 @@ class DraftGraphs:
                 attention.refresh()
             return self._drafter.propose(batch)
 
-        graph, draft = self._recorded(propose, pool)
+        graph, draft = _captured(propose, pool)
         elsewhere = draft.token_ids.device != zeros.device
         if draft.parents is not None or draft.probabilities is not None or elsewhere:
             raise ContractError(
@@ -198,19 +198,6 @@ class DraftGraphs:
                 fix="set drafter.graphs = false, and tell the author of the plugin",
             )
         return _Proposal(graph.replay, batch, positions, attention, alias_without_ownership(draft.token_ids))
-
-    def _recorded(self, work: Callable[[], Any], pool: GraphSession) -> tuple[Graph, Any]:
-        """Run, then capture."""
-        for _ in range(WARM_UPS):
-            work()
-        self._target.device.synchronize()
-        graph = pool.graph()
-        graph.begin()
-        try:
-            result = work()
-        finally:
-            graph.end()
-        return graph, result
 
     def _addresses(self, states: ComputedStates, computed: ComputedTokens) -> tuple[int, ...]:
         """Where an observation's inputs lie that are not copied."""
@@ -226,3 +213,16 @@ def _states(batch: DraftBatch) -> Sequence[torch.Tensor]:
 
 def _like(states: torch.Tensor, size: int) -> torch.Tensor:
     return states.new_zeros((size, *states.shape[1:]))
+
+
+def _captured(work: Callable[[], Any], pool: GraphSession) -> tuple[Graph, Any]:
+    """Run, then capture."""
+    for _ in range(WARM_UPS):
+        work()
+    graph = pool.graph()
+    graph.begin()
+    try:
+        result = work()
+    finally:
+        graph.end()
+    return graph, result
