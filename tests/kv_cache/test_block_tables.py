@@ -68,7 +68,7 @@ def test_a_device_has_the_tables_of_the_host_after_each_change() -> None:
 
 def test_the_kernels_move_whole_rows() -> None:
     pytest.importorskip("triton", reason="the kernels are Triton's")
-    from slotline.core.kv_cache.triton_tables import BLOCK, put_rows, take_rows
+    from slotline.backends.cuda.triton_tables import BLOCK, put_rows, take_rows
 
     table = torch.arange(7 * (BLOCK + 5), dtype=torch.int32, device=DEVICE).view(7, -1)
     rows = torch.tensor([6, 0, 3], device=DEVICE)

@@ -19,7 +19,7 @@ from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 from slotline.registry.errors import IntegrityError
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
-from slotline.core.sampling.triton_fast_sampler import FastSampler
+from slotline.backends.cuda.triton_fast_sampler import FastSampler
 from slotline.core.sampling.triton_sampling import sample_triton
 
 pytestmark = pytest.mark.usefixtures("one_thread")

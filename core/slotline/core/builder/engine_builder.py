@@ -244,7 +244,11 @@ class EngineBuilder:
         stands_in = self.planned.asynchronous and self.planned.task == "generate"  # a pooled prompt gives no tokens
         most_drafts = drafting.num_tokens if drafting else 0
         last_tokens = (
-            PlaceholderTokens(vocab_size, rows.max_requests, stages[0].device, most_drafts) if stands_in else None
+            PlaceholderTokens(
+                vocab_size, rows.max_requests, stages[0].device, most_drafts, hardware[stages[0].device].ops
+            )
+            if stands_in
+            else None
         )
         gatherer = InputPreparer(
             rows,

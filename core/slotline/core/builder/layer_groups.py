@@ -289,6 +289,7 @@ class LayerGroupBuilder:
                 num_tokens=runner.drafting.num_tokens,
                 leads=runner.drafting.catches_up,
                 device=self.planned.device,
+                ops=self.planned.hardware[self.planned.device].ops,
             )
 
     def states(self) -> StateDispatcher | None:
