@@ -9,10 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from slotline.core.device.scope import device_scope
+from slotline.core.device.torch_device import TorchDevice
 from slotline.core.device.transfer_buffer import TransferBuffer, reserved_bytes
 from slotline.core.kv_cache.kv_cache_manager import CacheGroup
-from slotline.kernels.triton_support import has_triton
+from slotline.registry.contracts import Device
 
 Int = npt.NDArray[np.int64]
 
@@ -55,7 +55,9 @@ class HostTables:
 
 
 class DeviceTables:
-    """For a GPU: the device holds the tables of all rows, hears of the rows that changed, and takes a batch's itself.
+    """Block tables on a device with memory of its own.
+
+    The device holds the tables of all rows, hears of the rows that changed, and gathers a batch's itself.
 
     The batch's tables lie at one address whatever the batch, so that graphs can read them.
 
@@ -64,7 +66,12 @@ class DeviceTables:
     """
 
     def __init__(
-        self, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: TransferBuffer, device: str
+        self,
+        groups: Sequence[CacheGroup],
+        kernel_block_sizes: Sequence[int],
+        staging: TransferBuffer,
+        device: str,
+        hardware: Device | None = None,
     ) -> None:
         self._groups = tuple(groups)
         self._sizes = tuple(kernel_block_sizes)
@@ -77,8 +84,12 @@ class DeviceTables:
         self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        hardware = hardware or TorchDevice(device, device)
+        self._put_rows, self._gather_rows = hardware.ops.put_rows, hardware.ops.gather_rows
+        self._scope = hardware.scope
         for table in self._tables:  # so that no step waits for a kernel
-            self._put(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
+            with self._scope():
+                self._put_rows(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
 
     def stage(self, rows: Int) -> None:
         """Upload the rows' numbers, and the tables of rows that changed since the last step."""
@@ -88,9 +99,10 @@ class DeviceTables:
     def take(self, longest: int) -> list[torch.Tensor]:
         """Write the changes down, then gather."""
         for table, taken, changes in zip(self._tables, self._taken, self._changes, strict=True):
-            if changes is not None:
-                self._put(table, *changes)
-            self._take(table, taken)
+            with self._scope():
+                if changes is not None:
+                    self._put_rows(table, *changes)
+                self._gather_rows(table, self._rows, taken)
         self._changes = []
         return self.views(longest)
 
@@ -117,26 +129,6 @@ class DeviceTables:
             last = self._views[index] = (count, columns, self._taken[index][:count, :columns])
         return last[2]
 
-    def _put(self, table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-        """`values` [n, width] in place of the rows `rows` [n] of a table."""
-        if not (table.is_cuda and has_triton()):
-            table.index_copy_(0, rows, values)
-            return
-        from slotline.core.kv_cache.triton_tables import put_rows
-
-        with device_scope(self._device):
-            put_rows(table, rows, values)
-
-    def _take(self, table: torch.Tensor, out: torch.Tensor) -> None:
-        """The step's rows of a table, to the first ones of `out`."""
-        if not (table.is_cuda and has_triton()):
-            torch.index_select(table, 0, self._rows, out=out[: len(self._rows)])
-            return
-        from slotline.core.kv_cache.triton_tables import take_rows
-
-        with device_scope(self._device):
-            take_rows(table, self._rows, out)
-
     def _stage_changes(self, group: CacheGroup, seen: Int) -> tuple[torch.Tensor, torch.Tensor] | None:
         changed = np.flatnonzero(group.versions != seen)
         if len(changed) == 0:
@@ -146,9 +138,14 @@ class DeviceTables:
 
 
 def tables_for(
-    groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int], staging: TransferBuffer, device: str
+    groups: Sequence[CacheGroup],
+    kernel_block_sizes: Sequence[int],
+    staging: TransferBuffer,
+    device: Device,
+    *,
+    on_host: bool,
 ) -> BlockTables:
-    """The tables of a device, by its torch device string."""
-    if device.startswith("cuda"):
-        return DeviceTables(groups, kernel_block_sizes, staging, device)
-    return HostTables(groups, kernel_block_sizes)
+    """Return the tables of a device, which may compute in the host's memory."""
+    if on_host:
+        return HostTables(groups, kernel_block_sizes)
+    return DeviceTables(groups, kernel_block_sizes, staging, device.torch_device, device)
