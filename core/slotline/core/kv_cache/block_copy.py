@@ -1,8 +1,8 @@
-"""Whole blocks between the caches and host memory, whatever their layout: a block is the bytes of its layers.
+"""Copies of whole blocks between the caches and host memory, for any layout: a block is the bytes of its layers.
 
-The blocks are gathered on the device first, so that one copy carries each of them over, and not one for each layer. On
-a GPU these copies run in a stream of their own: the forward pass behind a save waits for the gathering alone, as long
-as the staging buffers last.
+The blocks are gathered on the device first, so that one copy transfers a whole block instead of one copy a layer. On a
+GPU these copies run in their own stream: the forward pass after a save waits only for the gathering, as long as the
+staging buffers suffice.
 """
 
 from __future__ import annotations
@@ -18,33 +18,34 @@ from attrs import frozen
 from slotline.core.device.async_copy import to_device
 
 STAGING_BYTES = 128 * 2**20
-"""Of each of a device's two staging buffers, unless a single block is larger."""
+"""Size of each of a device's two staging buffers, unless a single block is larger."""
 
 WORD = 8
 
 
 class Lane:
-    """A device's two staging buffers, taken in turn, and the stream whose copies run beside its work.
+    """A device's two staging buffers, used alternately, and the stream that copies while the device works.
 
     Args:
-        num_bytes: of each buffer; they are allocated when they are first used.
+        device: on which the buffers are allocated.
+        num_bytes: size of each buffer. The buffers are allocated at first use.
     """
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self.device = device
         self._num_bytes = num_bytes
         self._side: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._buffers: list[tuple[torch.Tensor, Any]] = []  # with what the last use of it has to be over for
+        self._buffers: list[tuple[torch.Tensor, Any]] = []  # each with an event after its last use
 
     def from_device(self, count: int, size: int) -> torch.Tensor:
-        """A buffer [count, size] uint8 that the current stream may write."""
+        """Return a buffer [count, size] uint8 that the current stream may write."""
         buffer, used = self._take()
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_event(used)
         return buffer[: count * size].view(count, size)
 
     def to_rows(self, staged: torch.Tensor, rows: Sequence[torch.Tensor]) -> None:
-        """Copy what the current stream has written into the rows of host memory."""
+        """Copy the current stream's output to the rows of host memory."""
         if self._side is not None:
             self._side.wait_stream(torch.cuda.current_stream(self.device))
         with self._beside():
@@ -53,7 +54,7 @@ class Lane:
         self._put_back(self._side)
 
     def from_rows(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Rows of host memory for the current stream, [len(rows), size] uint8; `put_back` when it has read them."""
+        """Return rows of host memory for the current stream, [len(rows), size] uint8. Call `put_back` after reading."""
         buffer, used = self._take()
         size = rows[0].numel()
         staged = buffer[: len(rows) * size].view(len(rows), size)
@@ -67,14 +68,14 @@ class Lane:
         return staged
 
     def put_back(self) -> None:
-        """The current stream has read what `from_rows` gave."""
+        """Record that the current stream has read the buffer of `from_rows`."""
         self._put_back(None if self._side is None else torch.cuda.current_stream(self.device))
 
     def _beside(self) -> Any:
         return nullcontext() if self._side is None else torch.cuda.stream(self._side)
 
     def _take(self) -> tuple[torch.Tensor, Any]:
-        """The buffer whose turn it is."""
+        """Return the buffer whose turn it is."""
         if not self._buffers:
             for _ in range(2):
                 buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
@@ -83,19 +84,19 @@ class Lane:
         return self._buffers[0]
 
     def _put_back(self, stream: Any) -> None:
-        """What `stream` does until now is the last use of the buffer; the other one's turn is next."""
+        """Record the work of `stream` so far as the buffer's last use, and switch to the other buffer."""
         buffer, _ = self._buffers.pop(0)
         self._buffers.append((buffer, stream and stream.record_event()))
 
 
 @frozen(eq=False)
 class Segment:
-    """Neighbouring layers of a group on one device.
+    """Adjacent layers of a group on one device.
 
     Attributes:
-        lane: of the device.
-        pages: of each layer, [num_blocks, ratio, words] int64, or uint8 where the pages are no whole words.
-        first, end: their bytes in a block.
+        lane: the device's staging buffers.
+        pages: of each layer, [num_blocks, ratio, words] int64, or uint8 if the pages are not whole words.
+        first, end: the range of their bytes in a block.
     """
 
     lane: Lane
@@ -104,11 +105,11 @@ class Segment:
     end: int
 
     def cut(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The segment's part of each row."""
+        """Return the segment's part of each row."""
         return [row[self.first : self.end] for row in rows]
 
     def parts(self, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's pages, and its columns of `staged` as [count, ratio, words]."""
+        """Yield each layer's pages, and its columns of `staged` as [count, ratio, words]."""
         words, first = staged.view(self.pages[0].dtype), 0
         for pages in self.pages:
             size = pages[0].numel()
@@ -117,14 +118,13 @@ class Segment:
 
 
 class CacheBlockCopy:
-    """Copies blocks of each cache group. Implements `BlockCopy`.
+    """Copier of the blocks of each cache group. Implements `BlockCopy`.
 
     Args:
-        groups: of each group, each layer's memory [num_blocks, ratio, bytes] uint8, of which the last dimension is
-            contiguous.
+        groups: memory of each layer of each group, [num_blocks, ratio, bytes] uint8, with a contiguous last dimension.
 
     Attributes:
-        block_bytes: of one block over all layers, by group.
+        block_bytes: bytes of one block over all layers, by group.
     """
 
     def __init__(self, groups: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -135,7 +135,7 @@ class CacheBlockCopy:
         self._segments = [_segments(layers, lanes) for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Read `blocks` into `rows`, as many."""
+        """Read `blocks` into the same number of `rows`."""
         for segment, ids, own in self._pieces(group, blocks, rows):
             staged = segment.lane.from_device(len(own), segment.end - segment.first)
             for pages, part in segment.parts(staged):
@@ -143,7 +143,7 @@ class CacheBlockCopy:
             segment.lane.to_rows(staged, own)
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Write `rows` into `blocks`, as many; the blocks are distinct."""
+        """Write `rows` into the same number of `blocks`, which are distinct."""
         for segment, ids, own in self._pieces(group, blocks, rows):
             for pages, part in segment.parts(segment.lane.from_rows(own)):
                 pages.index_copy_(0, ids, part)
@@ -152,7 +152,7 @@ class CacheBlockCopy:
     def _pieces(
         self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Segment, torch.Tensor, list[torch.Tensor]]]:
-        """As many blocks as a staging buffer holds, segment by segment: the numbers on the device, parts of rows."""
+        """Yield segment, block ids on the device and parts of rows for at most a staging buffer of blocks at a time."""
         most = STAGING_BYTES // self.block_bytes[group] or 1
         for first in range(0, len(blocks), most):
             own = slice(first, first + most)
@@ -162,7 +162,7 @@ class CacheBlockCopy:
 
 
 def _segments(layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane]) -> list[Segment]:
-    """Runs of layers on one device."""
+    """Split a group's layers into runs of layers on one device."""
     whole = all(
         layer.shape[-1] % WORD == 0
         and layer.storage_offset() % WORD == 0

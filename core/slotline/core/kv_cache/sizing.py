@@ -1,4 +1,4 @@
-"""Sizing the pool: how many blocks the memory holds beside weights and activations."""
+"""Pool sizing: computes how many blocks fit into the memory that weights and activations leave."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from slotline.registry.config import size_in_bytes
 from slotline.registry.errors import CapacityError
 
 CHECKPOINT_SHARE = 0.25
-"""Of the memory that rows leave, what `auto` gives to checkpoints: these are of use with blocks beside them alone."""
+"""Share of the memory left by rows that `auto` gives to checkpoints, which are only of use together with blocks."""
 
-_CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, unless its owner says so
+_CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is shared with other programs, unless its owner says otherwise
 
 
 @frozen(kw_only=True)
 class DeviceMemory:
-    """Where one device's memory goes, in bytes.
+    """Memory use of one device, in bytes.
 
     Attributes:
         device: torch device string.
         total: of the device.
         activations: peak of a profiling step beyond the weights.
-        cache: for its part of the pool.
-        block: one block over the layers that lie there.
+        cache: its part of the pool.
+        block: one block over the layers on the device.
     """
 
     device: str
@@ -39,12 +39,13 @@ class DeviceMemory:
 
 @frozen(kw_only=True)
 class MemoryReport:
-    """Where the memory goes, in bytes over all devices.
+    """Memory use in bytes over all devices.
 
     Attributes:
-        devices: each by itself.
-        states: of every slot, in state layers; `checkpoints` of them for checkpoints.
-        num_blocks: blocks in the pool, the null block included.
+        devices: the memory use of each device.
+        states: bytes of all state slots.
+        checkpoints: number of these slots that hold checkpoints.
+        num_blocks: blocks in the pool, including the null block.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -54,22 +55,22 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Of the devices."""
+        """Return the devices' total memory."""
         return sum(device.total for device in self.devices)
 
     @property
     def activations(self) -> int:
-        """Peak of a profiling step beyond the weights."""
+        """Return the peak of a profiling step beyond the weights."""
         return sum(device.activations for device in self.devices)
 
     @property
     def cache(self) -> int:
-        """For the pool."""
+        """Return the bytes of the pool."""
         return sum(device.cache for device in self.devices)
 
     @property
     def block(self) -> int:
-        """One block over all layers."""
+        """Return the bytes of one block over all layers."""
         return sum(device.block for device in self.devices)
 
 
@@ -83,15 +84,17 @@ def count_slots(
     explicit: bool,
     beside: int = 0,
 ) -> int:
-    """Slots for states, checked before they are allocated: one for each row, and those for checkpoints.
+    """Count the slots for states before they are allocated: one for each row, and those for checkpoints.
 
     Args:
         each: bytes of a slot over all state layers.
         num_rows: rows of the scheduler.
-        checkpoints: how many, or ``auto``: as many as rows, in `CHECKPOINT_SHARE` of what these leave at most.
-        asked, explicit: as for `size_pool`.
-        memory: of the device where they are to lie.
-        beside: bytes that backends will hold for each row besides; of a size for the cache alone they are no part.
+        checkpoints: number of checkpoints, or ``auto``: as many as rows, within `CHECKPOINT_SHARE` of the memory that
+            rows leave.
+        asked: as for `size_pool`.
+        explicit: as for `size_pool`.
+        memory: of the device that holds the states.
+        beside: further bytes that backends hold for each row. Not counted if `asked` is a size for the cache only.
 
     Raises:
         CapacityError: naming the number of rows, or of checkpoints, that would fit.
@@ -128,16 +131,16 @@ def size_pool(
     state_bytes: int = 0,
     checkpoints: int = 0,
 ) -> MemoryReport:
-    """The pool that `cache.memory` allows; the device with the least room for its part of a block decides.
+    """Size the pool that `cache.memory` allows. The device with the least room for its part of a block decides.
 
     Args:
         asked: a share of each device's memory, or a size for the cache over all of them.
-        explicit: whether the user named it.
+        explicit: True if the user set it.
         devices: each device once, with its memory and its part of a block.
-        useful_blocks: more than this no set of running requests can use at a time.
-        profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
-        state_bytes: what state layers have been given already; it counts as cache.
-        checkpoints: of those slots, for the record.
+        useful_blocks: the most blocks that running requests can use at a time.
+        profile: runs a large step and returns the factor from its size to the largest step's.
+        state_bytes: bytes already given to state layers, which count as cache.
+        checkpoints: number of state slots for checkpoints, for the report.
 
     Raises:
         CapacityError: if not even one block fits.
@@ -148,11 +151,11 @@ def size_pool(
         rooms = [(size_in_bytes(asked), sum(device.block for device in devices), "")]
     else:
         rooms = [(_room(d, asked, explicit=explicit), d.block, f" on {d.device}") for d in devices]
-    # On a GPU the states are not free any more; elsewhere their memory is taken when it is first used.
+    # On a GPU the states are already allocated; elsewhere their memory is taken at first use.
     taken = state_bytes if isinstance(asked, str) or not devices[0].device.startswith("cuda") else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
     cache -= taken
-    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # one more for the null block
+    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # plus the null block
     if num_blocks < 2:
         where = where if len(devices) > 1 else ""
         raise CapacityError(
@@ -164,7 +167,7 @@ def size_pool(
 
 
 def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:
-    """Bytes for the cache on one device."""
+    """Return the bytes available for the cache on one device."""
     if memory.device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(memory.device)
         return int(share * memory.total) - (memory.total - free) - memory.activations
@@ -173,12 +176,12 @@ def _room(memory: DeviceMemory, share: float, *, explicit: bool) -> int:
 
 
 def _measure(devices: Sequence[str], profile: Callable[[], float]) -> list[int]:
-    """Peak memory of the profiled step on each device beyond what was in use before, in bytes."""
+    """Return the profiled step's peak memory on each device beyond the memory in use before, in bytes."""
     if devices[0].startswith("cuda"):
         before = [_start_of_measurement(device) for device in devices]
         factor = profile()
         return [int((_end_of_measurement(d) - start) * factor) for d, start in zip(devices, before, strict=True)]
-    profile()  # what compiling and tuning take is not the step's
+    profile()  # excludes the memory of compiling and tuning
     highest = _highest()
     factor = profile()
     return [int((_highest() - highest) * factor)]
@@ -199,5 +202,5 @@ def _end_of_measurement(device: str) -> int:
 
 
 def _highest() -> int:
-    """The most memory that this process has held, in bytes; a step that stays below it needs nothing more."""
+    """Return the most memory this process has held, in bytes. A step that stays below it needs no further memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
