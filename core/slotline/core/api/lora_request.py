@@ -27,7 +27,7 @@ class LoRARequest:
         lora_path: a folder that PEFT saved.
 
     Raises:
-            RequestError: if a value is invalid.
+        RequestError: if a value is invalid.
     """
 
     lora_name: str

@@ -27,12 +27,12 @@ class CompletionOutput:
     """One of the outputs of a request.
 
     Attributes:
-            index: number of the output, from 0 to n - 1.
-            text: the output's text. Empty with `detokenize=False`.
+        index: number of the output, from 0 to n - 1.
+        text: the output's text. Empty with `detokenize=False`.
         token_ids: the output's tokens, a stop token included.
         logprobs: one entry per token, None unless asked for.
         finish_reason: `stop`, `length`, `abort`, `error`, or None while running.
-            stop_reason: the stop string or token id that ended it, or the error. None for end-of-sequence.
+        stop_reason: the stop string or token id that ended it, or the error. None for end-of-sequence.
         cumulative_logprob: sum over the sampled tokens, None unless logprobs were asked for.
     """
 
@@ -73,9 +73,9 @@ class RequestOutput:
         request_id: as given or made up at admission.
         prompt: the prompt's text, None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-            prompt_logprobs: one entry per prompt token, of which the first is None. None unless asked for.
-            outputs: one entry per output.
-            finished: True if all outputs are finished.
+        prompt_logprobs: one entry per prompt token, of which the first is None. None unless asked for.
+        outputs: one entry per output.
+        finished: True if all outputs are finished.
         metrics: times and counts, of the first output.
     """
 
@@ -142,8 +142,8 @@ class PoolingRequestOutput(Generic[Pooled_co]):
         request_id: as given or made up at admission.
         prompt: the prompt's text, None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-            outputs: the answer. None for a request that was aborted or failed.
-            finished: True if the request has ended.
+        outputs: the answer. None for a request that was aborted or failed.
+        finished: True if the request has ended.
         finish_reason: `stop`, `abort`, `error`, or None while running.
         stop_reason: the error, if it failed.
         metrics: times and counts.

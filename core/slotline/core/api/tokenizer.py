@@ -161,7 +161,7 @@ def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
     """Return the parameters with the tokens of their `bad_words`, as given and after a space, in `bad_words_token_ids`.
 
     Raises:
-            RequestError: if there is no tokenizer, or a word has no tokens.
+        RequestError: if there is no tokenizer, or a word has no tokens.
     """
     if tokenizer is None:
         raise RequestError(

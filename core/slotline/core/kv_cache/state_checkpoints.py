@@ -103,7 +103,7 @@ class Checkpoints:
         """Return the longest prefix, in units, whose state is kept.
 
         Args:
-                hashes: of whole units, from the first on.
+            hashes: of whole units, from the first on.
 
         Raises:
             ContractError: if a cache spec answers with a prefix that is not kept.

@@ -82,13 +82,13 @@ class BeamSearchSequence:
     """A continuation of a prompt.
 
     Attributes:
-            tokens: tokens of the prompt and the output.
-            logprobs: one entry for each output token: the most likely tokens at its place, including itself.
-            cum_logprob: the sum of its output tokens' log-probabilities.
-            score: `cum_logprob` with the length penalty. Sequences are ordered by it.
-            text: text of `tokens`, without special tokens. Empty if the model has no tokenizer.
-            finish_reason: `stop`, `length`, or `abort` if a request of the search was aborted.
-            stop_reason: the end-of-sequence token that ended it.
+        tokens: tokens of the prompt and the output.
+        logprobs: one entry for each output token: the most likely tokens at its place, including itself.
+        cum_logprob: the sum of its output tokens' log-probabilities.
+        score: `cum_logprob` with the length penalty. Sequences are ordered by it.
+        text: text of `tokens`, without special tokens. Empty if the model has no tokenizer.
+        finish_reason: `stop`, `length`, or `abort` if a request of the search was aborted.
+        stop_reason: the end-of-sequence token that ended it.
     """
 
     tokens: list[int]
