@@ -186,7 +186,7 @@ _PRINTING = frozenset({"format", "format_map", "join", "pprint", "string", "tojs
 _COUNTING = frozenset({"generate_lorem_ipsum", "lipsum"})
 """Functions whose work is a multiple of a number."""
 _MANY = 1000
-"""Limit of such a number, and of the decimal places of a rounded number."""
+"""Limit of that number, and of the decimal places of a rounded number."""
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*(\d{6}|\{)")
 
 

@@ -101,7 +101,7 @@ class AdapterSlots:
 
     @property
     def numbers(self) -> set[int]:
-        """The known adapters' numbers."""
+        """Return the known adapters' numbers."""
         return set(self._known)
 
     def named(self, name: str) -> LoRARequest:

@@ -112,7 +112,7 @@ class DraftLengthController:
         return np.minimum(found, 0.999)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the decisions and the figures behind them, as JSON types."""
+        """Return the decisions and the figures that led to them, as JSON types."""
         seen = max(int(self.chosen.sum()), 1)
         return {
             "chosen": self.chosen.tolist(),
