@@ -1,6 +1,6 @@
 """The engine on a CPU beside transformers' `generate`, same checkpoint, same dtype, in one run.
 
-    python benchmarks/cpu_engine.py [--dtype bfloat16 bfloat16] [--rounds 3] [--model FOLDER] [--json out.json]
+    python benchmarks/cpu_engine.py [--dtype bfloat16 bfloat16] [--rounds 3] [--model FOLDER] [--json FILE]
 
 The checkpoint is a 100M-parameter Llama with random weights, or has another folder's configuration.
 Figures, medians over the rounds, engines in turn:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import platform
 import statistics
 import tempfile
@@ -29,11 +28,13 @@ from typing import Any
 
 import torch
 from command_line import positive
+from result_file import write_result
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slotline.core import LLM, SamplingParams
 
 SHORT = "--model benchmarks/models/llama-tiny --dtype bfloat16 --rounds 1 --probe 64"
+TITLES = {"b1": "decode, batch 1, tokens/s", "b16": "decode, batch 16, tokens/s", "prefill": "prefill 512, tokens/s"}
 MODEL = Path(__file__).parent / "models" / "llama-100m"
 PROMPT, NEW, PREFIX = 32, 64, 512
 
@@ -180,13 +181,27 @@ def show(dtype: str, got: dict[str, Any]) -> None:
     )
 
 
+def table(results: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of a result file."""
+    rows = []
+    for dtype, got in results.items():
+        ours, theirs = got["slotline"], got["transformers"]
+        for key, title in TITLES.items():
+            ratio = f"{ours[key] / theirs[key]:.2f}"
+            rows.append([f"{dtype}, {title}", f"{ours[key]:,.1f}", f"{theirs[key]:,.1f}", ratio])
+        first, second = got["prefix"]["first"], got["prefix"]["second"]
+        waves = f"{second * 1e3:,.0f} ms of {first * 1e3:,.0f} ms"
+        rows.append([f"{dtype}, second wave of a shared prefix", waves, "", f"1/{first / second:.1f}"])
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--model", type=Path, default=MODEL, help="a folder with a config.json")
     parser.add_argument("--probe", type=positive, default=2048, help="size of the matrices that tell the limits")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     arguments = parser.parse_args()
     print(
         f"{platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}; tokens/s,"
@@ -200,7 +215,9 @@ def main() -> None:
             show(dtype, results[dtype])
             gc.collect()
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=2))
+        note = f"Random weights of {arguments.model.name}; medians of {arguments.rounds} rounds, engines in turn."
+        columns = ["figure", "slotline", "transformers `generate`", "ratio"]
+        write_result(arguments.json, "cpu_engine", columns, table(results), note=note)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The workloads of `slotline bench`, end to end, on a model of random weights, beside what the card could do at best.
 
     python benchmarks/engine_gpu.py benchmarks/models/qwen3-0.6b [--workload nano latency prefill] [--runs 2]
-        [--profile 40] [--phases] [--by-requests] [--set scheduler.async=false]
+        [--profile 40] [--phases] [--by-requests] [--set scheduler.async=false] [--json FILE]
 
 Each workload runs once to warm up, then so many times; the best counts, as in the figures it is compared with, and all
 are printed. Model length 8192; everything else as slotline chooses it. `--profile N` then runs each workload once
@@ -14,7 +14,6 @@ in benchmarks/startup.py.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 from command_line import at_least, positive, require_gpus
+from result_file import write_result
 from step_gpu import BANDWIDTH, MATRIX_RATE, kind_of, random_llm
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
@@ -68,8 +68,8 @@ def figure(work: Workload, seconds: float) -> str:
     return f"{seconds:.4f} s" if work.name == "prefill" else f"{outputs / seconds:,.0f} tok/s"
 
 
-def describe(llm: LLM, work: Workload, runs: list[Run]) -> dict[str, Any]:
-    """One line for a workload; what it says, for JSON."""
+def describe(llm: LLM, work: Workload, runs: list[Run]) -> dict[str, str]:
+    """Print one line for a workload. Return what it says, as text."""
     best = min(run.seconds for run in runs)
     wave = min(runs, key=lambda run: run.seconds).waves[-1]
     least = least_seconds(llm, work)
@@ -162,7 +162,7 @@ def main() -> None:
     parser.add_argument("--phases", action="store_true", help="the host's time in the parts of a step, too")
     parser.add_argument("--by-requests", action="store_true", help="the median step by the number of requests, too")
     parser.add_argument("--set", action="append", default=[], dest="settings", metavar="KEY=VALUE")
-    parser.add_argument("--json", action="store_true", help="the figures as the last line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     arguments = parser.parse_args()
     require_gpus()
     llm, seconds = build(arguments.folder, arguments.settings)
@@ -180,7 +180,11 @@ def main() -> None:
         if arguments.phases:
             phases(llm, work)
     if arguments.json:
-        print(json.dumps(found))
+        columns = ["model, workload", "best", "all runs", "limit"]
+        rows = [
+            [f"{arguments.folder.name}, {each['workload']}", each["best"], each["all"], each["limit"]] for each in found
+        ]
+        write_result(arguments.json, "engine_gpu", columns, rows, note="Random bfloat16 weights, after a warm-up.")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Host cost of a decode step: everything but the model's and the sampler's arithmetic, and where the time goes.
 
-    python benchmarks/host_step.py [--requests 256] [--steps 300]
+    python benchmarks/host_step.py [--requests 256] [--steps 300] [--json FILE]
 
 The engine is the real one: scheduler, block pool with prefix caching, rows, gather, hand-out. Only the arithmetic is
 left out: the model returns zeros, and logits of one token, whose largest is found at once. So what is timed is the
@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from command_line import positive
+from result_file import write_result
 
 from slotline.core import SamplingParams
 from slotline.core.batch.request_table import RequestTable
@@ -159,6 +160,7 @@ def main() -> None:
     parser.add_argument("--requests", type=positive, default=256)
     parser.add_argument("--steps", type=positive, default=300)
     parser.add_argument("--detokenize", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     arguments = parser.parse_args()
     engine = build(arguments.requests, arguments.steps)
     times = measure(engine, arguments.requests, arguments.steps, detokenize=arguments.detokenize)
@@ -167,6 +169,11 @@ def main() -> None:
         f"host cost of a step: median {statistics.median(times) * 1e3:.3f} ms,"
         f" p90 {np.quantile(times, 0.9) * 1e3:.3f} ms"
     )
+    if arguments.json:
+        figures = {"median": statistics.median(times), "90th percentile": float(np.quantile(times, 0.9))}
+        rows = [[f"host cost of a step, {name}", f"{1e3 * seconds:.3f}"] for name, seconds in figures.items()]
+        columns = [f"{arguments.requests} decoding requests", "ms a step"]
+        write_result(arguments.json, "host_step", columns, rows, note=f"{arguments.steps} steps.")
     print(f"{'part':<12}{'mean ms':>10}  (profiled)")
     for name, seconds in sorted(engine.profiler.seconds.items(), key=lambda item: -item[1]):
         print(f"{name:<12}{seconds / arguments.steps * 1e3:>10.3f}")

@@ -1,6 +1,7 @@
 """A layer's products on Hopper, and a head's, with the kernel in CUDA C++ and without it.
 
     python benchmarks/products_gpu.py [--rows 64 128 192 256] [--hidden 4096 --inner 14336 --qkv 6144 --vocab 128256]
+        [--json FILE]
 
 The layer is one without its attention: the output projection, the norm behind it, gate and up with their activation,
 down, its norm, queries, keys and values, as the passes call them; eight layers of random bfloat16 weights in a graph,
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import torch
 from command_line import positive, require_gpus
+from result_file import write_result
 
 from slotline.kernels.nvrtc import has_cuda_sources
 from slotline.plugins.model_families.passes.fused_kernels import TritonKernels, triton_kernels_for
@@ -82,9 +85,11 @@ def sustained(graph: torch.cuda.CUDAGraph, replays: int) -> float:
     return float(begin.elapsed_time(end) / replays)
 
 
-def report(name: str, rows: int, found: dict[str, float]) -> None:
+def report(name: str, rows: int, found: dict[str, float]) -> list[str]:
+    """Print one line. Return it as the row of a result file."""
     without, with_it = found["without"], found["with"]
     print(f"{name:6} {rows:4} rows: {without:7.1f} without, {with_it:7.1f} with it ({with_it / without - 1:+.1%})")
+    return [f"{name}, {rows} rows", f"{without:.1f}", f"{with_it:.1f}"]
 
 
 def main() -> None:
@@ -92,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rows", type=positive, nargs="+", default=[40, 64, 128, 144, 176, 192, 224, 256])
     for name, size in {"hidden": 4096, "inner": 14336, "qkv": 6144, "vocab": 128256}.items():
         parser.add_argument(f"--{name}", type=positive, default=size)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     given = parser.parse_args()
     require_gpus()
     kernels = {"without": triton_kernels_for("cuda:0"), "with": triton_kernels_for("cuda:0")}
@@ -106,10 +112,16 @@ def main() -> None:
     ]
     heads = [random_weight(given.vocab, given.hidden) for _ in range(2)]
     print(torch.cuda.get_device_name())
+    lines = []
     for rows in given.rows:
         x = torch.randn(rows, given.hidden, device="cuda", dtype=torch.bfloat16)
-        report("layer", rows, in_turn({name: [partial(layer, k, w, norm, x) for w in weights] for name, k in both}))
-        report("head", rows, in_turn({name: [partial(k.project, x, w) for w in heads] for name, k in both}))
+        times = in_turn({name: [partial(layer, k, w, norm, x) for w in weights] for name, k in both})
+        lines.append(report("layer", rows, times))
+        times = in_turn({name: [partial(k.project, x, w) for w in heads] for name, k in both})
+        lines.append(report("head", rows, times))
+    if given.json:
+        columns = ["products", "without the kernel, us", "with it, us"]
+        write_result(given.json, "products_gpu", columns, lines, note=f"Medians of {TURNS} turns, bfloat16.")
 
 
 if __name__ == "__main__":

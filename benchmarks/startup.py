@@ -1,6 +1,7 @@
 """From process start to the first token, phase by phase, with kernels compiled before and not.
 
-    python benchmarks/startup.py --model benchmarks/models/llama-100m [--runs 1] [--set graphs.mode=none] [--json]
+    python benchmarks/startup.py --model benchmarks/models/llama-100m [--runs 1] [--set graphs.mode=none]
+        [--json FILE]
 
 Random weights are written to a temporary folder first, so that reading them is part of what is timed; they were just
 written, so they come from the page cache. Each run is a process of its own. The first has an empty folder for
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import at_least
+from result_file import write_result
 
 SHORT = "--model benchmarks/models/llama-tiny --runs 0 --set attention.backend=torch --set optimize=false"
 CACHES = (
@@ -71,7 +73,7 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="use the folder's own weights")
     parser.add_argument("--runs", type=at_least(0), default=1, help="starts with kernels cached")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=value")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures as a result file")
     parser.add_argument("--profile", metavar="FILE", help="profile one more cached start with cProfile into this file")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -90,9 +92,6 @@ def main() -> None:
         reports = [start(model, options.set, caches, None) for _ in range(1 + options.runs)]
         if options.profile:
             start(model, options.set, caches, Path(options.profile))
-    if options.json:
-        print(json.dumps(reports))
-        return
     print(reports[-1]["plan"])
     print(f"graphs: {reports[-1]['graphs']}")
     names = list(dict.fromkeys(name for report in reports for name in report["phases"]))
@@ -100,6 +99,10 @@ def main() -> None:
     print("  ".join(["phase".ljust(20), *(head.rjust(10) for head in heads)]))
     for name in names:
         print("  ".join([name.ljust(20), *(f"{report['phases'].get(name, 0.0):10.2f}" for report in reports)]))
+    if options.json:
+        rows = [[name, *(f"{report['phases'].get(name, 0.0):.2f}" for report in reports)] for name in names]
+        rows.append(["total", *(f"{report['total']:.2f}" for report in reports)])
+        write_result(options.json, "startup", [f"{Path(options.model).name}, s", *heads], rows)
     print("  ".join(["total".ljust(20), *(f"{report['total']:10.2f}" for report in reports)]))
 
 

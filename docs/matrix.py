@@ -1,4 +1,4 @@
-"""Make docs/support-matrix.md: what the plugins of this repository show in the conformance suite.
+"""Make docs/reference/support-matrix.md: what the plugins of this repository show in the conformance suite.
 
     python docs/matrix.py --run REPORTS [--device cpu] [KIND:NAME ...]   # run the suite, a report each in a folder
     python docs/matrix.py REPORTS                                        # bring a folder of reports into the page
@@ -24,13 +24,13 @@ from attrs import evolve
 if TYPE_CHECKING:
     from slotline.testing.matrix import Table
 
-PAGE = Path(__file__).parent / "support-matrix.md"
+PAGE = Path(__file__).parent / "reference" / "support-matrix.md"
 KINDS = ("attention", "state", "kv_spec", "kv_connector", "drafter", "logits_processor", "lora", "structured_output")
 HEAD = """# What our plugins do
 
 Made by `python docs/matrix.py` from reports of `slotline conform KIND:NAME --report ...`, one for each column: nothing
-here is a declaration. CPU: 2 cores of an EPYC; GPU: one H200. docs/conformance.md says what levels and checks are.
-Columns of the GPU are of earlier runs of the suite: a check that is newer has not been run there.
+here is a declaration. CPU: 2 cores of an EPYC; GPU: one H200. [Conformance](../conformance.md)
+explains levels and checks. Columns of the GPU are of earlier runs of the suite: newer checks have not been run there.
 
 """
 
@@ -162,7 +162,9 @@ def main() -> int:
     if arguments.check:
         found = gaps()
         if found:
-            sys.stderr.write(f"docs/support-matrix.md is stale, run python docs/matrix.py: {', '.join(found)}\n")
+            sys.stderr.write(
+                f"docs/reference/support-matrix.md is stale, run python docs/matrix.py: {', '.join(found)}\n"
+            )
         return int(bool(found))
     if arguments.reports is None:
         parser.error("name a folder of reports")

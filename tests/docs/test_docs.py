@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import shlex
@@ -32,7 +33,7 @@ def generator():  # type: ignore[no-untyped-def]
 
 
 def test_generated_parts_of_the_docs_match_the_code() -> None:
-    assert generator().stale_pages() == []
+    assert list(generator().stale_pages()) == []
 
 
 def test_the_transcript_of_a_hybrid_with_windows_and_a_drafter_is_what_explain_says() -> None:
@@ -56,14 +57,24 @@ def test_transcripts_and_the_changelog_name_the_version_of_the_package() -> None
 
 def test_every_contract_module_is_documented() -> None:
     modules = {p.stem for p in (ROOT / "registry/slotline/registry/contracts").glob("*.py")} - {"__init__"}
-    named = set(re.findall(r"<!-- generated: contract\.(\w+) -->", (DOCS / "contracts.md").read_text()))
-    assert named == modules
+    generate = generator()
+    pages = {page.stem for page in generate.whole_pages()} - {"negotiation-codes"}
+    assert pages | set(generate.PARTS_OF) == modules
+    for module in modules:
+        text = (DOCS / "reference" / f"{generate.PARTS_OF.get(module, module)}.md").read_text()
+        classes = vars(importlib.import_module(f"slotline.registry.contracts.{module}")).values()
+        own = [c for c in classes if isinstance(c, type) and c.__module__.endswith(f".{module}")]
+        assert [c.__name__ for c in own if f"\nclass {c.__name__}" not in text and not c.__name__.startswith("_")] == []
 
 
-def test_files_that_the_architecture_page_names_exist() -> None:
+def test_the_architecture_page_is_short_and_links_every_package_of_the_core() -> None:
     text = (DOCS / "architecture.md").read_text()
-    for root, rest in re.findall(r"`(\w+)/…/([\w/.]+)`", text):
-        assert (ROOT / root / "slotline" / root / rest).exists(), f"{root}/…/{rest}"
+    assert len(text.splitlines()) <= 150
+    core = ROOT / "core/slotline/core"
+    packages = {init.parent.name for init in core.glob("*/__init__.py") if any(init.parent.glob("[!_]*.py"))}
+    linked = set(re.findall(r"\]\(\.\./core/slotline/core/(\w+)\)", text))
+    assert packages - linked == set()
+    assert len(re.findall(r"\]\(\.\./\S+\.py\)", text)) >= 20
 
 
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [*DOCS.rglob("*.md"), ROOT / "README.md"])
@@ -254,12 +265,12 @@ def skip_where_the_processor_decides(printed: str, shown: str) -> None:
 
 
 def transcripts() -> list[tuple[str, str]]:
-    """The commands and outputs that README.md shows."""
-    return re.findall(r"```\n\$ (slotline explain.*?)\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """The commands and outputs that docs/explain.md shows."""
+    return re.findall(r"```\n\$ (slotline explain.*?)\n(.*?)```", (DOCS / "explain.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "shown"), transcripts(), ids=lambda value: value[:40])
-def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+def test_explanations_on_the_page_of_plans_are_real(command: str, shown: str, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
     from slotline.cli import main
 
     monkeypatch.chdir(ROOT)
@@ -270,6 +281,43 @@ def test_explanations_in_the_readme_are_real(command: str, shown: str, monkeypat
     head = re.compile(r"^plan \w{6}  \w+ \(cpu\)", re.MULTILINE)  # the digest and the processor's name
     printed, shown = (without_version(head.sub("plan", text)).strip() for text in (printed, shown))
     assert printed == shown
+
+
+def test_the_lines_of_explain_in_the_readme_are_of_the_whole_output() -> None:
+    """The README shows some lines in their order. docs/explain.md has all, and the test above runs its command."""
+    shown = re.findall(r"```\n\$ slotline explain\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (whole,) = [text for command, text in transcripts() if command == "slotline explain"]
+    (lines,) = [[line for line in block.splitlines() if line != "..."] for block in shown]
+    rest = iter(whole.splitlines())
+    assert [line for line in lines if line not in rest] == []
+    assert len(lines) >= 14
+
+
+def readme_blocks() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+def test_the_python_lines_of_the_readme_run(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [block for block in readme_blocks() if "my_attn" not in block]
+    assert len([line for line in block.splitlines() if line.strip()]) <= 8
+    exec(block, {})
+    printed = capsys.readouterr().out
+    assert "length" in printed
+    assert "group full" in printed
+
+
+def test_the_backend_of_the_readme_gives_the_torch_backends_text(tmp_path: Path) -> None:
+    (block,) = [block for block in readme_blocks() if block.startswith("# my_attn.py")]
+    (tmp_path / "my_attn.py").write_text(block)
+    settings: dict[str, Any] = {"model": str(tiny_models.build("llama", tmp_path / "model", 0)), "dtype": "float32"}
+    ours = LLM(backend="my_attn", plugins=[f"{tmp_path / 'my_attn.py'}:MyAttention"], **settings)
+    assert ours.plan.groups[0].backend == "my_attn"
+    prompts = [[5, 6, 7, 8] * 10, [9, 10, 11]]
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    expected = LLM(backend="torch", **settings).generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in ours.generate(prompts, params)] == [
+        o.outputs[0].token_ids for o in expected
+    ]
 
 
 def commands() -> list[str]:
@@ -356,7 +404,7 @@ def test_the_page_of_mutants_has_each_with_its_level_and_no_other() -> None:
     from slotline.testing.mutants import all_mutants
 
     rows = re.findall(
-        r"^\| (\w+) \| ([\w-]+) \| (.*) \| (L\d) \| `([\w.]+)` \|$", (ROOT / "docs/mutants.md").read_text(), re.M
+        r"^\| (\w+) \| ([\w-]+) \| (.*) \| (L\d) \| `([\w.]+)` \|$", (DOCS / "reference/mutants.md").read_text(), re.M
     )
     shown = {(kind, name, level) for kind, name, _, level, _ in rows}
     assert shown == {(mutant.kind.value, mutant.name, str(mutant.level)) for mutant in all_mutants()}

@@ -11,8 +11,8 @@ import pytest
 from cli_cases import pretend_project_installed
 from repository import TESTS
 
+from slotline.cli import main
 from slotline.core import LLM, SamplingParams
-from slotline.core.cli import main
 from slotline.registry.descriptor import Kind
 from slotline.registry.errors import ConfigError, NegotiationError, RequestError
 from slotline.testing.check import Level

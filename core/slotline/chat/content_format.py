@@ -1,7 +1,7 @@
-"""Find out whether a chat template reads a message's content as one text or as a list of parts.
+"""Detection of the form in which a chat template reads a message's content: one text or a list of parts.
 
-vLLM asks the same question of the template's syntax tree: a loop over a message's content means parts. Here names are
-followed through assignments, filters and macros as well.
+Like vLLM, this inspects the template's syntax tree: a loop over a message's content means parts. Here names are also
+followed through assignments, filters and macros.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ONE = frozenset({"first", "last", "random"})
 
 @frozen
 class _Names:
-    """What the template's names stand for.
+    """Meanings of the template's names.
 
     Attributes:
         kinds: of names, and of attributes of namespaces as `ns.name`: ``messages``, ``message`` or ``content``.
@@ -29,7 +29,7 @@ class _Names:
     macros: dict[str, list[str]] = field(factory=dict)
 
     def kind(self, node: Any) -> str | None:
-        """Return what an expression stands for, if it is one of the three."""
+        """Return the kind of an expression, if it is one of the three."""
         if isinstance(node, nodes.Name):
             return self.kinds.get(node.name)
         if isinstance(node, nodes.Filter) and node.node is not None:
@@ -54,7 +54,7 @@ class _Names:
         return self.kinds.get(f"{node.node.name}.{key}") if isinstance(node.node, nodes.Name) else None
 
     def note(self, name: Any, kind: str | None) -> bool:
-        """Remember what a name stands for; return whether that is new."""
+        """Remember the kind of a name. Return True if that is new."""
         if not name or kind is None or self.kinds.get(name) == kind:
             return False
         self.kinds[name] = kind
@@ -62,7 +62,7 @@ class _Names:
 
 
 def reads_parts(template: nodes.Template) -> bool:
-    """Return whether the template goes through a message's content part by part."""
+    """Return True if the template reads a message's content part by part."""
     names = _Names()
     for macro in template.find_all(nodes.Macro):
         names.macros[macro.name] = [argument.name for argument in macro.args]
@@ -76,12 +76,12 @@ def reads_parts(template: nodes.Template) -> bool:
 
 
 def asks_for_texts(template: nodes.Template) -> bool:
-    """Return whether the template asks whether something is a text, so that it reads a content of either form."""
+    """Return True if the template tests values for being text, so that it reads content of either form."""
     return any(test.name == "string" for test in template.find_all(nodes.Test))
 
 
 def _learn(template: nodes.Template, names: _Names) -> bool:
-    """Follow each assignment, loop and call of a macro once; return whether a name was new."""
+    """Follow each assignment, loop and macro call once. Return True if a name was new."""
     new = False
     for assign in template.find_all(nodes.Assign):
         new |= names.note(_target(assign.target), names.kind(assign.node))

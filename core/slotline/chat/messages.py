@@ -1,4 +1,4 @@
-"""Read conversations: messages checked, their contents in the form that the chat template reads."""
+"""Conversations: check of messages, and conversion of their contents to the form that the chat template reads."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ContentFormat:
     """The form in which a template reads contents.
 
     Attributes:
-        parts: whether it reads lists of parts.
-        texts: whether it reads texts.
-        placeholders: what stands for an item in a text, by modality; empty for a model of text alone.
+        parts: True if it reads lists of parts.
+        texts: True if it reads texts.
+        placeholders: the placeholder of an item in a text, by modality. Empty for a text-only model.
         modalities: kinds of items that the model takes.
     """
 
@@ -72,7 +72,7 @@ class ContentFormat:
         return dict(part)
 
     def _text(self, parts: Sequence[Message]) -> str:
-        """Return the parts as one text, as vLLM joins them: placeholders that no text has yet come first."""
+        """Return the parts as one text, joined as in vLLM: placeholders that the text lacks come first."""
         text = "\n".join(part["text"] for part in parts if part["type"] == "text")
         lines = []
         for kind, placeholder in self.placeholders.items():
@@ -82,10 +82,10 @@ class ContentFormat:
 
 
 def as_conversations(messages: Any) -> list[list[Message]]:
-    """Return one conversation as a list of one, each message checked.
+    """Return a list of conversations with checked messages. A single conversation becomes a list of one.
 
     Raises:
-        RequestError: naming what is no conversation.
+        RequestError: naming the value that is not a conversation.
     """
     listed = _listed(messages, "messages")
     if not listed:
@@ -104,7 +104,7 @@ def _listed(given: Any, what: str) -> list[Any]:
         raise RequestError(f"{what}={safe_repr(given)} is no list of messages", fix=_EXAMPLE)
     try:
         return list(given)
-    except TypeError as error:  # an array without dimensions calls itself iterable
+    except TypeError as error:  # an array without dimensions claims to be iterable
         raise RequestError(f"{what}={safe_repr(given)} is no list of messages", fix=_EXAMPLE) from error
 
 
@@ -134,12 +134,12 @@ def _message(index: int, message: Any) -> Message:
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """Return a value in the types of JSON, as templates see it; other objects are named by their type alone.
+    """Return a value in the types of JSON, as templates see it. Other objects are replaced by the name of their type.
 
-    Templates come from checkpoints, and the methods of an image or array are none of their business.
+    Templates come from checkpoints and must not call the methods of an image or array.
 
     Raises:
-        RequestError: if it is nested too deeply, or in itself.
+        RequestError: if the value is nested too deeply, or contains itself.
     """
     if depth > 200:
         raise RequestError("a message is nested more than 200 levels deep", fix="give plain texts, lists and mappings")

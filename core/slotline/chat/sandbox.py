@@ -1,9 +1,9 @@
-"""Run chat templates, which are code from a checkpoint, with a bound on their work and on the text they make.
+"""Sandbox for chat templates, which are code from a checkpoint: bounds their work and the text they make.
 
-jinja2's sandbox keeps a template from Python's internals. It does not keep it from looping: three nested loops over
-`range(99999)` never end, and `x ~ x` in a loop of forty doubles a text beyond any memory. Here each iteration, call and
-filter is counted, each text and list is measured before it is made, and processor time has a limit as well. Everything
-happens in the caller's thread.
+jinja2's sandbox keeps a template from Python's internals, but not from looping: three nested loops over `range(99999)`
+practically never end, and `x ~ x` in a loop of forty doubles a text beyond any memory. Here each iteration, call and
+filter is counted, each text and list is measured before it is made, and processor time is limited too. Everything
+runs in the caller's thread.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ MAX_MADE = 2**29
 
 
 class TemplateLimitError(Exception):
-    """A template that does more than it may."""
+    """A template exceeded its limits."""
 
 
 @define
 class Allowance:
-    """What is left to a rendering.
+    """Remaining budget of a rendering.
 
     Attributes:
-        steps: of work.
+        steps: steps of work.
         shown: characters that it may still print.
         made: characters and items that it may still make.
-        deadline: of the thread's processor time, in seconds.
+        deadline: limit of the thread's processor time, in seconds.
     """
 
     steps: int
@@ -64,7 +64,7 @@ class Allowance:
         """Count steps.
 
         Raises:
-            TemplateLimitError: if it is one too many, or time is up.
+            TemplateLimitError: if there are too many steps, or if time is up.
         """
         before = self.steps >> 4
         self.steps -= count
@@ -74,7 +74,7 @@ class Allowance:
             raise TemplateLimitError(f"it takes more than {MAX_SECONDS:g} seconds")
 
     def show(self, length: int) -> None:
-        """Count characters that are printed."""
+        """Count printed characters."""
         self.shown -= length
         if self.shown < 0:
             refuse_length(MAX_LENGTH + 1)
@@ -92,7 +92,7 @@ _allowance: ContextVar[Allowance] = ContextVar("allowance")
 
 @contextmanager
 def allowed(messages: int) -> Iterator[None]:
-    """Let the templates that are rendered inside do the work of a conversation of so many messages."""
+    """Allow the templates rendered inside the work of a conversation of `messages` messages."""
     token = _allowance.set(Allowance(MAX_STEPS + STEPS_OF_A_MESSAGE * messages))
     try:
         yield
@@ -116,7 +116,7 @@ def _refuse_bits(bits: int) -> None:
 
 
 def length_as_text(value: Any, depth: int = 0) -> int:
-    """Return about how many characters `str(value)` has; it stops counting where they are too many."""
+    """Return the approximate number of characters in `str(value)`. Counting stops at the limit."""
     if isinstance(value, str):
         return len(value)
     if not isinstance(value, list | tuple | dict | set):
@@ -131,7 +131,7 @@ def length_as_text(value: Any, depth: int = 0) -> int:
 
 
 class _Counted:
-    """Values whose iterations are counted."""
+    """Iterable that counts its iterations."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
@@ -176,22 +176,22 @@ _ADDED = {
     "slotline_counted_text": _counted_text,
 }
 _LONG_TEXT = 64
-"""Characters of a template's own text from which it is counted each time."""
+"""Length from which a template's own text is counted each time, in characters."""
 _WIDENING = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "tojson", "zfill"}
 )
-"""Filters and methods that make as much as a number says."""
+"""Filters and methods whose output grows with a number."""
 _PRINTING = frozenset({"format", "format_map", "join", "pprint", "string", "tojson", "urlencode", "xmlattr"})
-"""Filters and methods that make one text of all they are given."""
+"""Filters and methods that make one text of all their arguments."""
 _COUNTING = frozenset({"generate_lorem_ipsum", "lipsum"})
 """Functions whose work is a multiple of a number."""
 _MANY = 1000
-"""What such a number may be, and the places of a number that is rounded."""
+"""Limit of that number, and of the decimal places of a rounded number."""
 _WIDTH = re.compile(r"%[^a-zA-Z%]*(\d{6}|\*)|\{[^{}]*(\d{6}|\{)")
 
 
 def _refuse_growth(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse a filter or method, of which the first argument is what it works on, before it makes too much."""
+    """Refuse a filter or method before it makes too much. The first argument is the value it works on."""
     given = [*args, *kwargs.values()]
     if not given:
         return
@@ -224,10 +224,10 @@ def _length(value: Any) -> int:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that is counted, and refused where it would make too much."""
+    """Return the filter with counting, and with a check that refuses results that are too large."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    @functools.wraps(function)  # copies what jinja2 passes to it
+    @functools.wraps(function)  # copies jinja2's attribute for passed arguments
     def filtered(*args: Any, **kwargs: Any) -> Any:
         _allowance.get().step(STEPS_OF_A_CALL)
         args = _with_measured_items(name, args, first)
@@ -238,7 +238,7 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_measured_items(name: str, args: tuple[Any, ...], index: int) -> tuple[Any, ...]:
-    """Return the arguments, the items that a generator among them gives measured; `join` gets them as a list."""
+    """Return the arguments with a generator's items measured. `join` gets the items as a list."""
     if len(args) <= index or not isinstance(args[index], Iterator):
         return args
     items: Any = _measured_items(args[index])
@@ -261,7 +261,7 @@ def _measured(result: Any) -> Any:
 
 
 class GenerationTag(Extension):  # type: ignore[misc]
-    """The tag `{% generation %}` of transformers, which marks what an assistant wrote. Nothing is marked here."""
+    """The tag `{% generation %}` of transformers, which marks an assistant's output. Here it marks nothing."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own form
 
@@ -273,7 +273,7 @@ class GenerationTag(Extension):  # type: ignore[misc]
 
 
 class _Namespace(Namespace):  # type: ignore[misc]
-    """A namespace without the names of Python's internals."""
+    """Namespace without the names of Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, values = args[0], dict(*args[1:], **kwargs)
@@ -292,7 +292,7 @@ def _refuse_private(name: Any) -> None:
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
-    """The environment in which transformers renders chat templates, with the bounds of an `Allowance`."""
+    """Environment in which transformers renders chat templates, with the bounds of an `Allowance`."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
     filters: dict[str, Any]
@@ -312,7 +312,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         }
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call something, counted."""
+        """Call an object and count the call."""
         _allowance.get().step(STEPS_OF_A_CALL)
         if isinstance(obj, LoopContext) and args:
             args = (_Counted(args[0]), *args[1:])
@@ -323,7 +323,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return _measured(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute what does not become too large."""
+        """Compute an operation unless its result would be too large."""
         sizes = [len(one) if hasattr(one, "__len__") else 0 for one in (left, right)]
         numbers = [one if isinstance(one, int) else 0 for one in (left, right)]
         if operator == "+":
@@ -338,7 +338,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):  # type: ignore[misc]
         return super().call_binop(context, operator, left, right)
 
     def _generate(self, source: Any, *args: Any, **kwargs: Any) -> str:
-        """Write the template's Python, in which loops, texts that are joined and what is printed go through filters."""
+        """Generate the template's Python code, with loops, joined texts and printed values passed through filters."""
         for loop in list(source.find_all(nodes.For)):
             loop.iter = _filtered(loop.iter, "slotline_counted")
         for output in list(source.find_all(nodes.Output)):
@@ -362,7 +362,7 @@ def _counted_parts(node: Any) -> list[Any]:
 
 
 def _owner(method: Any) -> Any:
-    """Return the text or number that a method belongs to; None for other callables."""
+    """Return the text or number that a method belongs to, or None for other callables."""
     owner = getattr(method, "__self__", getattr(getattr(method, "__wrapped__", None), "__self__", None))
     return owner if isinstance(owner, str | bytes | int) else None
 
@@ -402,7 +402,7 @@ def _raise_exception(message: str) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return JSON without escaping what HTML would want escaped."""
+    """Return JSON without HTML escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -21,26 +21,26 @@ from slotline.registry.safe_repr import safe_repr
 
 CONTENT_FORMATS = ("auto", "string", "openai")
 _FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Names that a template reads and that have arguments of their own."""
+"""Names that templates read and that have their own arguments."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of a message's reasoning; templates read the first, or, as gpt-oss's, the second."""
+"""Names of a message's reasoning. Most templates read the first, gpt-oss's reads the second."""
 _TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 @frozen(kw_only=True)
 class ChatOptions:
-    """What a call of `chat` asks of the template.
+    """Options of a call of `chat` for the template.
 
     Attributes:
-        chat_template: a template, or the name of one of the tokenizer's; None for the tokenizer's own.
-        add_generation_prompt: whether the assistant's turn is begun; None for yes, unless a message is continued.
-        continue_final_message: whether the last message stays open, or which field of it.
-        tools, documents: what the template shows besides messages.
-        content_format: ``string`` or ``openai`` for what the template reads; ``auto`` finds out.
-        variables: everything else that the template reads, by name.
+        chat_template: a template, or the name of one of the tokenizer's. None for the tokenizer's own.
+        add_generation_prompt: begin the assistant's turn. None means yes, unless a message is continued.
+        continue_final_message: leave the last message open, or the field of this name in it.
+        tools, documents: shown by the template in addition to messages.
+        content_format: ``string`` or ``openai`` for the form that the template reads, ``auto`` to detect it.
+        variables: other variables that the template reads, by name.
 
     Raises:
-        RequestError: for a value that is none of these.
+        RequestError: for an invalid value.
     """
 
     chat_template: str | None = None
@@ -74,17 +74,17 @@ class ChatOptions:
 
     @property
     def begins_turn(self) -> bool:
-        """Whether the assistant's turn is begun."""
+        """Return True if the assistant's turn is begun."""
         return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
 
 def chat_options(
     chat_template_kwargs: Mapping[str, Any] | None, variables: Mapping[str, Any], **arguments: Any
 ) -> ChatOptions:
-    """Return the options of a call; what `chat_template_kwargs` names is as good as an argument.
+    """Return the options of a call. Names in `chat_template_kwargs` count as arguments.
 
     Raises:
-        RequestError: for a value that is not allowed, or one that is given twice.
+        RequestError: for a value that is not allowed, or that is given twice.
     """
     named = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(named, Mapping):
@@ -105,14 +105,14 @@ def chat_options(
 
 
 class ChatTemplate:
-    """A template that has been read.
+    """A parsed template.
 
     Attributes:
-        names: variables that it reads, the fixed ones included.
+        names: variables that it reads, including the fixed ones.
         parts, texts: the forms of contents that it reads.
 
     Raises:
-        RequestError: if it cannot be read.
+        RequestError: if the template cannot be parsed.
     """
 
     def __init__(self, source: str) -> None:
@@ -127,7 +127,7 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template cannot be read: line {error.lineno}: {error.message}", fix="correct the template"
             ) from error
-        except (Exception, RecursionError, MemoryError) as error:  # what it compiles to may be no Python
+        except (Exception, RecursionError, MemoryError) as error:  # the compiled source may not be valid Python
             raise RequestError(
                 f"the chat template cannot be read: {one_line(error)}", fix="correct the template"
             ) from error
@@ -139,11 +139,13 @@ class ChatTemplate:
         """Return the text of the prompt.
 
         Args:
-            given: what the model takes; its forms are those of this template, unless the options name one.
-            special: the tokenizer's special tokens, by the names under which templates read them.
+            messages: the conversation.
+            options: options of the call.
+            given: the content format, with the forms of this template unless the options name one.
+            special: the tokenizer's special tokens, by the names that templates read.
 
         Raises:
-            RequestError: if an option is none that the template reads, or it refuses the messages.
+            RequestError: if the template does not read an option, or if it refuses the messages.
         """
         self._refuse_unknown(options, special)
         chat = [_with_reasoning(plain(given.of(message))) for message in messages]
@@ -211,7 +213,7 @@ _ARGUMENTS = ("lora_request", "progress", "use_tqdm", "chat_template_kwargs", "c
 
 @lru_cache(maxsize=32)
 def chat_template(source: str) -> ChatTemplate:
-    """Return the template of a text; each is read once."""
+    """Return the parsed template of a text. Each text is parsed once."""
     return ChatTemplate(source)
 
 
@@ -221,10 +223,10 @@ def _with_reasoning(message: Message) -> Message:
 
 
 def _opened(message: Message, asked: bool | str, source: str) -> str | None:
-    """Mark where the last message is to be continued; return its text, None where nothing is asked.
+    """Mark the position at which the last message is to be continued. Return its text, or None if it is not continued.
 
     Raises:
-        RequestError: if there is no such text.
+        RequestError: if there is no text to continue.
     """
     if not asked:
         return None
@@ -250,7 +252,7 @@ def _opened(message: Message, asked: bool | str, source: str) -> str | None:
 
 
 def _cut(rendered: str, final: str) -> str:
-    """Return what stands before the place where the last message is to be continued."""
+    """Return the text before the position at which the last message is to be continued."""
     mark = rendered.rfind(_TAG.strip())
     if mark < 0 or final.strip() not in rendered:
         raise RequestError(
@@ -261,10 +263,10 @@ def _cut(rendered: str, final: str) -> str:
 
 
 def _schemas(tools: Any) -> list[Any] | None:
-    """Return tools as JSON schemas; functions are read by their type hints and docstring.
+    """Return tools as JSON schemas. Functions are read by their type hints and docstring.
 
     Raises:
-        RequestError: for what is neither.
+        RequestError: for a tool that is neither.
     """
     if tools is None:
         return None

@@ -1,4 +1,4 @@
-"""Whether a step is prepared while the one before runs, and why: `scheduler.async`, asked and resolved."""
+"""Choice of asynchronous scheduling: `scheduler.async`, asked and resolved, with the reason."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ KEY = "scheduler.async"
 
 
 def choose_async(loaded: LoadedConfig, device: DeviceCapabilities, drafter: Descriptor[Any] | None) -> Setting:
-    """What the configuration and the device say; beside a drafter, `overlap_drafts` has the last word.
+    """Choose from the configuration and the device. With a drafter, `overlap_drafts` decides last.
 
     Raises:
-        NegotiationError: if it was asked for beside a drafter that reads the host's tokens.
+        NegotiationError: if it was asked for together with a drafter that reads tokens on the host.
     """
     asked, origin = loaded.config.scheduler.async_, loaded.origins[KEY].where
     refusal = None if drafter is None else _of_drafter(drafter)
@@ -50,10 +50,10 @@ def overlap_drafts(
     *,
     stages: int,
 ) -> Setting:
-    """The same, once it is known what serves the model: who cannot prepare a step without the tokens of the one before.
+    """Return the setting for the chosen backends. Some cannot prepare a step before the previous tokens are known.
 
     Raises:
-        NegotiationError: if it was asked for, with every reason why it cannot be.
+        NegotiationError: if it was asked for, with every reason why it cannot hold.
     """
     if setting.resolved == "false":
         return setting
@@ -71,7 +71,7 @@ def overlap_drafts(
 
 
 def _of_drafter(drafter: Descriptor[Any]) -> str | None:
-    """Why steps cannot overlap beside a drafter, as far as it is up to that, or None."""
+    """Return the drafter's own reason against overlapping steps, or None."""
     name = f"drafter.name = {drafter.name!r}"
     if not drafter.capabilities.on_device:
         return f"{name}: drafts are made from the step before's tokens (on_device is not declared)"

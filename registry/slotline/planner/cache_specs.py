@@ -1,4 +1,4 @@
-"""Building the cache specs, and asking them what the pool's blocks should be; nothing is allocated here."""
+"""Build the cache specs and ask them for the pool's block size. Nothing is allocated here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from slotline.registry.negotiation.pages import (
 
 
 class SpecBuilder:
-    """Builds the spec of a cache group, with the block size that was negotiated or with another."""
+    """Builder of a cache group's spec, with the negotiated block size or another."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class SpecBuilder:
         self.max_encoder_len = max_encoder_len
 
     def build(self, group: CacheGroupPlan, *, block_size: int, max_tokens_in_flight: int) -> KVSpec:
-        """The group's spec for blocks of that many tokens."""
+        """Build the group's spec for blocks of `block_size` tokens."""
         descriptor = self._offers[Kind.KV_SPEC, group.kv_spec]
         context = KVSpecContext(
             contract=group.contract,
@@ -62,11 +62,11 @@ class SpecBuilder:
         return spec
 
     def longest(self, group: CacheGroupPlan) -> int:
-        """Most tokens that a request has in the group: its own, or an encoder's."""
+        """Return the most tokens that a request has in the group: its own, or an encoder's."""
         return self.max_encoder_len if of_encoder(group.layers) else self.max_model_len
 
     def pages(self, group: CacheGroupPlan) -> Iterator[GroupPage]:
-        """The blocks that the group could have: the negotiated size, then its multiples that the spec accepts."""
+        """Yield the blocks that the group could have: the negotiated size, then its multiples that the spec accepts."""
         offer = self._offers[Kind.KV_SPEC, group.kv_spec].capabilities
         yield self._page(group, group.block_size)
         if offer.splittable.refusal(True) is not None:
@@ -77,7 +77,7 @@ class SpecBuilder:
                 yield self._page(group, block_size)
 
     def can_share(self, group: CacheGroupPlan) -> bool:
-        """Whether the group's pages may lie apart."""
+        """Return True if the group's pages need not be contiguous."""
         offer = self._offers[Kind.KV_SPEC, group.kv_spec].capabilities
         return offer.page_stride.refusal(True) is None
 
@@ -98,15 +98,15 @@ class SpecBuilder:
 
 
 def of_encoder(layers: Sequence[AttentionLayer]) -> bool:
-    """Whether a cache group's layers read an encoder's keys, not the sequence's own."""
+    """Return True if a cache group's layers read an encoder's keys instead of the sequence's own."""
     return any(layer.attention_type == "cross" for layer in layers)
 
 
 def plan_pool(plan: Plan, request: PlanRequest, builder: SpecBuilder) -> Plan:
-    """The same plan with a pool whose blocks serve all cache groups, if their specs can share them.
+    """Return the plan with a pool whose blocks serve all cache groups, if their specs can share them.
 
     Raises:
-        NegotiationError: if the request is strict and they cannot.
+        NegotiationError: if the request is strict and the specs cannot share blocks.
         ContractError: if a spec's pages cannot be cut into kernel blocks.
     """
     groups = plan.cache_groups
@@ -121,10 +121,10 @@ def plan_pool(plan: Plan, request: PlanRequest, builder: SpecBuilder) -> Plan:
 
 
 def checked_page_bytes(spec: KVSpec, layer: AttentionLayer, ratio: int, name: str) -> int:
-    """What the spec says of a layer's page, if that can be `ratio` kernel blocks.
+    """Return the bytes of a layer's page as the spec gives them, checked to hold `ratio` equal kernel blocks.
 
     Raises:
-        ContractError: if it cannot.
+        ContractError: if the page cannot be divided into `ratio` kernel blocks.
     """
     size = spec.page_bytes(layer)
     if not isinstance(size, int) or size <= 0 or size % ratio:
@@ -137,5 +137,5 @@ def checked_page_bytes(spec: KVSpec, layer: AttentionLayer, ratio: int, name: st
 
 
 def aligned(num_bytes: int) -> int:
-    """The next multiple of the alignment of a layer's kernel blocks."""
+    """Round up to the alignment of a layer's kernel blocks."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""What a plan holds beside attention and cache: the task, and whether drafter and logits processors can be used."""
+"""Choice of the task, drafter, logits processors and structured-output plugin of a plan."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from slotline.registry.negotiation import Candidate, GroupPlan, Need, Plan, Reas
 _NOT_SUPPLIED = {
     "needs_grammar": "the state of a grammar",
 }
-"""What a drafter may need and this version of the runner does not hand over."""
+"""Capabilities that a drafter may need and that this version of the runner does not supply."""
 
 
 def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> Setting:
-    """The task that the configuration names, or the one that the checkpoint was made for.
+    """Return the task that the configuration names, or the one that the checkpoint was made for.
 
     Raises:
-        NegotiationError: if the model does not serve it, or something else that is named cannot work with it.
+        NegotiationError: if the model does not serve the task, or another configured plugin cannot work with it.
     """
     config, served = loaded.config, [t for t in facts.tasks if family.capabilities.tasks.refusal(t) is None]
     if config.task == "auto" and served:
@@ -49,9 +49,9 @@ def choose_task(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]
 
 
 def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[Any]) -> None:
-    """Refuse what would let a request's numbers hang on its batch, where they must not.
+    """Refuse settings that make a request's numbers depend on its batch, if `batch_invariant` is set.
 
-    Attention backends are asked in negotiation, and the family once more when it loads the model.
+    Attention backends are checked in negotiation. The family is checked again when it loads the model.
 
     Raises:
         NegotiationError: with every reason.
@@ -79,7 +79,7 @@ def refuse_variance(loaded: LoadedConfig, facts: ModelFacts, family: Descriptor[
 def choose_drafter(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, max_model_len: int, family: Descriptor[Any]
 ) -> Descriptor[Any] | None:
-    """The drafter that the configuration names, if any, with what its probe left of the offer.
+    """Return the drafter that the configuration names, if any, with the capabilities that its probe left.
 
     Raises:
         NegotiationError: with every reason why it cannot be used.
@@ -111,12 +111,12 @@ def choose_drafter(
 
 @frozen(kw_only=True)
 class StructuredOutputChoice:
-    """The plugin for structured output, or why there is none.
+    """The plugin for structured output, or the reason why there is none.
 
     Attributes:
-        descriptor: of the plugin, or None.
+        descriptor: the plugin's descriptor, or None.
         setting: `structured_output.backend`, asked and resolved, with every reason against the others.
-        refusal: where there is no plugin, why, and what to do.
+        refusal: the reason and the remedy, if there is no plugin.
     """
 
     descriptor: Descriptor[Any] | None
@@ -127,10 +127,10 @@ class StructuredOutputChoice:
 def choose_structured_output(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, task: str
 ) -> StructuredOutputChoice:
-    """The structured-output plugin that the configuration names, or the best one that can be used.
+    """Return the structured-output plugin that the configuration names, or the best usable plugin.
 
     Raises:
-        NegotiationError: if the named one cannot be used, or nothing is sampled.
+        NegotiationError: if the named plugin cannot be used, or if the task samples no tokens.
     """
     key, asked = "structured_output.backend", loaded.config.structured_output.backend
     named, origin = asked not in ("auto", "none"), loaded.origins[key].where
@@ -152,11 +152,11 @@ def choose_structured_output(
         because = f"auto: {against or 'no plugin for it is installed'}"
         return _no_structured_output(asked, because, "pip install 'slotline[structured]'")
     best = max(usable, key=lambda c: (c.capabilities.priority, c.name))
-    assert best.descriptor is not None  # or there would be a reason against it
+    assert best.descriptor is not None  # otherwise there would be a reason against it
     if not named:
         origin = "; ".join(filter(None, (f"auto: {best.capabilities.priority_reason or 'the first'}", against)))
     return StructuredOutputChoice(
-        descriptor=evolve(best.descriptor, capabilities=best.capabilities),  # what the probe left of them
+        descriptor=evolve(best.descriptor, capabilities=best.capabilities),  # narrowed by the probe
         setting=Setting(key=key, asked=asked, resolved=best.name, origin=origin, explicit=named),
     )
 
@@ -169,7 +169,7 @@ def _no_structured_output(asked: str, because: str, fix: str) -> StructuredOutpu
 
 
 def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
-    """Why a candidate cannot be used, or None."""
+    """Return the reasons why a candidate cannot be used, or None."""
     if reason := candidate.blocked or candidate.load_error or candidate.probe_refusal:
         return reason
     if candidate.contract is None:
@@ -181,9 +181,9 @@ def _against(candidate: Candidate, info: DeviceInfo) -> str | None:
 def choose_tree(
     loaded: LoadedConfig, drafter: Descriptor[Any] | None, plan: Plan, offers: Offers, *, stages: int
 ) -> Setting | None:
-    """Whether a drafter's trees are verified as trees, or their likeliest path as a chain, and why; None without trees.
+    """Decide between verifying a drafter's trees as trees and their likeliest path as a chain. None without trees.
 
-    Backends are chosen without regard to trees: one that is slower in every step would cost more than a tree gives.
+    Backends are chosen without regard to trees: a backend that slows every step costs more than a tree gains.
     """
     if drafter is None or not drafter.capabilities.tree.support:
         return None
@@ -209,14 +209,14 @@ def choose_draft_graphs(
     offers: Offers,
     layers: Sequence[AttentionLayer],
 ) -> Setting | None:
-    """Whether the drafter's own steps are captured, and why; None without a drafter.
+    """Decide if the drafter's own steps are captured. None without a drafter.
 
     Args:
-        offers: of the attention backends, on this machine.
-        layers: the drafter's own.
+        offers: the attention backends' descriptors on this machine.
+        layers: the drafter's own attention layers.
 
     Raises:
-        NegotiationError: if that was asked for and cannot be, without a drafter too.
+        NegotiationError: if capturing was asked for and is not possible, also if there is no drafter.
     """
     key, asked = "drafter.graphs", loaded.config.drafter.graphs
     if drafter is None:
@@ -238,13 +238,13 @@ def choose_draft_graphs(
 
 
 def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree: Setting | None) -> Setting | None:
-    """Whether as many drafts are verified as pay, and why; None without a drafter.
+    """Decide if the number of verified drafts adapts to what pays. None without a drafter.
 
     Args:
-        tree: how the drafter's trees are verified; None without trees.
+        tree: the choice of how the drafter's trees are verified. None without trees.
 
     Raises:
-        NegotiationError: if that was asked for and cannot be, without a drafter too.
+        NegotiationError: if it was asked for and is not possible, also if there is no drafter.
     """
     key, asked = "drafter.adaptive", loaded.config.drafter.adaptive
     if drafter is None:
@@ -259,7 +259,7 @@ def choose_adaptive(loaded: LoadedConfig, drafter: Descriptor[Any] | None, tree:
 
 
 def _refuse_without_drafter(loaded: LoadedConfig, key: str, asked: bool | str, refusal: str) -> None:
-    """Refuse what was asked of a drafter that is not there.
+    """Refuse a drafter's setting that was asked for without a drafter.
 
     Raises:
         NegotiationError: if `asked` is true.
@@ -272,7 +272,7 @@ def _refuse_without_drafter(loaded: LoadedConfig, key: str, asked: bool | str, r
 
 
 def _decided(loaded: LoadedConfig, key: str, asked: bool | str, texts: Sequence[str]) -> Setting:
-    """What was asked for beside a drafter, true where it is "auto" and no text is against it.
+    """Return the setting as it was asked for. "auto" becomes true if no text speaks against it.
 
     Raises:
         NegotiationError: if true was asked for, with every text.
@@ -290,14 +290,14 @@ def _decided(loaded: LoadedConfig, key: str, asked: bool | str, texts: Sequence[
 
 
 def plans_once(loaded: LoadedConfig, offers: Offers, group: GroupPlan) -> bool:
-    """Whether what a group's backend plans at a capture serves every replay, but for common prefixes."""
+    """Return True if a plan made at capture serves every replay, common prefixes excepted."""
     return not _backend_refusals(
         loaded, offers, group, Need(capability="plan_once", value=True, origin="configuration")
     )
 
 
 def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wanted: Need) -> list[str]:
-    """Why a group's backend does not cover one more need beside those of the group's layers, which may narrow it."""
+    """Return the backend's reasons against one more need, given the layers' own needs, which may narrow it."""
     backend = offers[Kind.ATTENTION, group.backend]
     others = [Need(capability=feature, value=True, origin="model") for feature in _features(group.layers[0])]
     others.append(Need(capability="batch_invariant", value=loaded.config.batch_invariant, origin="configuration"))
@@ -306,7 +306,7 @@ def _backend_refusals(loaded: LoadedConfig, offers: Offers, group: GroupPlan, wa
 
 
 def _features(layer: AttentionLayer) -> tuple[str, ...]:
-    """The capabilities that a layer needs of its backend and that not every layer does."""
+    """Return the capabilities that this layer needs of its backend and other layers may not."""
     features = {
         "mla": layer.mla,
         "sliding_window": layer.window is not None,
@@ -321,10 +321,10 @@ def _features(layer: AttentionLayer) -> tuple[str, ...]:
 def choose_processors(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, *, drafting: bool
 ) -> tuple[Descriptor[Any], ...]:
-    """The default logits processors and those that the configuration names, with what their probes left of the offers.
+    """Return the default logits processors and the configured ones, with the capabilities that their probes left.
 
     Raises:
-        NegotiationError: if one is wrong on this device or beside a drafter; with every reason.
+        NegotiationError: if a processor cannot run on this device or with a drafter, with every reason.
     """
     chosen = {d.name: d for d in registry.candidates(Kind.LOGITS_PROCESSOR) if d.capabilities.default}
     for name in loaded.config.logits_processors:
@@ -340,8 +340,10 @@ def choose_processors(
 
 
 def device_need(info: DeviceInfo) -> Need:
+    """Return the need for a plugin that runs on this type of device."""
     return Need(capability="devices", value=info.need, origin=f"device {info.type}")
 
 
 def texts_of(reasons: Sequence[Reason]) -> list[str]:
+    """Return each reason as a sentence with its code and origin."""
     return [f"{reason.code} {reason.text} ({reason.origin})" for reason in reasons]

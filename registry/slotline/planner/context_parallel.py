@@ -1,4 +1,4 @@
-"""Context shards: over which parts of the cache the keys of a request are spread, and whether they can be."""
+"""Context parallelism: choice of the devices over which the keys of a request are spread, and the checks for it."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ _FIX = f"remove what it cannot hold beside, or set {KEY} = 1"
 
 @frozen
 class ContextDevices:
-    """The torch device string of each context shard; one where keys are not divided."""
+    """Torch device string of each context shard. A single device if keys are not divided."""
 
     devices: tuple[str, ...]
     origin: str = ""
 
     @property
     def divided(self) -> bool:
-        """Whether there are several."""
+        """Return True if there are several shards."""
         return len(self.devices) > 1
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What it needs of attention backends."""
+        """Return the capabilities that attention backends must have."""
         if not self.divided:
             return ()
         return (Need(capability="lse", value=True, origin=f"{KEY} = {len(self.devices)} ({self.origin})"),)
 
     @property
     def graphs_refusal(self) -> str | None:
-        """Why no graph is captured, or None."""
+        """Return the reason why no graph is captured, or None."""
         if not self.divided:
             return None
         return f"attention over {len(self.devices)} context shards is planned from each step's own lengths"
@@ -51,7 +51,7 @@ def context_devices(loaded: LoadedConfig, there: Devices, stages: tuple[Device, 
     """Return the devices of the shards.
 
     Raises:
-        ConfigError: if one is not there, the first is not the model's, or the model itself is divided.
+        ConfigError: if a device is missing, the first is not the model's, or the model itself is divided.
     """
     asked, origin = loaded.config.parallel.context_shards, loaded.origins[KEY].where
     if isinstance(asked, int):
@@ -74,7 +74,7 @@ def context_devices(loaded: LoadedConfig, there: Devices, stages: tuple[Device, 
 def refuse_context(
     loaded: LoadedConfig, shards: ContextDevices, facts: ModelFacts, drafter: Descriptor[Any] | None
 ) -> None:
-    """Refuse shards beside what does not know them.
+    """Refuse shards together with features that do not support them.
 
     Raises:
         NegotiationError: with every reason.
@@ -108,17 +108,17 @@ def refuse_context(
 
 
 def for_shards(request: PlanRequest, shards: ContextDevices) -> PlanRequest:
-    """The request without what shards never have."""
+    """Return the request without the features that shards never have."""
     if not shards.divided:
         return request
     return evolve(request, cascade=Asked(False, KEY))
 
 
 def with_shards(plan: Plan, loaded: LoadedConfig, shards: ContextDevices) -> Plan:
-    """The plan whose blocks have a part in each shard: as many times the tokens that were negotiated for one.
+    """Return the plan with blocks that have a part in each shard: the negotiated block size times the number of shards.
 
     Raises:
-        NegotiationError: if there is not one cache alone.
+        NegotiationError: if the plan does not have exactly one cache group.
     """
     if not shards.divided:
         return plan

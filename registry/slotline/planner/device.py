@@ -10,10 +10,10 @@ from slotline.registry.errors import ConfigError
 
 
 def resolve_device(asked: str, *, key: str = "device") -> str:
-    """The torch device string for the device that a configuration key names; `auto` is the GPU where there is one.
+    """Return the torch device string for a configured device. `auto` is the GPU if there is one.
 
     Raises:
-        ConfigError: if the device is not there.
+        ConfigError: if the device is unknown or missing.
     """
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
@@ -29,7 +29,7 @@ def resolve_device(asked: str, *, key: str = "device") -> str:
 
 
 def describe_device(device: str) -> DeviceInfo:
-    """The facts of a torch device."""
+    """Return the facts of a torch device."""
     if device.startswith("cuda"):
         properties = torch.cuda.get_device_properties(device)
         return DeviceInfo(
@@ -49,7 +49,7 @@ def describe_device(device: str) -> DeviceInfo:
 
 
 def _cpu_features() -> frozenset[str]:
-    """Instruction sets that change which dtype pays, as far as torch tells them."""
+    """Return the instruction sets that torch reports and that decide which dtype pays."""
     probes = {
         "avx512_bf16": "_is_avx512_bf16_supported",
         "amx_tile": "_is_amx_tile_supported",

@@ -1,4 +1,4 @@
-"""Planning for drafters that bring a checkpoint: where it lies, and which attention layers it adds to the model's."""
+"""Planning for drafters with a checkpoint: its folder, and the attention layers that it adds to the model's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotline.registry.errors import ContractError, NegotiationError
 
 
 def draft_path(loaded: LoadedConfig, facts: ModelFacts) -> str | None:
-    """The draft checkpoint's folder: what is named, else the model's own of the drafter's name, if there is one."""
+    """Return the draft checkpoint's folder: as configured, else named like the drafter in the model folder, or None."""
     path = loaded.path("drafter.path") or facts.path / loaded.config.drafter.name
     return str(path) if loaded.config.drafter.path or path.is_dir() else None
 
@@ -31,11 +31,11 @@ def draft_layers(
     *,
     divided: bool,
 ) -> tuple[AttentionLayer, ...]:
-    """The drafter's own attention layers, numbered behind the model's.
+    """Return the drafter's own attention layers, numbered after the model's.
 
     Raises:
-        SlotlineError: if the drafter does not fit the model, if its layers are no decoder's, or if the model is divided
-            over stages.
+        SlotlineError: if the drafter does not fit the model, if its layers are not decoder layers, or if the model is
+            divided over stages.
     """
     if descriptor is None or not descriptor.capabilities.needs_kv_group:
         return ()
@@ -45,7 +45,7 @@ def draft_layers(
             f"drafter {name!r} has attention layers of its own, and the model is divided over pipeline stages",
             fix="remove parallel.pipeline, or name a drafter without layers of its own",
         )
-    factory: KVDrafterFactory = registry.factory(descriptor)  # type: ignore[assignment]  # looked at below
+    factory: KVDrafterFactory = registry.factory(descriptor)  # type: ignore[assignment]  # checked below
     if not callable(getattr(factory, "attention_layers", None)):
         raise ContractError(
             f"drafter {name!r} declares needs_kv_group, and its factory has no attention_layers",
@@ -71,7 +71,7 @@ def draft_layers(
 
 
 def numbered(layers: Sequence[AttentionLayer], first: int) -> tuple[AttentionLayer, ...]:
-    """The same layers with indices from `first` on."""
+    """Return the layers with indices from `first` on."""
     return tuple(
         evolve(
             layer,

@@ -1,8 +1,8 @@
-"""What prompts may leave out at the model's end: the layers behind the last one that owns a cache; that one's queries.
+"""Choice of fast prefill: the layers, and the queries of the last caching layer, that prompt tokens may skip.
 
-What such a layer computes for a token is read by nobody but the next one, so a token whose logits are not wanted need
-not pass it (YOCO, arXiv 2405.05254, section 3.2). Of the last layer that owns a cache nobody but itself reads the
-queries; where none stands behind it, the model leaves them out by itself.
+After the last layer that owns a cache, a layer's output for a token is read only by the next layer. A token whose
+logits are not wanted can skip these layers (YOCO, arXiv 2405.05254, section 3.2). The queries of the last layer that
+owns a cache are read only by that layer. If no layer follows it, the model leaves them out by itself.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ KEY = "cache.kv_sharing_fast_prefill"
 
 @frozen(kw_only=True)
 class FastPrefill:
-    """What was decided.
+    """Decision about fast prefill.
 
     Attributes:
-        layers: indices of the attention layers that are run for wanted tokens alone; empty where it is off.
-        settings: the record, of models that have such layers.
+        layers: indices of the attention layers that run only for tokens whose logits are wanted. Empty if it is off.
+        settings: the record for the plan, if the model has layers that could be skipped.
     """
 
     layers: frozenset[int] = frozenset()
@@ -36,16 +36,16 @@ class FastPrefill:
 
 
 def trailing_readers(layers: Sequence[AttentionLayer]) -> frozenset[int]:
-    """The layers behind the last one that owns a cache, all of which read the cache of another."""
+    """Return the layers after the last one that owns a cache. All of them read another layer's cache."""
     return frozenset(
         layer.index for layer in takewhile(lambda layer: layer.shares_kv_with is not None, reversed(layers))
     )
 
 
 def last_queries(facts: ModelFacts, *, task: str, drafter: Descriptor[Any] | None, stages: int) -> int | None:
-    """The index of the model's last layer if queries of tokens that nobody asks for may be left out there; else None.
+    """Return the index of the model's last layer if queries without wanted logits may be left out there, else None.
 
-    Its keys and values are needed of all tokens, since later ones read them.
+    Its keys and values are still needed for all tokens, since later tokens read them.
     """
     last = facts.layers[-1] if facts.layers and not facts.state_layers else None
     if last is None or last.shares_kv_with is not None or last.attention_type != "decoder":
@@ -54,7 +54,7 @@ def last_queries(facts: ModelFacts, *, task: str, drafter: Descriptor[Any] | Non
 
 
 def _against(task: str, drafter: Descriptor[Any] | None, stages: int) -> list[str]:
-    """Who needs the end of the model for all tokens."""
+    """Return the reasons why the end of the model must run for all tokens."""
     texts = []
     if task != "generate":
         texts.append(f"task {task!r} reads hidden states of whole prompts")
@@ -74,10 +74,10 @@ def choose_fast_prefill(
     drafter: Descriptor[Any] | None,
     stages: int,
 ) -> FastPrefill:
-    """Whether it is on, as asked.
+    """Decide if fast prefill is on.
 
     Raises:
-        NegotiationError: with every reason, if it was asked for and cannot be.
+        NegotiationError: with every reason, if it was asked for and is not possible.
     """
     asked, origin = loaded.config.cache.kv_sharing_fast_prefill, loaded.origins[KEY]
     readers = frozenset() if facts.state_layers else trailing_readers(facts.layers)

@@ -1,4 +1,4 @@
-"""What a plan holds of the KV connector: whether the plugin that is named can be used."""
+"""Choice of the KV connector: checks that the configured plugin can be used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIX = "change what the reasons name, take another connector, or remove [kv_conn
 
 
 def choose_connector(loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo) -> Descriptor[Any] | None:
-    """The KV connector that the configuration names, if any, with what its probe left of the offer.
+    """Return the KV connector that the configuration names, if any, with the capabilities that its probe left.
 
     Raises:
         NegotiationError: with every reason why it cannot be used on this device.
@@ -32,7 +32,7 @@ def choose_connector(loaded: LoadedConfig, registry: PluginRegistry, info: Devic
 
 
 def refuse_connector(loaded: LoadedConfig, descriptor: Descriptor[Any] | None, plan: Plan) -> None:
-    """Refuse a connector that would hold nothing, or what it must not, of what was negotiated.
+    """Refuse a connector that cannot hold the negotiated caches, or that would have nothing to hold.
 
     Raises:
         NegotiationError: with every reason.

@@ -1,4 +1,4 @@
-"""What a plan holds of LoRA: whether the plugin that is named can be used."""
+"""Choice of the LoRA plugin: checks that the configured plugin can be used."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotline.registry.negotiation import Need, part_reasons
 def choose_lora(
     loaded: LoadedConfig, registry: PluginRegistry, info: DeviceInfo, family: Descriptor[Any], *, stages: int
 ) -> Descriptor[Any] | None:
-    """The LoRA plugin that the configuration names, if any, with what its probe left of the offer.
+    """Return the LoRA plugin that the configuration names, if any, with the capabilities that its probe left.
 
     Raises:
         NegotiationError: with every reason why it cannot be used.
@@ -37,7 +37,7 @@ def choose_lora(
         Need(capability="max_rank", value=config.max_rank, origin=rank),
         Need(capability="max_adapters", value=config.max_adapters, origin=most),
     ]
-    if loaded.config.batch_invariant and not config.merge:  # one in the weights adds nothing to a step
+    if loaded.config.batch_invariant and not config.merge:  # merged adapters add nothing to a step
         where = loaded.origins["batch_invariant"].where
         needs.append(Need(capability="batch_invariant", value=True, origin=f"batch_invariant = true ({where})"))
     if stages > 1:
@@ -59,10 +59,10 @@ def choose_lora(
 
 
 def refuse_lora_dtype(lora: Descriptor[Any] | None, dtype: str) -> None:
-    """Refuse a LoRA plugin that has no products in the model's dtype.
+    """Refuse a LoRA plugin that does not support the model's dtype.
 
     Raises:
-        NegotiationError: naming the dtypes that it has.
+        NegotiationError: naming the dtypes that it supports.
     """
     if lora is not None and (refusal := lora.capabilities.dtypes.refusal(dtype)):
         raise NegotiationError(f"lora plugin {lora.name!r}, dtype: {refusal}", fix="set dtype, or take another plugin")

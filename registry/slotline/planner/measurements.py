@@ -23,8 +23,9 @@ logger = logging.getLogger("slotline")
 
 
 def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> dict[str, Any]:
-    """What a measurement holds for: the device, the model's shape, the dtypes, and torch. Plugins' versions stand
-    beside each run, so that a new version of one costs the others nothing.
+    """Return the conditions under which a measurement holds: device, model shape, dtypes and torch version.
+
+    Plugin versions are kept with each run instead, so that a new version of one plugin invalidates only its own runs.
     """
     layers = [{key: value for key, value in asdict(layer).items() if key != "name"} for layer in facts.layers]
     shape: dict[str, Any] = {"hidden_size": facts.hidden_size, "vocab_size": facts.vocab_size}
@@ -43,7 +44,7 @@ def measurement_key(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype:
 
 
 def measurement_file(key: dict[str, Any]) -> Path:
-    """Return where the measurement of a key lies.
+    """Return the file that holds the measurement of a key.
 
     Raises:
         OSError: if there is no cache folder, see `cache_folder`.
@@ -53,11 +54,11 @@ def measurement_file(key: dict[str, Any]) -> Path:
 
 
 def load_measurements(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtype: str) -> Measured | None:
-    """What was measured of this model on this device; None if nothing was, or with a warning if it is unreadable."""
+    """Return the measurements of this model on this device. None if there are none, or, with a warning, if broken."""
     key = measurement_key(facts, device, dtype, kv_dtype)
     try:
         file = measurement_file(key)
-    except OSError:  # there is no folder that anything could have been kept in
+    except OSError:  # no folder in which anything could have been kept
         return None
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
@@ -70,7 +71,7 @@ def load_measurements(facts: ModelFacts, device: DeviceInfo, dtype: str, kv_dtyp
 
 
 def save_measurements(measured: Measured, facts: ModelFacts, device: DeviceInfo) -> Path:
-    """Write what negotiation reads from now on; returns the file.
+    """Write measurements for later negotiations and return the file.
 
     Raises:
         ConfigError: if the cache folder cannot be written.

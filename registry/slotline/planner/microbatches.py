@@ -1,4 +1,4 @@
-"""Whether steps' forward passes are cut into pieces, and who cannot have that: `scheduler.microbatches`."""
+"""Choice of microbatches: splitting a step's forward pass into pieces (`scheduler.microbatches`)."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def choose_microbatches(
     lora: Descriptor[Any] | None,
     stages: int,
 ) -> tuple[Setting, ...]:
-    """The record of what was asked for; nothing where steps stay whole.
+    """Return the setting that records the request for microbatches. Empty if steps stay whole.
 
     Raises:
-        NegotiationError: with every reason why they must.
+        NegotiationError: with every reason why steps must stay whole.
     """
     scheduler, origin = loaded.config.scheduler, loaded.origins[KEY].where
     if scheduler.microbatches == 1:
@@ -61,10 +61,10 @@ def choose_microbatches(
 
 
 def without_cascade(loaded: LoadedConfig, request: PlanRequest) -> PlanRequest:
-    """The request without common prefixes served apart, where steps are cut.
+    """Return the request without cascade attention if steps are split.
 
     Raises:
-        NegotiationError: if they were asked for.
+        NegotiationError: if cascade attention was asked for.
     """
     if loaded.config.scheduler.microbatches == 1 or request.cascade.value is False:
         return request
@@ -75,10 +75,10 @@ def without_cascade(loaded: LoadedConfig, request: PlanRequest) -> PlanRequest:
 
 
 def refuse_single_plans(loaded: LoadedConfig, plan: Plan, offers: Offers) -> None:
-    """Refuse backends that keep one plan at a time, where steps are cut.
+    """Refuse backends that keep only one plan at a time if steps are split.
 
     Raises:
-        NegotiationError: naming them.
+        NegotiationError: naming the backends.
     """
     if loaded.config.scheduler.microbatches == 1:
         return

@@ -1,4 +1,4 @@
-"""Which model family serves a checkpoint: what its config.json names, and who offers that."""
+"""Find the model family that serves the architecture named in a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slotline.registry.named_path import explain_name
 
 
 def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tuple[Descriptor[Any], ModelFamily]:
-    """The model family that serves the checkpoint's architecture.
+    """Return the model family that serves the checkpoint's architecture.
 
     Args:
-        key: of the configuration, which names the folder.
+        key: the configuration key that names the folder.
 
     Raises:
-        ModelError: if there is no such checkpoint, or nobody serves it.
+        ModelError: if there is no checkpoint at `path`, or no family serves it.
     """
     architectures = _architectures(path, key)
     candidates = registry.candidates(Kind.MODEL_FAMILY)
@@ -37,7 +37,7 @@ def family_for(registry: PluginRegistry, path: Path, key: str = "model") -> tupl
 
 
 def _architectures(path: Path, key: str) -> list[str]:
-    """The names under `architectures` in config.json."""
+    """Read the names under `architectures` in config.json."""
     file = path / "config.json"
     try:
         there, has_config = path.is_dir(), file.is_file()

@@ -1,4 +1,4 @@
-"""Models whose prompts cannot be cut: the tokens of an encoder see those behind them, and nothing is kept of a step."""
+"""Models whose prompts cannot be split: tokens of an encoder see later ones, and nothing is kept between steps."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _WHY = "layers of type encoder_only keep nothing between steps"
 
 
 def whole_prompts(facts: ModelFacts) -> bool:
-    """Whether a prompt must be computed in one step."""
+    """Return True if a prompt must be computed in one step."""
     return any(layer.attention_type == "encoder_only" for layer in facts.layers)
 
 
 def length_of_whole_prompts(loaded: LoadedConfig, max_model_len: int) -> int:
-    """The longest prompt that fits into a step.
+    """Return the length of the longest prompt that fits into a step.
 
     Raises:
-        NegotiationError: if a longer one was asked for.
+        NegotiationError: if a longer one was configured.
     """
     scheduler, origin = loaded.config.scheduler, loaded.origins["scheduler.max_model_len"]
     if max_model_len <= scheduler.max_batched_tokens:
@@ -34,7 +34,7 @@ def length_of_whole_prompts(loaded: LoadedConfig, max_model_len: int) -> int:
 
 
 def refuse_sharing(loaded: LoadedConfig) -> Asked[bool]:
-    """No prefix caching.
+    """Turn prefix caching off.
 
     Raises:
         NegotiationError: if it was asked for.
@@ -48,10 +48,10 @@ def refuse_sharing(loaded: LoadedConfig) -> Asked[bool]:
 
 
 def refuse_cache_dtype(loaded: LoadedConfig, facts: ModelFacts) -> None:
-    """Refuse a dtype for a cache that there is not.
+    """Refuse a cache dtype for a model without a cache.
 
     Raises:
-        NegotiationError: if one was named and no layer keeps anything.
+        NegotiationError: if a dtype was named and no layer keeps anything.
     """
     if loaded.config.cache.dtype != "auto" and all(layer.attention_type == "encoder_only" for layer in facts.layers):
         raise NegotiationError(

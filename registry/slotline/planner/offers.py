@@ -1,4 +1,4 @@
-"""What plugins offer on this machine: descriptors with the capabilities that their probes left."""
+"""Offers of plugins on this machine: descriptors with the capabilities that their probes left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Offers = Mapping[tuple[Kind, str], Descriptor[Any]]
 
 
 def offers_of(candidates: Iterable[Candidate]) -> Offers:
-    """Those of the candidates that loaded, each with what its probe left."""
+    """Return the descriptors of the candidates that loaded, each with the capabilities that its probe left."""
     return {
         (c.descriptor.kind, c.name): evolve(c.descriptor, capabilities=c.capabilities)
         for c in candidates
@@ -26,10 +26,11 @@ def offers_of(candidates: Iterable[Candidate]) -> Offers:
 
 
 def narrowed(descriptor: Descriptor[Any], info: DeviceInfo, what: str, fix: str) -> Descriptor[Any]:
-    """A named plugin's descriptor with what its probe leaves.
+    """Return a named plugin's descriptor with the capabilities that its probe leaves.
 
     Args:
-        what: the plugin, for the message, in which `fix` is the remedy.
+        what: the plugin's name in the error message.
+        fix: the remedy in the error message.
 
     Raises:
         NegotiationError: if the probe refuses the machine.

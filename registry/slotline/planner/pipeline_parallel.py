@@ -1,4 +1,4 @@
-"""Pipeline stages: which devices hold the model, and which layers each of them has."""
+"""Pipeline parallelism: the devices of the stages, and the layers of each stage."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KEY = "parallel.pipeline"
 
 @frozen
 class Stages:
-    """Where each part of the model lies.
+    """Placement of the model's parts.
 
     Attributes:
-        stages: in the order of a forward pass; one where nothing is divided.
-        of_layer: for each of the model's attention layers, by its index, the stage that it lies in.
+        stages: in the order of a forward pass. A single stage if nothing is divided.
+        of_layer: the stage of each of the model's attention layers, by layer index.
     """
 
     stages: tuple[Stage, ...]
@@ -32,20 +32,20 @@ class Stages:
 
     @property
     def divided(self) -> tuple[Stage, ...]:
-        """The stages where there are several, else none."""
+        """Return the stages if there are several, else an empty tuple."""
         return self.stages if len(self.stages) > 1 else ()
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The stages' devices, each once."""
+        """Return the stages' devices without repetition."""
         return tuple(dict.fromkeys(stage.device for stage in self.stages))
 
     def device_of(self, layer: AttentionLayer) -> str:
-        """The device of an attention layer."""
+        """Return the device of an attention layer."""
         return self.stages[self.of_layer[layer.index]].device
 
     def split(self, layers: Sequence[AttentionLayer]) -> list[tuple[int, tuple[AttentionLayer, ...]]]:
-        """Attention layers by the stage that they lie in; only stages that have some."""
+        """Group attention layers by stage. Stages without any are left out."""
         parts: dict[int, list[AttentionLayer]] = {}
         for layer in layers:
             parts.setdefault(self.of_layer[layer.index], []).append(layer)
@@ -53,10 +53,10 @@ class Stages:
 
 
 def pipeline_devices(loaded: LoadedConfig, devices: Devices) -> tuple[Device, ...]:
-    """Return the device of each stage, one at least; before anything is known of the model.
+    """Return the device of each stage, at least one. Nothing needs to be known of the model yet.
 
     Raises:
-        ConfigError: if one is not there, or they are not of one kind.
+        ConfigError: if a device is missing, or if the devices are of different types.
     """
     config, asked = loaded.config, loaded.config.parallel.pipeline
     own = devices.named(config.device)
@@ -76,10 +76,10 @@ def pipeline_devices(loaded: LoadedConfig, devices: Devices) -> tuple[Device, ..
 
 
 def describe_devices(devices: Devices, named: Sequence[Device]) -> DeviceInfo:
-    """The facts that hold on every stage's device, for the plan.
+    """Return the facts that hold on every stage's device.
 
     Raises:
-        ConfigError: if kernels that run on one need not run on another.
+        ConfigError: if the devices differ in compute capability, so that kernels for one may not run on another.
     """
     infos = [devices.info(device) for device in named]
     if len({info.compute_capability for info in infos}) > 1:
@@ -130,9 +130,9 @@ def divide(loaded: LoadedConfig, devices: Sequence[str], facts: ModelFacts, fami
 
 
 def balanced(parts: ModelParts, num_stages: int) -> tuple[int, ...]:
-    """Layers of each stage so that the largest stage has as few parameters as can be, then the second largest, ..."""
+    """Split the layers so that the largest stage has the fewest parameters, then the second largest, and so on."""
     total = len(parts.layers)
-    # best[end]: the loads of the stages so far, largest first, and their layers, over layers 0 .. end - 1
+    # best[end]: loads of the stages so far, largest first, and their numbers of layers, over layers 0 .. end - 1
     best: dict[int, tuple[list[int], tuple[int, ...]]] = {0: ([], ())}
     for stage in range(num_stages):
         last, found = stage == num_stages - 1, dict[int, tuple[list[int], tuple[int, ...]]]()
@@ -161,16 +161,16 @@ def named_devices(devices: Devices, names: Sequence[str], *, key: str) -> tuple[
     """Return the devices that a key names, each with its number if there can be several.
 
     Raises:
-        ConfigError: if one is not there.
+        ConfigError: if a device is missing.
     """
     return tuple(devices.numbered(devices.named(name, key=key)) for name in names)
 
 
 def first_devices(devices: Devices, own: Device, count: int, *, key: str) -> tuple[Device, ...]:
-    """Return the first `count` devices of a type; one in host memory is one device, which then holds everything.
+    """Return the first `count` devices of a type. A device in host memory counts as one, which then holds every part.
 
     Raises:
-        ConfigError: if there are fewer, or `own` is one of several.
+        ConfigError: if there are fewer devices, or if `own` names a single device by number.
     """
     kind, _, index = own.name.partition(":")
     if devices.descriptor(own).capabilities.host_memory.support:
@@ -199,7 +199,7 @@ def _layers_asked(loaded: LoadedConfig, num_stages: int, num_layers: int) -> tup
 
 
 def _parameters(parts: ModelParts, first: int, end: int) -> int:
-    """Of the stage that holds layers `first` .. `end` - 1."""
+    """Count the parameters of a stage that holds layers `first` .. `end` - 1."""
     ends = (parts.embedding if first == 0 else 0) + (parts.head if end == len(parts.layers) else 0)
     return sum(parts.layers[first:end]) + ends
 

@@ -1,4 +1,4 @@
-"""From a configuration to a plan: which model, which device, which plugins, and why. Reads no weights."""
+"""Planner: chooses model, device and plugins from a configuration, with reasons. Reads no weights."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ from slotline.registry.negotiation import (
 
 LONGEST_BY_DEFAULT = 8192
 SMALL_MODEL = Path(next(iter(find_spec("slotline.core").submodule_search_locations))) / "small_model"  # type: ignore[union-attr,arg-type]
-"""Folder of the model that ships with slotline, found without an import."""
+"""Folder of the model that ships with slotline, located without importing it."""
 
 
 @frozen(kw_only=True, eq=False)
 class Planned:
-    """A plan and what building it needs.
+    """A plan and everything needed to build it.
 
     Attributes:
         loaded: the configuration.
         registry: the plugins.
-        offers: of attention, cache and state plugins, as their probes left them.
-        facts: what is known of the model.
-        task: what the engine runs, of `facts.tasks`.
-        family_descriptor, family: the model family that loads it.
+        offers: descriptors of attention, cache and state plugins, as their probes left them.
+        facts: the model's facts.
+        task: the task that the engine runs, from `facts.tasks`.
+        family_descriptor, family: the model family that loads the model.
         processors: descriptors of the logits processors, in no order.
         drafter, lora, connector: descriptors of the drafter, the LoRA plugin and the KV connector, or None.
         extensions: descriptors of the step extensions, in their order.
@@ -88,15 +88,15 @@ class Planned:
         draft_layers: the drafter's own attention layers, numbered behind the model's.
         structured_output: the plugin for it, or why there is none.
         hardware: the devices, by torch device string.
-        device_capabilities: the offer of their plugin, which is one for all.
-        stages: where each part of the model lies.
-        shards: where the keys of a request lie.
-        max_model_len: tokens.
-        asynchronous: whether a step is prepared while the one before runs.
-        trees: whether drafts that form trees are verified as such.
-        adaptive: whether as many drafts are verified as pay.
-        captures_drafts: whether the drafter's own steps are captured.
-        sampling_defaults: by the names of `SamplingParams`, what stands in for what a request leaves out.
+        device_capabilities: the capabilities of the device plugin, the same for all devices.
+        stages: placement of the model's parts.
+        shards: placement of a request's keys.
+        max_model_len: longest sequence, in tokens.
+        asynchronous: True if a step is prepared while the previous one runs.
+        trees: True if drafts that form trees are verified as trees.
+        adaptive: True if the number of verified drafts adapts to what pays.
+        captures_drafts: True if the drafter's own steps are captured.
+        sampling_defaults: values for parameters that a request leaves out, by the names of `SamplingParams`.
         plan: the negotiated plan.
     """
 
@@ -129,7 +129,7 @@ class Planned:
 
     @property
     def device(self) -> str:
-        """The torch device string where logits come out and tokens are sampled: the last stage's."""
+        """Return the torch device string of the last stage, on which logits are computed and tokens sampled."""
         return self.stages.stages[-1].device
 
     @property
@@ -139,16 +139,18 @@ class Planned:
 
     @property
     def layers(self) -> tuple[AttentionLayer, ...]:
-        """All attention layers that the plan serves, by index: the model's, then the drafter's."""
+        """Return all attention layers that the plan serves, by index: the model's, then the drafter's."""
         return self.facts.layers + self.draft_layers
 
     def options(self, descriptor: Descriptor[Any]) -> Any:
-        """A plugin's own table, typed by the plugin."""
+        """Return a plugin's own table, typed by the plugin."""
         return self.registry.options(self.loaded, descriptor)
 
     def check_options(self) -> None:
-        """Read the table of every plugin of the plan, so that a plan is no promise that building breaks, and those of
-        other plugins that load, so that a mistake is not found on another machine only.
+        """Read the tables of all plugins of the plan and of other plugins that load.
+
+        Reading the plan's tables ensures that a plan can be built. Reading the other tables finds mistakes that would
+        otherwise appear only on another machine.
 
         Raises:
             ConfigError: for a wrong key or value.
@@ -163,18 +165,18 @@ class Planned:
 
     @property
     def chunked_prefill(self) -> bool:
-        """Whether long prompts may be split over steps."""
+        """Return True if long prompts may be split over steps."""
         return self.loaded.config.scheduler.chunked_prefill and not whole_prompts(self.facts)
 
 
 def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned:
-    """Discover, look at the model, negotiate.
+    """Discover the plugins, inspect the model and negotiate.
 
     Args:
-        use_measurements: whether what `slotline tune` measured decides where nothing was asked.
+        use_measurements: let measurements of `slotline tune` decide settings that the configuration leaves open.
 
     Raises:
-        SlotlineError: of the kind that fits; nothing has been allocated then.
+        SlotlineError: of the kind that fits. Nothing has been allocated then.
     """
     registry = PluginRegistry.discover(loaded)
     with registry.built.naming():
@@ -182,7 +184,7 @@ def make_plan(loaded: LoadedConfig, *, use_measurements: bool = True) -> Planned
 
 
 def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measurements: bool) -> Planned:
-    """Return the plan with these plugins."""
+    """Negotiate a plan with these plugins."""
     config = loaded.config
     _load_named(loaded, registry)
     there = Devices(registry, loaded)
@@ -343,7 +345,7 @@ def _negotiated(loaded: LoadedConfig, registry: PluginRegistry, *, use_measureme
 
 
 def _refuse_windows(facts: ModelFacts) -> None:
-    """Refuse a window or a chunk without a token: a query always sees itself.
+    """Refuse a window or a chunk of less than one token, since a query always sees itself.
 
     Raises:
         ModelError: naming the layers.
@@ -359,7 +361,7 @@ def _refuse_windows(facts: ModelFacts) -> None:
 
 
 def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, plan: Plan, task: str) -> str | None:
-    """Why nothing can be captured, in a sentence, or None."""
+    """Return the reason why nothing can be captured, or None."""
     if task != "generate":
         return f"task {task!r} runs prompts alone, and this version captures graphs for decoding"
     if stages.divided:
@@ -373,7 +375,7 @@ def _capture_refusal(family: ModelFamily, facts: ModelFacts, stages: Stages, pla
 
 
 def _refuse_explicit_graphs(asked: Asked[str], refusal: str) -> None:
-    """Refuse graphs that were asked for by name.
+    """Refuse graphs that were explicitly asked for.
 
     Raises:
         NegotiationError: with the reason why there can be none.
@@ -386,7 +388,7 @@ def _refuse_explicit_graphs(asked: Asked[str], refusal: str) -> None:
 
 
 def _mark_selected(registry: PluginRegistry, plan: Plan) -> None:
-    """Note in the plugin list what the plan uses."""
+    """Mark the plan's plugins as selected in the plugin list."""
     for group in plan.groups:
         registry.mark_selected(Kind.ATTENTION, group.backend)
     for state_group in plan.state_groups:
@@ -413,7 +415,7 @@ def _max_model_len(loaded: LoadedConfig, facts: ModelFacts) -> int:
 
 
 def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
-    """Dtypes to try where none is named: the checkpoint's first, unless this processor has no arithmetic for it."""
+    """Return the dtypes to try if none is configured: the checkpoint's first, unless this CPU cannot compute it."""
     if "cpu" in (info.type, *info.compatible_with) and (
         facts.dtype == "float16" or (facts.dtype == "bfloat16" and "avx512_bf16" not in info.features)
     ):
@@ -422,7 +424,7 @@ def _dtype_fallbacks(facts: ModelFacts, info: DeviceInfo) -> tuple[str, ...]:
 
 
 def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
-    """Load every backend and cache spec that is named, so that a wrong name or a broken plugin stops the run."""
+    """Load every backend and cache spec that the configuration names, so that a wrong or broken one stops the run."""
     for kind, named in (
         (Kind.ATTENTION, _names(loaded.config.attention.backend)),
         (Kind.STATE, _names(loaded.config.state.backend)),
@@ -434,7 +436,7 @@ def _load_named(loaded: LoadedConfig, registry: PluginRegistry) -> None:
 
 
 def _names(asked: str | tuple[str, ...] | Mapping[str, str]) -> list[str]:
-    """Every name in a choice of backends."""
+    """Return every name in a choice of backends."""
     choices = list(asked.values()) if isinstance(asked, Mapping) else [asked]
     return [name for choice in choices for name in ([choice] if isinstance(choice, str) else choice)]
 

@@ -1,4 +1,4 @@
-"""Defaults of sampling parameters that a checkpoint's generation_config.json names, read as vLLM reads them."""
+"""Defaults of sampling parameters from a checkpoint's generation_config.json, read as vLLM reads them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARAMETERS = MappingProxyType(
         "max_new_tokens": "max_tokens",
     }
 )
-"""What is read of the file, and our name for it."""
+"""Keys read from the file, with slotline's names for them."""
 _UNREAD = (
     "bad_words_ids",
     "encoder_repetition_penalty",
@@ -43,16 +43,16 @@ _UNREAD = (
     "suppress_tokens",
     "typical_p",
 )
-"""What changes transformers' texts and is not read, as in vLLM."""
+"""Keys that change transformers' output and are not read, as in vLLM."""
 
 
 @frozen(kw_only=True)
 class SamplingDefaults:
-    """What stands in for parameters that a request leaves out.
+    """Values for parameters that a request leaves out.
 
     Attributes:
         values: by the names of `SamplingParams`.
-        setting: the same for the plan; None where nothing is to be said.
+        setting: the record for the plan. None if there is nothing to report.
     """
 
     values: Mapping[str, Any] = field(factory=dict)
@@ -82,7 +82,7 @@ def sampling_defaults(loaded: LoadedConfig, model: Path, task: str) -> SamplingD
 
 
 def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that the file names; null is as good as absent."""
+    """Return the parameters that the file sets. A null counts as absent."""
     values = {}
     for theirs, ours in _PARAMETERS.items():
         value = content.get(theirs)
@@ -96,7 +96,7 @@ def _values(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
                 fix=f'{error.fix}; correct the file, or set {KEY} = "none"',
             ) from error
         values[ours] = value
-    if content.get("do_sample") is False:  # transformers takes the most likely token then, whatever else is named
+    if content.get("do_sample") is False:  # transformers then takes the most likely token, ignoring other parameters
         values = {name: value for name, value in values.items() if name not in ("top_k", "top_p", "min_p")}
         values["temperature"] = 0
     return values

@@ -1,4 +1,4 @@
-"""A cache spec's answers, looked at when it is built and bound: the core counts with them in every step."""
+"""Check of a cache spec's answers when it is built and bound, because the core relies on them in every step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slotline.registry.contracts import AttentionLayer, KVSpec, KVSpecContext
 
 
 def wrong_answers(spec: KVSpec, context: KVSpecContext) -> Iterator[str]:
-    """Yield a sentence for each answer that is no count, or no list of blocks."""
+    """Yield a sentence for each answer that is not a count or not a list of blocks."""
     longest = context.max_model_len
     calls: list[tuple[str, Any, int]] = [("max_blocks_held()", spec.max_blocks_held(), 0)]
     for tokens in sorted({0, 1, min(context.block_size, longest), longest}):
@@ -25,10 +25,10 @@ def wrong_answers(spec: KVSpec, context: KVSpecContext) -> Iterator[str]:
 
 
 def wrong_cache(cache: Any, layer: AttentionLayer, num_blocks: int, block_size: int, dtype: str) -> Iterator[str]:
-    """Yield a sentence for each view of a layer's cache, as `bind` returned it, that has another form.
+    """Yield a sentence for each view of a layer's cache, as returned by `bind`, with a wrong shape or dtype.
 
     Args:
-        num_blocks, block_size: of kernel blocks.
+        num_blocks, block_size: in kernel blocks.
         dtype: of the cache, by name.
     """
     for name, size in (("key", layer.head_size), ("value", layer.head_size_v)):

@@ -1,4 +1,4 @@
-"""Check of state layers: tensors that are not what the facts of their kind make them are refused."""
+"""Check of state layers: refuse tensors whose shapes disagree with the facts of their kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotline.registry.errors import ModelError
 
 
 def refuse_unfit_states(layers: Sequence[StateLayer]) -> None:
-    """Refuse state tensors that are not what the facts of their layer's kind make them, before anything is allocated.
+    """Refuse state tensors whose shapes disagree with the facts of their layer's kind, before anything is allocated.
 
     Raises:
         ModelError: naming the layer, the tensor, and both shapes.
@@ -25,7 +25,7 @@ def refuse_unfit_states(layers: Sequence[StateLayer]) -> None:
                 raise _unfit(layer, f"its state {tensor.name!r} has dtype {tensor.dtype!r}, which is no torch dtype")
         kind = STATE_KINDS.get(layer.state_kind)
         if kind is None:
-            continue  # a plugin's own; whether a backend serves it is negotiated
+            continue  # a plugin's own kind, for which negotiation finds a backend
         if missing := sorted(name for sizes in kind.tensors.values() for name in sizes if _fact(layer, name) is None):
             raise _unfit(layer, f"a {layer.state_kind} layer needs the facts {', '.join(missing)}")
         wanted = {name: tuple(_fact(layer, size) for size in sizes) for name, sizes in kind.tensors.items()}
@@ -37,7 +37,7 @@ def refuse_unfit_states(layers: Sequence[StateLayer]) -> None:
 
 
 def _fact(layer: StateLayer, size: str) -> int | None:
-    """A size of a state: a fact, or one less than it."""
+    """Return a size of a state: a fact, or a fact minus a number."""
     name, _, less = size.partition(" - ")
     value = layer.facts.get(name)
     return None if value is None else int(value) - int(less or 0)

@@ -1,4 +1,4 @@
-"""State memory of a plan: what the cache specs of states say of slots and checkpoints. Nothing is allocated here."""
+"""State memory of a plan: slots and checkpoints as the state cache specs define them. Nothing is allocated here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class HeldStates:
 
 
 class StateSpecBuilder:
-    """Builds the cache specs of a plan's states."""
+    """Builder of the cache specs of a plan's states."""
 
     def __init__(self, loaded: LoadedConfig, registry: PluginRegistry, offers: Offers, max_model_len: int) -> None:
         self._loaded = loaded
@@ -39,7 +39,7 @@ class StateSpecBuilder:
         """Build the spec of each state cache of a plan.
 
         Raises:
-            ContractError: if a spec says of itself what cannot be.
+            ContractError: if a spec gives impossible figures.
         """
         return [self._build(cache, prefix_unit(plan)) for cache in plan.state_caches]
 
@@ -58,7 +58,7 @@ class StateSpecBuilder:
 
 
 def prefix_unit(plan: Plan) -> int:
-    """Return the tokens of a unit: prefixes that requests share are multiples of it."""
+    """Return the tokens of a prefix unit. Shared prefixes are multiples of it."""
     return lcm(*(group.block_size for group in plan.cache_groups)) if plan.cache_groups else plan.block_size
 
 
@@ -68,7 +68,7 @@ def with_state_memory(plan: Plan, held: list[HeldStates], num_rows: int, checkpo
     Args:
         held: the specs of the plan's state caches.
         num_rows: rows of the scheduler.
-        checkpoints: as `state.checkpoints` says.
+        checkpoints: the value of `state.checkpoints`.
     """
     if not held:
         return plan
@@ -99,7 +99,7 @@ def _num_bytes(tensor: StateTensorSpec) -> int:
 
 
 def _refuse_unfit(spec: StateSpec, cache: StateCachePlan, unit: int) -> None:
-    """Refuse a spec whose figures cannot be.
+    """Refuse a spec whose figures are impossible.
 
     Raises:
         ContractError: naming the figure.

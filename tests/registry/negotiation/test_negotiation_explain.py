@@ -25,7 +25,7 @@ from slotline.registry.negotiation import (
 )
 
 GOLDEN = Path(__file__).parent / "golden"
-DOCS = ROOT / "docs" / "negotiation.md"
+DOCS = ROOT / "docs" / "reference" / "negotiation-codes.md"
 BACKEND = "run.toml:3 attention.backend"
 BLOCK_SIZE = "run.toml:5 cache.block_size"
 

@@ -1,6 +1,7 @@
-"""`on_device` in Triton: one program for each row.
+"""`device_verification` in Triton: one program for each row.
 
-Rows of a matrix begin at multiples of 16 bytes or not, by its width, for which no kernel is compiled anew.
+Rows of a matrix may or may not start at multiples of 16 bytes, depending on its width. No kernel is recompiled for
+that.
 """
 
 # mypy: ignore-errors
@@ -32,7 +33,7 @@ def _find_stood(
     padded: tl.constexpr,
     has_drafts: tl.constexpr,
 ):
-    """on_device [>= 4, m], out [5, m]; see `on_device.find_stood`. `padded` covers a row's places."""
+    """Read on_device [>= 4, m] and write out [5, m]. See `find_accepted`. `padded` covers a row's logits."""
     row = tl.program_id(0)
     first, verified = tl.load(on_device + row), tl.load(on_device + m + row)
     known, stand_in = tl.load(on_device + 2 * m + row), tl.load(on_device + 3 * m + row)
@@ -46,7 +47,7 @@ def _find_stood(
     last = first + stood
     newest = tl.maximum(tl.load(sampled + last), 0)
     previous = tl.load(table + tl.load(input_ids + tl.load(logits_indices + last)))
-    tl.debug_barrier()  # what went in may be the stand-in that means another token from now on
+    tl.debug_barrier()  # the input may be the placeholder that means another token from now on
     tl.store(table + stand_in, newest)
     tl.store(fallen + tl.load(rows + row), verified - stood)
     tl.store(out + row, last)
@@ -72,7 +73,7 @@ def _keep_drafts(
     drafts: tl.constexpr,
     padded: tl.constexpr,
 ):
-    """found [n, columns] in wider rows, out [n, columns + drafts]; see `on_device.keep_drafts`."""
+    """Read found [n, columns] from wider rows and write out [n, columns + drafts]. See `keep_drafts`."""
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, padded)
     said = tl.load(found + row * row_stride + at, mask=at < columns, other=-1).to(tl.int64)
     kept = tl.where((said >= 0) & (said < vocab_size), said, tl.load(newest + row))
@@ -91,7 +92,7 @@ def find_stood_triton(
     logits_indices: torch.Tensor,
     table: PlaceholderTokens,
 ) -> torch.Tensor:
-    """See `on_device.find_stood`: [5, m] int64."""
+    """Find the accepted drafts, [5, m] int64. See `device_verification.find_accepted`."""
     m = on_device.shape[1]
     out = torch.empty(5, m, dtype=torch.int64, device=sampled.device)
     if m:
@@ -117,7 +118,7 @@ def find_stood_triton(
 def keep_drafts_triton(
     found: torch.Tensor, newest: torch.Tensor, stand_ins: torch.Tensor, table: PlaceholderTokens, vocab_size: int
 ) -> torch.Tensor:
-    """See `on_device.keep_drafts`."""
+    """Store the drafts for the next step. See `device_verification.keep_drafts`."""
     (n, columns), drafts = found.shape, table.max_drafts
     found = found if found.stride(1) == 1 else found.contiguous()
     out = torch.empty(n, columns + drafts, dtype=torch.int64, device=found.device)

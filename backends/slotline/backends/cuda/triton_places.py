@@ -1,4 +1,4 @@
-"""`attention.DraftAttention.fill` in Triton: one program for each request, in place of some twenty launches."""
+"""`DraftAttention.fill` in Triton: one program for each request instead of some twenty launches."""
 
 # mypy: ignore-errors
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def _slot(table, place, where, live, size, null: tl.constexpr, keep):
-    """The slot of each place, -1 for one that is not stored; `where` are the places inside the longest sequence."""
+    """Return the slot of each place, -1 if it is not stored. `where` are the places clamped to the longest sequence."""
     block = tl.load(table + where // size, mask=keep, other=null).to(tl.int64)
     return tl.where(live & (block != null) & (place == where), block * size + where % size, -1)
 
@@ -41,7 +41,10 @@ def _fill_places(
     null: tl.constexpr,
     leads: tl.constexpr,
 ):
-    """seq_lens, places and slots [drafts, n], lead_places and lead_slots [2 * n]; see `attention.Places`."""
+    """Write seq_lens, places and slots [drafts, n], lead_places and lead_slots [2 * n].
+
+    See `draft_attention.Places`.
+    """
     request, at = tl.program_id(0), tl.arange(0, padded)
     newest = tl.load(positions + request)
     live, keep = newest >= 0, at < drafts
@@ -68,10 +71,14 @@ def fill_places(
     size: int,
     longest: int,
 ) -> None:
-    """Fill a cache group's `slots` and `lead_slots`, and what `found` has for all groups.
+    """Fill a cache group's `slots` and `lead_slots`, and the arrays of `found` that all groups share.
 
     Args:
-        positions: [n] int64; table: [n, width] int32, its rows perhaps part of wider ones; size: tokens of a block.
+        found: positions of the drafts.
+        slots, lead_slots: of the cache group.
+        positions: [n] int64.
+        table: [n, width] int32, whose rows may be parts of wider ones.
+        size: tokens of a block.
         longest: tokens of the longest sequence.
     """
     drafts, n = slots.shape

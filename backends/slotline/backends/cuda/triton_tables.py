@@ -1,4 +1,4 @@
-"""The rows of block tables in Triton: one program for a stretch of a row."""
+"""Triton kernels for rows of block tables. Each program copies a part of a row."""
 
 # mypy: ignore-errors
 
@@ -15,7 +15,7 @@ BLOCK, WARPS = 1024, 4
 
 @triton.jit(do_not_specialize=["width"])
 def _copy_rows(source, rows, out, width, taken: tl.constexpr, block: tl.constexpr):
-    """Grid (n, parts): row `rows[i]` of `source` to row i of `out` if `taken`, else row i to row `rows[i]`."""
+    """Copy row `rows[i]` of `source` to row i of `out` if `taken`, else row i to row `rows[i]`. Grid (n, parts)."""
     here = tl.program_id(0).to(tl.int64)
     there = tl.load(rows + here)
     columns = tl.program_id(1) * block + tl.arange(0, block)
@@ -28,14 +28,14 @@ _launch = Launcher(_copy_rows)
 
 
 def take_rows(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """The rows `rows` [n] int64 of `table` [m, width] int32 to the first rows of `out` [>= n, width] int32."""
+    """Copy the rows `rows` [n] int64 of `table` [m, width] int32 to the first rows of `out` [>= n, width] int32."""
     if len(rows):
         width = table.shape[1]
         _launch((len(rows), cdiv(width, BLOCK)), table, rows, out, width, True, BLOCK, num_warps=WARPS)
 
 
 def put_rows(table: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> None:
-    """`values` [n, width] int32 in place of the rows `rows` [n] int64, which are distinct, of `table`."""
+    """Write `values` [n, width] int32 to the rows `rows` [n] int64, which are distinct, of `table`."""
     if len(rows):
         width = table.shape[1]
         _launch((len(rows), cdiv(width, BLOCK)), values, rows, table, width, False, BLOCK, num_warps=WARPS)

@@ -14,11 +14,11 @@ from slotline.core.api.prompt_end import completed, prompt_end
 class Detokenizer:
     """Incremental decoder of one output. It never splits a character, and it finds stop strings.
 
-    The prompt is context alone: no byte of it comes out. Where the output completes a character that the prompt began,
-    this character belongs to the output. Where it does not, the prompt's part is left out.
+    The prompt is only context: none of its bytes are output. If the output completes a character that the prompt began,
+    the character belongs to the output. Otherwise the prompt's part of it is left out.
 
     Attributes:
-        text: what may be shown so far; a stop string at its end is cut off unless it is to be included.
+        text: the text that may be shown so far, without a stop string at its end unless that is to be included.
     """
 
     def __init__(
@@ -43,11 +43,17 @@ class Detokenizer:
 
     @property
     def settled(self) -> str:
-        """The part of the text that no later token can take back: a stop string may have begun at its end."""
+        """Return the text without its end, in which a stop string may have begun.
+
+        No later token can change the returned part.
+        """
         return self.text[: max(0, len(self.text) - self._longest_stop + 1)] if self._longest_stop > 1 else self.text
 
     def append(self, token_id: int, *, may_stop: bool = True) -> str | None:
-        """Add a token; returns the stop string that the text now ends with, if any and if it may stop yet."""
+        """Add a token.
+
+        Return the stop string that the text now ends with, or None if there is none or it may not stop yet.
+        """
         self._held.append(token_id)
         piece = self._completed() or self._advance(token_id)
         if not piece:
@@ -59,7 +65,7 @@ class Detokenizer:
         return self._cut_at_stop(before) if may_stop else None
 
     def finish(self) -> None:
-        """Show what was held back because it did not end at a character."""
+        """Append the text held back because it did not end with a whole character."""
         if self._held:
             self.text += self._decode(self._held)
             self._held.clear()
@@ -69,7 +75,7 @@ class Detokenizer:
         return text
 
     def _stream_behind(self, context: list[int]) -> Any:
-        """Return a decoder that gives what comes after the text of `context`."""
+        """Return a decoder for the text after that of `context`."""
         return DecodeStream(ids=context, skip_special_tokens=self._skip_special)
 
     def _completed(self) -> str | None:
@@ -83,13 +89,13 @@ class Detokenizer:
     def _advance(self, token_id: int) -> str | None:
         try:
             piece: str | None = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # a byte-fallback decoder reads bytes otherwise once an invalid one follows: start afresh
+        except Exception:  # after an invalid byte, byte fallback decodes the earlier bytes anew
             self._stream = self._stream_behind([token_id])
             piece = self._decode(self._held)
         return piece
 
     def _cut_at_stop(self, before: int) -> str | None:
-        """Cut the text at the first stop string that ends behind its first `before` characters."""
+        """Cut the text at the first stop string that ends after its first `before` characters."""
         found = [
             (position, stop)
             for stop in self._stop

@@ -1,4 +1,4 @@
-"""Which adapter a request uses, under vLLM's names. Torch-free."""
+"""Choice of a request's adapter, under vLLM's names. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LoRARequest:
         lora_path: a folder that PEFT saved.
 
     Raises:
-        RequestError: if one of them is no such thing.
+        RequestError: if a value is invalid.
     """
 
     lora_name: str
@@ -49,11 +49,11 @@ class LoRARequest:
 
 
 AdapterChoice = LoRARequest | str | None
-"""An adapter, the name of a loaded one, or none."""
+"""An adapter, the name of a loaded adapter, or None."""
 
 
 def as_lora_requests(given: AdapterChoice | Sequence[AdapterChoice], count: int) -> Sequence[AdapterChoice]:
-    """The adapter of each of `count` prompts."""
+    """Return the adapter of each of `count` prompts."""
     if given is None or isinstance(given, LoRARequest | str):
         return [given] * count
     listed = list(given) if isinstance(given, Sequence) else [given]

@@ -1,4 +1,4 @@
-"""Inputs besides text: from what a prompt names to spans of its tokens and a hash of each item."""
+"""Multimodal inputs: from the items of a prompt to spans of its tokens and a hash of each item."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ Int = npt.NDArray[np.int64]
 
 @frozen(kw_only=True, eq=False)
 class Feature:
-    """An item of a prompt: where its embeddings go, and what they are made from.
+    """An item of a prompt, with the positions of its embeddings and the inputs that the model encodes.
 
     Attributes:
         modality: name of its modality.
-        mm_hash: of the item's inputs and the model; features of equal hash share their embeddings.
+        mm_hash: hash of the item's inputs and the model. Features of equal hash share their embeddings.
         positions: [n] int64, ascending: the prompt's tokens that take the embeddings, in order.
-        inputs: what the model encodes.
-        cross: whether cross-attention reads the embeddings, so that they take no tokens' places; the first token needs
-            them all then, and `positions` are 0.
+        inputs: the tensors that the model encodes.
+        cross: True if cross-attention reads the embeddings, so that they replace no tokens. The first token then needs
+            all
+            of them, and `positions` are 0.
     """
 
     modality: str
@@ -38,22 +39,22 @@ class Feature:
 
     @property
     def size(self) -> int:
-        """Embeddings."""
+        """Return the number of embeddings."""
         return len(self.positions)
 
     @property
     def start(self) -> int:
-        """The first token that takes an embedding."""
+        """Return the position of the first token that takes an embedding."""
         return int(self.positions[0])
 
     @property
     def end(self) -> int:
-        """The token behind the last one that takes an embedding."""
+        """Return the position after the last token that takes an embedding."""
         return int(self.positions[-1]) + 1
 
 
 def hash_extra(features: Sequence[Feature], start: int, end: int) -> bytes:
-    """What tells the tokens [start, end) apart from equal tokens of other items: the items there, and their places."""
+    """Return bytes that distinguish the tokens [start, end) by the items among them and the places of these items."""
     return b"".join(
         bytes.fromhex(feature.mm_hash) + (feature.start - start).to_bytes(8, "little", signed=True)
         for feature in features
@@ -62,12 +63,12 @@ def hash_extra(features: Sequence[Feature], start: int, end: int) -> bytes:
 
 
 def num_embeddings(item: ProcessedItem, modality: Modality) -> int:
-    """How many of an item's tokens take embeddings."""
+    """Count the item's tokens that take embeddings."""
     return sum(token == modality.placeholder_token_id for token in item.token_ids)
 
 
 class PromptReader:
-    """Reads a prompt's `multi_modal_data`.
+    """Reader of a prompt's `multi_modal_data`.
 
     Attributes:
         placeholders: the placeholder token of each modality.
@@ -82,14 +83,15 @@ class PromptReader:
         self._model_name = f"{facts.architecture} {facts.path} {facts.num_parameters}"
 
     def read(self, token_ids: Sequence[int], data: Mapping[str, Any]) -> tuple[list[int], tuple[Feature, ...]]:
-        """The prompt as the model reads it, and its features in order.
+        """Return the prompt's tokens as the model reads them, and its features in order.
 
         Args:
-            token_ids: with one placeholder token for each item, or expanded already as the model's processor does it.
+            token_ids: with one placeholder token for each item, or already expanded as the model's processor does it.
             data: by modality, an item or a list of items in the prompt's order.
 
         Raises:
-            RequestError: if a modality is not served, an item cannot be read, or items and placeholders differ.
+            RequestError: if the model does not take a modality, an item cannot be read, or items and placeholders
+                differ.
         """
         unknown = sorted(map(str, data.keys() - self.placeholders.keys()))
         if unknown:
@@ -108,7 +110,7 @@ class PromptReader:
         return tokens, tuple(features)
 
     def validate(self, token_ids: Sequence[int], features: Sequence[Feature]) -> None:
-        """Refuse a prompt with placeholders that no item stands for, or without its one item for cross-attention.
+        """Refuse a prompt with placeholders without an item, or without its one item for cross-attention.
 
         Raises:
             RequestError: with the counts.
@@ -142,7 +144,7 @@ class PromptReader:
     def _place(
         self, modality: str, tokens: list[int], items: list[ProcessedItem], others: list[Feature]
     ) -> tuple[list[int], list[Feature]]:
-        """Put items into the prompt; features of other modalities move along."""
+        """Insert items into the prompt and shift the features of other modalities."""
         placeholder = self.placeholders[modality]
         found = [index for index, token in enumerate(tokens) if token == placeholder]
         expanded = _expanded_starts(tokens, placeholder, items)
@@ -184,10 +186,10 @@ class PromptReader:
 
 
 def refuse_items(data: Mapping[str, Any]) -> None:
-    """Refuse items for a model of text alone.
+    """Refuse items for a text-only model.
 
     Raises:
-        RequestError: if there are any.
+        RequestError: if there are any items.
     """
     if any(_as_items(given) for given in data.values()):
         raise RequestError(
@@ -197,7 +199,7 @@ def refuse_items(data: Mapping[str, Any]) -> None:
 
 
 def items_of(messages: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The items among the parts of a conversation's messages, by modality: those of a part stand under its type."""
+    """Return the items in a conversation's messages, by modality. A part holds its item under the name of its type."""
     data: dict[str, list[Any]] = {}
     for message in messages:
         content = message.get("content")
@@ -216,10 +218,10 @@ def _as_items(given: Any) -> list[Any]:
 def _expand(
     tokens: list[int], found: list[int], items: list[ProcessedItem], others: list[Feature]
 ) -> tuple[list[int], list[int], list[Feature]]:
-    """Replace the placeholder at each of `found` by its item's tokens: the new tokens, starts, and moved features."""
+    """Replace the placeholders at `found` by the items' tokens. Return the new tokens, starts, and moved features."""
     longer: list[int] = []
     starts, before = [], 0
-    moves = np.zeros(len(tokens), np.int64)  # of each old token
+    moves = np.zeros(len(tokens), np.int64)  # shift of each old token
     for index, item in zip(found, items, strict=True):
         longer += tokens[before:index]
         starts.append(len(longer))
@@ -240,7 +242,7 @@ def _moved(feature: Feature, moves: Int) -> Feature:
 
 
 def _expanded_starts(tokens: list[int], placeholder: int, items: list[ProcessedItem]) -> list[int] | None:
-    """Where the items' tokens stand in a prompt that holds them already; None if it does not."""
+    """Return the starts of the items' tokens in a prompt that already has them, else None."""
     starts = []
     position = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""What a request gives back, under the field's names. Torch-free."""
+"""Outputs of requests, under the field's names. Torch-free."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class CompletionOutput:
     """One of the outputs of a request.
 
     Attributes:
-        index: which of the n outputs.
-        text: the output's text; empty with `detokenize=False`.
+        index: number of the output, from 0 to n - 1.
+        text: the output's text. Empty with `detokenize=False`.
         token_ids: the output's tokens, a stop token included.
         logprobs: one entry per token, None unless asked for.
         finish_reason: `stop`, `length`, `abort`, `error`, or None while running.
-        stop_reason: the stop string or token id that ended it, or the error; None for end-of-sequence.
+        stop_reason: the stop string or token id that ended it, or the error. None for end-of-sequence.
         cumulative_logprob: sum over the sampled tokens, None unless logprobs were asked for.
     """
 
@@ -52,9 +52,9 @@ class RequestMetrics:
     Attributes:
         time_to_first_token, time_in_all: None until known.
         num_cached_tokens: prompt tokens taken from the prefix cache at first admission.
-        num_loaded_tokens: those of them that a KV connector brought.
-        num_preemptions: how often the request lost its blocks and was computed again.
-        num_nans: NaN logits seen, or NaNs in a pooling request's answer, where `observability.count_nans` is on.
+        num_loaded_tokens: number of these tokens that a KV connector loaded.
+        num_preemptions: number of times the request lost its blocks and was recomputed.
+        num_nans: NaN logits seen, or NaNs in a pooling request's answer, if `observability.count_nans` is on.
     """
 
     time_to_first_token: float | None = None
@@ -73,9 +73,9 @@ class RequestOutput:
         request_id: as given or made up at admission.
         prompt: the prompt's text, None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-        prompt_logprobs: one entry per prompt token, the first None; None unless asked for.
+        prompt_logprobs: one entry per prompt token, of which the first is None. None unless asked for.
         outputs: one entry per output.
-        finished: whether all outputs are.
+        finished: True if all outputs are finished.
         metrics: times and counts, of the first output.
     """
 
@@ -90,7 +90,7 @@ class RequestOutput:
 
 @define(kw_only=True, eq=False)
 class PoolingOutput:
-    """What a pooling request gives.
+    """Output of a pooling request.
 
     Attributes:
         data: [size] float32 on the host.
@@ -105,13 +105,13 @@ class EmbeddingOutput(PoolingOutput):
 
     @property
     def embedding(self) -> list[float]:
-        """The numbers, as many as `PoolingParams.dimensions` asked for."""
+        """Return the numbers, as many as `PoolingParams.dimensions` asks for."""
         numbers: list[float] = self.data.tolist()
         return numbers
 
     @property
     def hidden_size(self) -> int:
-        """How many there are."""
+        """Return the number of dimensions."""
         return len(self.data)
 
 
@@ -121,13 +121,13 @@ class ClassificationOutput(PoolingOutput):
 
     @property
     def probs(self) -> list[float]:
-        """One number for each class, in the order of config.json's `id2label`."""
+        """Return one number for each class, in the order of config.json's `id2label`."""
         numbers: list[float] = self.data.tolist()
         return numbers
 
     @property
     def num_classes(self) -> int:
-        """How many classes there are."""
+        """Return the number of classes."""
         return len(self.data)
 
 
@@ -142,8 +142,8 @@ class PoolingRequestOutput(Generic[Pooled_co]):
         request_id: as given or made up at admission.
         prompt: the prompt's text, None if it came as token ids.
         prompt_token_ids: the prompt's tokens.
-        outputs: the answer; None for a request that was aborted or failed.
-        finished: whether it has ended.
+        outputs: the answer. None for a request that was aborted or failed.
+        finished: True if the request has ended.
         finish_reason: `stop`, `abort`, `error`, or None while running.
         stop_reason: the error, if it failed.
         metrics: times and counts.

@@ -1,4 +1,4 @@
-"""The process that an object belongs to: a forked child has a copy of it, and none of the threads that it counts on."""
+"""Process ownership of an object: a forked child has a copy of it, but none of the threads that it relies on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OwnProcess:
     process: int = field(factory=os.getpid, init=False)
 
     def refuse_others(self) -> None:
-        """Refuse to go on in a forked child, where pools of threads (OpenMP's, the compilers') would wait for ever.
+        """Refuse to continue in a forked child, where thread pools (of OpenMP or the compilers) would wait forever.
 
         Raises:
             RequestError: naming both processes.

@@ -12,14 +12,14 @@ from slotline.registry.errors import RequestError
 from slotline.registry.safe_repr import safe_repr
 
 Progress: TypeAlias = bool | Callable[..., Any] | None
-"""Whether a bar is shown, or what makes one, as `tqdm.tqdm` does; None for what the configuration says."""
+"""Choice of showing a bar, or a function that makes one, as `tqdm.tqdm` does. None follows the configuration."""
 
 
 def as_progress(progress: bool | None, use_tqdm: Progress) -> Progress:
-    """Return what a call says of its bar, by its own option or by vLLM's.
+    """Return the call's choice of a progress bar, by its own option or by vLLM's.
 
     Raises:
-        RequestError: for another value, or both.
+        RequestError: for another value, or if both are given.
     """
     if progress is not None and use_tqdm is not None:
         raise RequestError(f"progress={safe_repr(progress)} and use_tqdm={safe_repr(use_tqdm)}", fix="give one of them")
@@ -33,20 +33,20 @@ def as_progress(progress: bool | None, use_tqdm: Progress) -> Progress:
 
 
 class Bar(Protocol):
-    """What the work reports to."""
+    """Receiver of progress reports."""
 
     def advance(self, requests: int, *, tokens: int) -> None:
-        """So many requests finished, and so many tokens came, since the last call."""
+        """Count requests that finished and tokens that were generated since the last call."""
         ...
 
 
 class _NoBar:
     def advance(self, requests: int, *, tokens: int) -> None:
-        """Nothing is shown."""
+        """Show nothing."""
 
 
 class _RichBar:
-    """Redrawn at most ten times a second, so that it costs a step nothing."""
+    """Progress bar redrawn at most ten times a second, so that it costs a step nothing."""
 
     def __init__(self, total: int) -> None:
         from rich.console import Console
@@ -76,7 +76,7 @@ class _RichBar:
 
 
 def on_terminal() -> bool:
-    """Return whether standard error is a terminal; one that is closed is none."""
+    """Return True if standard error is an open terminal."""
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):
@@ -84,7 +84,7 @@ def on_terminal() -> bool:
 
 
 class _TqdmBar:
-    """A bar of the caller's own, made and updated as vLLM does."""
+    """Progress bar of the caller's, made and updated as in vLLM."""
 
     def __init__(self, make: Callable[..., Any], total: int) -> None:
         self.display = make(total=total, desc="Processed prompts", dynamic_ncols=True)
@@ -99,7 +99,7 @@ T = TypeVar("T")
 
 
 def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
-    """The items, with a bar on standard error while they are worked on, if shown and it is a terminal."""
+    """Return the items. Iterating shows a bar on standard error if `show` is set and it is a terminal."""
     if not show or not on_terminal():
         return items
     from rich.console import Console
@@ -110,7 +110,7 @@ def counted(items: Sequence[T], label: str, *, show: bool) -> Iterable[T]:
 
 @contextmanager
 def progress_bar(total: int, *, enabled: bool, asked: Progress = None) -> Iterator[Bar]:
-    """A bar over `total` requests: as the call asks, else if enabled and standard error is a terminal."""
+    """Show a bar over `total` requests if the call asks for it. Default: if enabled, on a terminal."""
     if asked is not None and not isinstance(asked, bool):
         own = _TqdmBar(asked, total)
         try:

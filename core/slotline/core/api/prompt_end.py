@@ -1,4 +1,4 @@
-"""Find what the end of a prompt means for decoding the output behind it."""
+"""Decode context: finds how the end of a prompt affects decoding the output after it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from attrs import frozen
 Decode = Callable[[Sequence[int]], str]
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not one yet."""
+"""Replacement that decoders write for bytes that are not a character, or not yet."""
 
 _CONTEXT = 6
 """Prompt tokens before the output, so that the output keeps its leading space."""
 _BYTES = 4
 """Most bytes of a character in UTF-8."""
 _FAR = 64
-"""Prompt tokens among which a token of whole characters is looked for, where the prompt ends in bytes of none."""
+"""Number of last prompt tokens searched for whole characters, if the prompt ends with an incomplete character."""
 
 
 @frozen
 class Begun:
-    """Last tokens of a prompt that may be the beginning of a character.
+    """Last tokens of a prompt that may begin a character.
 
     Attributes:
         token_ids: the tokens.
-        shown: the text of theirs that belongs to the prompt.
+        shown: the part of their text that belongs to the prompt.
     """
 
     token_ids: list[int]
@@ -34,11 +34,12 @@ class Begun:
 
 @frozen
 class PromptEnd:
-    """What output tokens are decoded behind.
+    """Context for decoding the output tokens.
 
     Attributes:
         context: prompt tokens that begin and end with whole characters.
-        begun: beginnings of the character that the output may complete, empty where the prompt ends with a whole one.
+        begun: possible beginnings of the character that the output may complete. Empty if the prompt ends with a whole
+            character.
     """
 
     context: list[int]
@@ -48,8 +49,8 @@ class PromptEnd:
 def prompt_end(prompt_token_ids: Sequence[int], decode: Decode) -> PromptEnd:
     """Return the context of the output.
 
-    A decoder with byte fallback reads all bytes of a run as unknown if one of them is: a context that is cut inside a
-    character would turn the prompt's last characters into output.
+    A decoder with byte fallback reads all bytes of a run as unknown if one of them is. A context cut inside a character
+    would therefore turn the prompt's last characters into output.
     """
     count = len(prompt_token_ids)
     for back in range(min(_BYTES, count)):
@@ -64,7 +65,7 @@ def prompt_end(prompt_token_ids: Sequence[int], decode: Decode) -> PromptEnd:
 
 
 def completed(begun: Begun, held: Sequence[int], decode: Decode) -> str | None:
-    """Return the text of output tokens that complete the prompt's last character; None if they do not."""
+    """Return the text of output tokens that complete the prompt's last character, or None if they do not."""
     text = decode([*begun.token_ids, *held])
     rest = text.removeprefix(begun.shown)
     if not text.startswith(begun.shown) or not rest or rest.startswith(UNKNOWN) or rest.endswith(UNKNOWN):

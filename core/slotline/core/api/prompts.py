@@ -1,4 +1,4 @@
-"""What `LLM` takes: one prompt or many, and parameters for all of them or for each. Torch-free."""
+"""Arguments of `LLM`: one prompt or many, and parameters for all of them or for each. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "multi_modal_data", "prio
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt as a list of one; a list of integers is one prompt of token ids."""
+    """Return the prompts as a list. A list of integers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     try:
         listed: list[Any] = list(prompts)
-    except Exception as error:  # a stranger's object may raise anything
+    except Exception as error:  # a foreign object may raise anything
         raise RequestError(
             f"prompts={safe_repr(prompts)} cannot be read", fix="give text, token ids, or a list"
         ) from error
@@ -37,7 +37,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def of_task(params: PoolingParams, task: str | None) -> PoolingParams:
-    """The parameters with the task of the call."""
+    """Return the parameters with the task of the call."""
     if task is None or params.task == task:
         return params
     if params.task is not None:
@@ -48,14 +48,14 @@ def of_task(params: PoolingParams, task: str | None) -> PoolingParams:
 
 
 def as_params(params: Params | Sequence[Params] | None, count: int, default: Params) -> Sequence[Params]:
-    """Parameters for each of `count` prompts, of the default's class."""
+    """Return parameters for each of `count` prompts, of the default's class."""
     kind, what = type(default), "sampling" if isinstance(default, SamplingParams) else "pooling"
     if params is None or isinstance(params, kind):
         return [default if params is None else params] * count
     given: Any = params
     try:
-        listed = list(given) if isinstance(given, Iterable) else [given]  # parameters are none
-    except Exception:  # what calls itself iterable need not be
+        listed = list(given) if isinstance(given, Iterable) else [given]  # parameters are not iterable
+    except Exception:  # an object may only pretend to be iterable
         listed = [given]
     wrong = [one for one in listed if not isinstance(one, kind)]
     if wrong:
@@ -70,17 +70,17 @@ def as_params(params: Params | Sequence[Params] | None, count: int, default: Par
 
 
 def as_token_array(values: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The values [n] int64, which may be plain integers or numpy's."""
+    """Return the values [n] int64. They may be plain integers or numpy's."""
     try:
         listed = values if isinstance(values, list) else iter(values)
-        return np.frombuffer(array("q", listed), np.int64)  # of a list of integers twice as fast as numpy itself
-    except Exception as error:  # a stranger's object may raise anything
+        return np.frombuffer(array("q", listed), np.int64)  # for a list of integers twice as fast as numpy itself
+    except Exception as error:  # a foreign object may raise anything
         raise RequestError(
             f"prompt_token_ids={safe_repr(values)} are no token ids", fix="give integers, or text as a string"
         ) from error
 
 
 def as_token_ids(values: Sequence[int]) -> list[int]:
-    """The values as plain integers."""
+    """Return the values as plain integers."""
     tokens: list[int] = as_token_array(values).tolist()
     return tokens

@@ -1,4 +1,4 @@
-"""The tokenizer: text to tokens, chat messages to prompts, tokens to text. A thin layer over transformers'."""
+"""Tokenizer: text to tokens, chat messages to prompts, tokens to text. A thin layer over transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from slotline.registry.safe_repr import safe_repr
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer folder.
+    """Tokenizer of a Hugging Face folder.
 
     Raises:
         ModelError: if the folder has no tokenizer that can be loaded.
@@ -44,15 +44,16 @@ class Tokenizer:
 
     @property
     def transformers(self) -> Any:
-        """The tokenizer as transformers has it."""
+        """Return the transformers tokenizer."""
         return self._hf
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
+        """Return the tokens of `text`, with the special tokens that the tokenizer adds to a prompt.
 
         Raises:
-            RequestError: if it makes none of a text that is not empty, or the text has half a surrogate pair, which is
-                no character.
+            RequestError: if a text that is not empty has no tokens, or if the text has half a surrogate pair, which is
+                not a
+                character.
         """
         token_ids = self._encode(text)
         if text and not token_ids:
@@ -72,11 +73,11 @@ class Tokenizer:
         return token_ids
 
     def encode_word(self, word: str) -> list[int]:
-        """The tokens of `word` as it stands inside a text: no special tokens."""
+        """Return the tokens of `word` as inside a text, without special tokens."""
         return self._encode(word, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of `token_ids`."""
+        """Return the text of `token_ids`."""
         text: str = self._hf.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -88,12 +89,13 @@ class Tokenizer:
         items: Mapping[str, int] = MappingProxyType({}),
         cross: frozenset[str] = frozenset(),
     ) -> list[int]:
-        """The tokens of a conversation, by a chat template, ready for the assistant's turn.
+        """Return the tokens of a conversation, formatted by a chat template for the assistant's turn.
 
         Args:
-            options: what is asked of the template; None for the tokenizer's own and the assistant's turn.
+            messages: the conversation.
+            options: options of the template. None for the tokenizer's own template and the assistant's turn.
             items: the placeholder token of each modality that the model takes.
-            cross: the modalities among them whose items have no place in the prompt.
+            cross: the modalities whose items have no place in the prompt.
 
         Raises:
             RequestError: if the tokenizer has no chat template or the template refuses the messages.
@@ -126,7 +128,7 @@ class Tokenizer:
         return source
 
     def detokenizer(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> Detokenizer:
-        """An incremental detokeniser for one output."""
+        """Return an incremental detokenizer for one output."""
         return Detokenizer(
             self._fast,
             prompt_token_ids,
@@ -156,10 +158,10 @@ def _why(text: str, error: Exception) -> str:
 
 
 def with_bad_words(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with the tokens of their `bad_words`, as given and behind a space, in `bad_words_token_ids`.
+    """Return the parameters with the tokens of their `bad_words`, as given and after a space, in `bad_words_token_ids`.
 
     Raises:
-        RequestError: if there is no tokenizer, or it makes no token of a word.
+        RequestError: if there is no tokenizer, or a word has no tokens.
     """
     if tokenizer is None:
         raise RequestError(

@@ -1,8 +1,8 @@
-"""The caches' memory: one piece on each device for all cache groups where their blocks share it, else one a layer.
+"""Cache memory: one buffer on each device if all cache groups share their blocks, else one buffer a layer.
 
-Shared, outermost first: blocks of the pool, the kernel blocks of the group that holds the block, the group's layers,
-one kernel block of one layer. So the kernel blocks of a layer lie at one distance over the whole pool, and each is
-contiguous.
+Layout of a shared buffer, outermost first: blocks of the pool, kernel blocks of the group that holds the block, layers
+of the group, one kernel block of one layer. The kernel blocks of a layer therefore have a constant stride over the
+whole pool, and each kernel block is contiguous.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Zeros = Callable[[int, str], torch.Tensor]
 
 
 def block_bytes(plan: Plan, specs: Sequence[KVSpec], device_of: DeviceOf) -> dict[str, int]:
-    """What one block of the pool takes on each device."""
-    taken: dict[str, list[int]] = {}  # by cache group
+    """Return the bytes of one pool block on each device."""
+    taken: dict[str, list[int]] = {}  # by device: bytes of each cache group
     for number, (group, spec) in enumerate(zip(plan.cache_groups, specs, strict=True)):
         for layer in group.layers:
             own = taken.setdefault(device_of(layer), [0] * len(specs))
@@ -62,7 +62,7 @@ def allocate_pages(
 def bind_caches(
     plan: Plan, specs: Sequence[KVSpec], pages: Mapping[int, torch.Tensor], num_blocks: int
 ) -> dict[int, KVCache]:
-    """The cache of each layer that owns one, by the layer's index, in the memory of `allocate_pages`."""
+    """Return the cache of each layer that owns one, by layer index, in the memory of `allocate_pages`."""
     return {
         layer.index: spec.bind(pages[layer.index], layer, num_blocks)
         for group, spec in zip(plan.cache_groups, specs, strict=True)
@@ -71,7 +71,7 @@ def bind_caches(
 
 
 def no_cache(layer: AttentionLayer, dtype: str, device: str) -> KVCache:
-    """What stands for the cache of a layer that has none: no blocks of one token."""
+    """Return the placeholder cache of a layer without one: no blocks, each of one token."""
     return KVCache(
         *(
             torch.empty((0, 1, layer.num_kv_heads, size), dtype=getattr(torch, dtype), device=device)

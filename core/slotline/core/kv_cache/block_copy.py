@@ -1,4 +1,4 @@
-"""Whole blocks between the caches and host memory, whatever their layout: a block is the bytes of its layers.
+"""Copies of whole blocks between the caches and host memory, for any layout: a block is the bytes of its layers.
 
 The blocks are gathered on the device first, so that one copy carries each of them over, and not one for each layer.
 Where a device has streams these copies run in one of their own: the forward pass behind a save waits for the gathering
@@ -19,7 +19,7 @@ from slotline.core.device.torch_device import OrderedCopies
 from slotline.registry.contracts import CopyStream
 
 STAGING_BYTES = 128 * 2**20
-"""Of each of a device's two staging buffers, unless a single block is larger."""
+"""Size of each of a device's two staging buffers, unless a single block is larger."""
 
 WORD = 8
 
@@ -69,7 +69,7 @@ class Lane:
         self._put_back(copies=False)
 
     def _take(self) -> tuple[torch.Tensor, Any]:
-        """The buffer whose turn it is."""
+        """Return the buffer whose turn it is."""
         if not self._buffers:
             for _ in range(2):
                 buffer = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
@@ -84,12 +84,12 @@ class Lane:
 
 @frozen(eq=False)
 class Segment:
-    """Neighbouring layers of a group on one device.
+    """Adjacent layers of a group on one device.
 
     Attributes:
-        lane: of the device.
-        pages: of each layer, [num_blocks, ratio, words] int64, or uint8 where the pages are no whole words.
-        first, end: their bytes in a block.
+        lane: the device's staging buffers.
+        pages: of each layer, [num_blocks, ratio, words] int64, or uint8 if the pages are not whole words.
+        first, end: the range of their bytes in a block.
     """
 
     lane: Lane
@@ -98,11 +98,11 @@ class Segment:
     end: int
 
     def cut(self, rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The segment's part of each row."""
+        """Return the segment's part of each row."""
         return [row[self.first : self.end] for row in rows]
 
     def parts(self, staged: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each layer's pages, and its columns of `staged` as [count, ratio, words]."""
+        """Yield each layer's pages, and its columns of `staged` as [count, ratio, words]."""
         words, first = staged.view(self.pages[0].dtype), 0
         for pages in self.pages:
             size = pages[0].numel()
@@ -111,7 +111,7 @@ class Segment:
 
 
 class CacheBlockCopy:
-    """Copies blocks of each cache group. Implements `BlockCopy`.
+    """Copier of the blocks of each cache group. Implements `BlockCopy`.
 
     Args:
         groups: of each group, each layer's memory [num_blocks, ratio, bytes] uint8, of which the last dimension is
@@ -119,7 +119,7 @@ class CacheBlockCopy:
         copies: makes a queue of copies of a device.
 
     Attributes:
-        block_bytes: of one block over all layers, by group.
+        block_bytes: bytes of one block over all layers, by group.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class CacheBlockCopy:
         self._segments = [_segments(layers, lanes) for layers in groups]
 
     def to_host(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Read `blocks` into `rows`, as many."""
+        """Read `blocks` into the same number of `rows`."""
         for segment, ids, own in self._pieces(group, blocks, rows):
             staged = segment.lane.from_device(len(own), segment.end - segment.first)
             for pages, part in segment.parts(staged):
@@ -142,7 +142,7 @@ class CacheBlockCopy:
             segment.lane.to_rows(staged, own)
 
     def to_device(self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        """Write `rows` into `blocks`, as many; the blocks are distinct."""
+        """Write `rows` into the same number of `blocks`, which are distinct."""
         for segment, ids, own in self._pieces(group, blocks, rows):
             for pages, part in segment.parts(segment.lane.from_rows(own)):
                 pages.index_copy_(0, ids, part)
@@ -151,7 +151,7 @@ class CacheBlockCopy:
     def _pieces(
         self, group: int, blocks: Sequence[int], rows: Sequence[torch.Tensor]
     ) -> Iterator[tuple[Segment, torch.Tensor, list[torch.Tensor]]]:
-        """As many blocks as a staging buffer holds, segment by segment: the numbers on the device, parts of rows."""
+        """Yield segment, block ids on the device and parts of rows for at most a staging buffer of blocks at a time."""
         most = STAGING_BYTES // self.block_bytes[group] or 1
         for first in range(0, len(blocks), most):
             own = slice(first, first + most)
@@ -161,7 +161,7 @@ class CacheBlockCopy:
 
 
 def _segments(layers: Sequence[torch.Tensor], lanes: dict[torch.device, Lane]) -> list[Segment]:
-    """Runs of layers on one device."""
+    """Split a group's layers into runs of layers on one device."""
     whole = all(
         layer.shape[-1] % WORD == 0
         and layer.storage_offset() % WORD == 0

@@ -1,7 +1,7 @@
-"""The block pool: who holds which block of the KV cache, and which blocks hold a reusable prefix.
+"""Block pool: reference counts of the KV cache's blocks, and the index of cached prefixes.
 
-Block 0 is the null block: tables point to it where nothing is stored, and it is never handed out. A block without
-references stays findable by its hash until it is taken for something else; the least recently released goes first.
+Block 0 is the null block: tables point to it if nothing is stored, and it is never handed out. A block without
+references can still be found by its hash until it is reused. The least recently released block is reused first.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from slotline.registry.errors import CapacityError, IntegrityError
 
 NULL_BLOCK = 0
 FEW = 8
-"""Blocks from which on an array operation is faster than as many."""
+"""Number of blocks above which one array operation is faster than a loop."""
 
 
 class BlockPool:
     """Reference counts, a least-recently-used free list, and the index of cached blocks.
 
     Attributes:
-        num_blocks: blocks in all, the null block included.
+        num_blocks: number of blocks, including the null block.
         ref_count: [num_blocks] int32.
-        on_evict: told of each block that could be found and is taken for something else.
+        on_evict: called with each cached block that is about to be reused.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -40,18 +40,18 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without references."""
+        """Return the number of blocks without references."""
         return len(self._free)
 
     def lookup(self, group: int, block_hash: BlockHash) -> int | None:
-        """The block of a cache group that holds the prefix with this hash, or None."""
+        """Return the block of a cache group that holds the prefix with this hash, or None."""
         return self._block_of.get((group, block_hash))
 
     def allocate(self, count: int) -> list[int]:
-        """Take `count` free blocks with one reference each; what they cached is forgotten.
+        """Take `count` free blocks with one reference each, and forget their cached contents.
 
         Raises:
-            CapacityError: if fewer are free; nothing is taken then.
+            CapacityError: if fewer are free. Nothing is taken then.
         """
         if count > len(self._free):
             raise CapacityError(f"{count} blocks needed, {len(self._free)} free", fix="give the cache more memory")
@@ -69,7 +69,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add a reference to cached blocks, taking them off the free list if nobody held them."""
+        """Add a reference to cached blocks, taking them off the free list if they had none."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -78,7 +78,7 @@ class BlockPool:
             self.ref_count[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop a reference of each block; the last block of a sequence becomes the first to be taken again."""
+        """Drop a reference of each block. The last block of a sequence is reused first."""
         held = [block for block in reversed(blocks) if block != NULL_BLOCK]
         if not held:
             return
@@ -91,11 +91,11 @@ class BlockPool:
         for block, count in zip(held, left.tolist(), strict=True):
             if count == 0:
                 free[block] = None
-                if block not in cached:  # nothing to find there: take it before any cached block
+                if block not in cached:  # not cached: reuse it before any cached block
                     free.move_to_end(block, last=False)
 
     def remember(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Make full blocks findable. If a prefix is cached already, the first block stays the findable one."""
+        """Make full blocks findable. If a prefix is cached already, its first block stays the findable block."""
         block_of, hash_of = self._block_of, self._hash_of
         for block, block_hash in zip(blocks, hashes, strict=True):
             key = (group, block_hash)
@@ -104,7 +104,7 @@ class BlockPool:
                 hash_of[block] = key
 
     def drop(self, blocks: Iterable[CacheBlock]) -> list[int]:
-        """Forget what blocks cached, unless they hold something else by now; those that did are returned."""
+        """Forget the blocks' cached contents, unless a block was reused since. Return those forgotten."""
         dropped = [one.block for one in blocks if self.lookup(one.group, one.block_hash) == one.block]
         for block in dropped:
             self._forget(block)
@@ -113,17 +113,17 @@ class BlockPool:
         return dropped
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Forget what blocks in use cached."""
+        """Forget the cached contents of blocks in use."""
         for block in blocks:
             self._forget(block)
 
     def reset(self) -> None:
-        """Forget all cached prefixes; blocks in use stay in use."""
+        """Forget all cached prefixes. Blocks in use stay in use."""
         self._hash_of.clear()
         self._block_of.clear()
 
     def restore(self) -> None:
-        """Take all references away, whatever was going on; what blocks cache stays findable."""
+        """Drop all references, whatever state the pool is in. Cached blocks stay findable."""
         self.ref_count[:] = 0
         self._block_of = {key: block for block, key in self._hash_of.items()}
         self._hash_of = {block: key for key, block in self._block_of.items()}
@@ -146,7 +146,7 @@ class BlockPool:
             raise IntegrityError("the hash index and the blocks' hashes differ")
 
     def _forget(self, block: int) -> tuple[int, BlockHash] | None:
-        """What the block could be found by until now."""
+        """Remove the block from the hash index and return its key, or None."""
         key = self._hash_of.pop(block, None)
         if key is not None:
             del self._block_of[key]

@@ -1,4 +1,4 @@
-"""The block tables of a batch, in batch order, where attention reads them."""
+"""Block tables of a batch, in batch order, as attention reads them."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ Int = npt.NDArray[np.int64]
 
 
 class BlockTables(Protocol):
-    """Gathers the tables of a step's rows; `stage` before the step's uploads are flushed, `take` after."""
+    """Gathers the block tables of a step's rows. Call `stage` before the step's uploads are flushed, `take` after."""
 
     num_bytes: int
 
     def stage(self, rows: Int) -> None:
-        """Upload what `take` needs for `rows` [n]; the row behind the last one stands for a padded request."""
+        """Upload the inputs of `take` for `rows` [n]. The row after the last request's serves padded requests."""
         ...
 
     def take(self, longest: int) -> list[torch.Tensor]:
-        """By cache group, [n, width] int32: kernel blocks of sequences of up to `longest` tokens."""
+        """Return for each cache group the kernel blocks of sequences of up to `longest` tokens, [n, width] int32."""
         ...
 
 
 class HostTables:
-    """For a device that shares the host's memory: the rows are taken there.
+    """Block tables for a device that shares the host's memory: the rows are indexed on the host.
 
     Attributes:
-        num_bytes: of uploads in one step.
+        num_bytes: upload bytes of one step.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], kernel_block_sizes: Sequence[int]) -> None:
@@ -44,11 +44,11 @@ class HostTables:
         self._rows: Int = np.zeros(0, np.int64)
 
     def stage(self, rows: Int) -> None:
-        """Keep the rows."""
+        """Remember the rows."""
         self._rows = rows
 
     def take(self, longest: int) -> list[torch.Tensor]:
-        """As wide as the longest sequence needs."""
+        """Return the tables, as wide as the longest sequence needs."""
         return [
             torch.from_numpy(group.table[:, : group.columns(longest, size)][self._rows]) for group, size in self._groups
         ]
@@ -59,10 +59,10 @@ class DeviceTables:
 
     The device holds the tables of all rows, hears of the rows that changed, and gathers a batch's itself.
 
-    The batch's tables lie at one address whatever the batch, so that graphs can read them.
+    The batch's tables always have the same address, so that graphs can read them.
 
     Attributes:
-        num_bytes: of uploads in one step at most.
+        num_bytes: upload bytes of one step at most.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DeviceTables:
         self.num_bytes = sum(reserved_bytes(s, np.int32) + 2 * reserved_bytes((s[0],), np.int64) for s in shapes)
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes]
         self._taken = [torch.zeros_like(table) for table in self._tables]
-        self._views: list[tuple[int, int, torch.Tensor] | None] = [None for _ in shapes]  # of these, as last taken
+        self._views: list[tuple[int, int, torch.Tensor] | None] = [None for _ in shapes]  # as last taken
         self._seen = [np.zeros(shape[0], np.int64) for shape in shapes]  # the versions that the device has
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)
         self._changes: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -92,12 +92,12 @@ class DeviceTables:
                 self._put_rows(table, torch.zeros(1, dtype=torch.int64, device=device), torch.zeros_like(table[:1]))
 
     def stage(self, rows: Int) -> None:
-        """Upload the rows' numbers, and the tables of rows that changed since the last step."""
+        """Upload the row numbers, and the tables of rows that changed since the last step."""
         self._rows = self._staging.upload(rows)
         self._changes = [self._stage_changes(*pair) for pair in zip(self._groups, self._seen, strict=True)]
 
     def take(self, longest: int) -> list[torch.Tensor]:
-        """Write the changes down, then gather."""
+        """Apply the changes, then gather."""
         for table, taken, changes in zip(self._tables, self._taken, self._changes, strict=True):
             with self._scope():
                 if changes is not None:
@@ -107,22 +107,22 @@ class DeviceTables:
         return self.views(longest)
 
     def views(self, longest: int) -> list[torch.Tensor]:
-        """What was taken last, as wide as sequences of up to `longest` tokens need."""
+        """Return the tables taken last, as wide as sequences of up to `longest` tokens need."""
         return [self._view(i, longest) for i in range(len(self._groups))]
 
     def changed(self, index: int, rows: Int) -> Int:
-        """Which of `rows` [n] have other tables in a cache group than the device; it is about to hear of them."""
+        """Return positions in `rows` [n] whose tables are newer than the device's, and mark them as uploaded."""
         seen, versions = self._seen[index], self._groups[index].versions[rows]
         changed: Int = np.flatnonzero(versions != seen[rows])
         seen[rows] = versions
         return changed
 
     def held(self, index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows of the step [n] int64, the tables of all rows in a cache group, and those of the step's rows."""
+        """Return the step's rows [n] int64, the tables of all rows in a cache group, and those of the step's rows."""
         return self._rows, self._tables[index], self._taken[index]
 
     def _view(self, index: int, longest: int) -> torch.Tensor:
-        """What was taken of a cache group, as wide as the longest sequence needs; mostly of the size of the last."""
+        """Return a cache group's taken tables, as wide as the longest sequence needs. Reuses a view of equal size."""
         count, columns = len(self._rows), self._groups[index].columns(longest, self._sizes[index])
         last = self._views[index]
         if last is None or last[:2] != (count, columns):

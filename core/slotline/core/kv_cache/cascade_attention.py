@@ -1,4 +1,4 @@
-"""Which prefix all requests of a step share: the blocks that stand first in the tables of all of them."""
+"""Cascade attention: finds the prefix that all requests of a step share, from the first blocks of their tables."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ Int = npt.NDArray[np.int64]
 
 
 def common_prefix_len(table: npt.NDArray[np.int32], rows: Int, num_computed: Int, block_size: int) -> int:
-    """Tokens that lie in the same blocks at the start of all `rows` and were computed before this step.
+    """Return the number of tokens in the blocks that all `rows` share at their start and that were computed before.
 
-    A multiple of the block size. Looks at the first blocks alone where those differ.
+    The result is a multiple of the block size. If the first blocks differ, only these are compared.
 
     Args:
         table: [max_requests, max_blocks], block ids by row.
-        rows: [n] of the step's requests; num_computed: [n] tokens they had in the cache before it.
+        rows: [n], rows of the step's requests.
+        num_computed: [n], tokens that the requests had in the cache before the step.
         block_size: tokens of a block of the table.
     """
     if len(rows) < 2 or not _begin_alike(table, rows):
@@ -32,13 +33,13 @@ def common_prefix_len(table: npt.NDArray[np.int32], rows: Int, num_computed: Int
 
 
 def _begin_alike(table: npt.NDArray[np.int32], rows: Int) -> bool:
-    """Whether all rows have the same first block."""
+    """Return True if all rows have the same first block."""
     return bool((table[rows, 0] == table[rows[0], 0]).all())
 
 
 @frozen(eq=False)
 class CascadeGroup:
-    """A cache group whose layers see all keys, and the backends that serve them."""
+    """A cache group whose layers see all keys, and the backends that serve it."""
 
     cache: CacheGroup
     kernel_block_size: int
@@ -46,21 +47,21 @@ class CascadeGroup:
 
 
 class Cascade:
-    """Finds a step's common prefixes, and asks the backends whether serving them apart pays.
+    """Finder of a step's common prefixes. Asks the backends if serving a prefix separately pays.
 
     Args:
-        groups: by cache group; None for those that have no cascade.
+        groups: by cache group. None for groups without cascade attention.
     """
 
     def __init__(self, groups: Sequence[CascadeGroup | None]) -> None:
         self._groups = tuple(groups)
         self.none = (0,) * len(self._groups)
         self.possible = any(group is not None for group in self._groups)
-        self._apart: Int | None = None  # a step's rows that begin with blocks of their own
+        self._apart: Int | None = None  # rows of the last step whose first blocks differ
 
     def prefixes(self, rows: Int, num_computed: Int, num_scheduled: Int) -> tuple[int, ...]:
-        """The length to serve apart in each cache group, 0 for none."""
-        if not self.possible or rows is self._apart:  # the same array in steps that repeat
+        """Return the length of the prefix to serve separately in each cache group, or 0."""
+        if not self.possible or rows is self._apart:  # repeated steps pass the same array
             return self.none
         if not any(group is not None and _begin_alike(group.cache.table, rows) for group in self._groups):
             self._apart = rows
@@ -70,7 +71,7 @@ class Cascade:
         )
 
     def longest(self, query_lens: Int, seq_len: int) -> tuple[int, ...]:
-        """The longest prefixes of a batch of requests of one length, 0 where the backends would decline."""
+        """Return the longest prefixes of a batch of requests of equal length, 0 if the backends would decline."""
         before = seq_len - int(query_lens.max())
         return tuple(
             0

@@ -1,9 +1,9 @@
-"""The encoder cache: whose items are encoded, who still needs them, and what is dropped.
+"""Encoder cache: tracks which items are encoded, which requests hold them, and which are dropped.
 
-This is the scheduler's side: it counts and holds no tensors; `Encoding` keeps those and drops what a schedule says.
-Entries are found by the hash of their item, so that requests share them. A request holds an entry from the step that
-first touches its span until the step after the one that computed the span's end. An entry that nobody holds stays until
-its room is needed; the least recently released goes first.
+This is the scheduler's part. It counts and holds no tensors. `Encoding` keeps the tensors and drops those that a
+schedule names. Entries are found by the hash of their item, so that requests share them. A request holds an entry from
+the step that first reaches its span until the step after the one that computed the span's end. An entry without holders
+stays until its room is needed. The least recently released entry is dropped first.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from slotline.registry.errors import IntegrityError
 
 @define(eq=False)
 class _Entry:
-    """Embeddings on the device, or about to be there: how many, and how many features of requests hold them."""
+    """Embeddings on the device or about to be encoded: their number, and the number of features that hold them."""
 
     size: int
     holders: int = 0
 
 
 class EncoderCache:
-    """Reference counts and room, in embeddings.
+    """Reference counts and capacity, in embeddings.
 
     Attributes:
         capacity: embeddings kept at a time.
@@ -45,19 +45,19 @@ class EncoderCache:
 
     @property
     def hashes(self) -> frozenset[str]:
-        """Items whose embeddings are kept."""
+        """Return the hashes of items whose embeddings are kept."""
         return frozenset(self._entries)
 
     @property
     def num_used(self) -> int:
-        """Embeddings kept, those that nobody holds included."""
+        """Return the number of embeddings kept, including those without holders."""
         return sum(entry.size for entry in self._entries.values())
 
     def reach(self, request: Request, num_computed: int, count: int) -> int:
-        """How many of the `count` tokens behind the computed ones a step can compute: up to the first item that
-        cannot be encoded in it.
+        """Return how many of the `count` tokens after the computed ones a step can compute.
 
-        Takes what those tokens need, and lets go what the request has passed.
+        The tokens end before the first item that cannot be encoded in the step. Takes the entries that these
+        tokens need and releases those that the request has passed.
         """
         self._pass(request, num_computed)
         for index, feature in enumerate(request.features):
@@ -68,27 +68,27 @@ class EncoderCache:
         return count
 
     def release(self, request: Request) -> None:
-        """Let go all that a request holds: it ended, or lost its blocks."""
+        """Release all entries that a request holds, because it ended or lost its blocks."""
         for feature in self._held.pop(request, {}).values():
             self._let_go(feature)
 
     def take(self) -> tuple[tuple[Feature, ...], tuple[str, ...]]:
-        """What the step encodes, and what is dropped before."""
+        """Return the features that the step encodes, and the hashes to drop before that."""
         taken = tuple(self._new.values()), tuple(self._dropped)
         self._new, self._dropped = {}, []
         return taken
 
     def forget(self, mm_hashes: Iterable[str]) -> None:
-        """Take out entries that nobody holds and that have no embeddings, so that no step needs to drop them."""
+        """Remove entries without holders and without embeddings, so that no step needs to drop them."""
         for mm_hash in mm_hashes:
             del self._idle[mm_hash], self._entries[mm_hash]
 
     def reset(self) -> None:
-        """Forget everything that nobody holds."""
+        """Forget all entries without holders."""
         self.forget(list(self._idle))
 
     def restore(self) -> None:
-        """Forget everything, also what requests hold, whatever was being scheduled."""
+        """Forget all entries, including those that requests hold, whatever was being scheduled."""
         for kept in (self._entries, self._idle, self._held, self._new, self._dropped):
             kept.clear()
 
@@ -116,7 +116,7 @@ class EncoderCache:
             raise IntegrityError(f"{self.num_used} embeddings are kept; encoder cache holds {self.capacity}")
 
     def check_request(self, request: Request, num_computed: int) -> None:
-        """Raise IntegrityError unless a running request holds each item that it stands in the middle of."""
+        """Raise IntegrityError unless a running request holds each item whose span it has partly computed."""
         held = self._held.get(request, {})
         for index, feature in enumerate(request.features):
             if feature.start < num_computed < feature.end and index not in held:
@@ -137,7 +137,7 @@ class EncoderCache:
         return True
 
     def _add(self, feature: Feature) -> _Entry | None:
-        """An entry for an item that this step encodes; None if the step or the cache has no room for it."""
+        """Add an entry for an item that this step encodes. None if the step or the cache has no room for it."""
         idle = sum(self._entries[mm_hash].size for mm_hash in self._idle)
         in_step = sum(new.size for new in self._new.values())
         if in_step + feature.size > self.max_tokens_per_step or self.num_used - idle + feature.size > self.capacity:
@@ -159,7 +159,7 @@ class EncoderCache:
     def _let_go(self, feature: Feature) -> None:
         entry = self._entries[feature.mm_hash]
         entry.holders -= 1
-        if entry.holders == 0 and feature.mm_hash in self._new:  # nobody waits for it any more
+        if entry.holders == 0 and feature.mm_hash in self._new:  # no request waits for it any more
             del self._new[feature.mm_hash], self._entries[feature.mm_hash]
         elif entry.holders == 0:
             self._idle[feature.mm_hash] = None

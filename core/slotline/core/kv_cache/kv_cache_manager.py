@@ -1,6 +1,6 @@
-"""The cache manager: block tables of the rows, and which prefixes are cached.
+"""KV cache manager: block tables of the rows, and the index of cached prefixes.
 
-One `CacheGroup` per set of layers that share a block table; what a group needs is asked of its `kv_spec` plugin.
+A `CacheGroup` is a set of layers that share a block table. Its `kv_spec` plugin decides which blocks it needs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from slotline.registry.errors import IntegrityError
 Int = npt.NDArray[np.int64]
 
 HASHED_TOGETHER = 8
-"""Full stretches of a row that are hashed at a time, unless somebody looks for a prefix before: one by one they cost
-several times as much."""
+"""Full blocks of hashing of a row that are hashed at a time, unless a prefix is looked up earlier. Hashing them singly
+costs several times as much.
+"""
 TO_LOAD = -1
-"""Stands in a prefix for a block that is not in the pool, and that a connector holds."""
+"""Placeholder in a prefix for a block that a connector holds and the pool does not."""
 
 
 class CacheGroup:
@@ -35,19 +36,19 @@ class CacheGroup:
 
     Attributes:
         spec: the kv_spec plugin's object.
-        block_size: tokens of a manager block; `ratio` kernel blocks make one.
-        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row; the null block where there is none,
-            and throughout the last row, which padded requests have.
-        versions: [max_requests + 1] int64, how often each row of the table changed; a copy is behind where it has
-            seen another number.
+        block_size: tokens of a manager block, which consists of `ratio` kernel blocks.
+        table: [max_requests + 1, max_kernel_blocks] int32, kernel blocks by row. Unused entries are the null
+            block, and so is the whole last row, which serves padded requests.
+        versions: [max_requests + 1] int64, the number of changes of each row of the table. A copy is outdated if it has
+            another number.
         blocks: manager blocks of each row, in order.
         capacity: [max_requests] int64, tokens that the row's blocks can hold.
         num_freed: [max_requests] int64, leading blocks given back early.
-        encoder_len: [max_requests] int64, an encoder's tokens that each row has blocks for, all from its first step on;
-            None where the blocks are for the sequence's own.
+        encoder_len: [max_requests] int64, the encoder's tokens that each row has blocks for, all from its first
+            step on. None if the blocks are for the sequence's own tokens.
         num_held: [max_requests] int64, manager blocks of each row.
-        needed, freeable: [max_model_len + 1] int64, what the spec says of each number of tokens, and of computed ones;
-            asked once, so that a step does not ask.
+        needed, freeable: [max_model_len + 1] int64, the spec's blocks for each number of tokens, and for each number of
+            computed tokens. Precomputed, so that steps do not call the spec.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class CacheGroup:
         self._offsets = np.arange(self.ratio, dtype=np.int32)
 
     def missing(self, rows: Int, num_tokens: Int) -> Int:
-        """Blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
+        """Return the blocks [n] to add before each of `rows` can hold `num_tokens` [n]."""
         if self.encoder_len is None:
             needed = self.needed[num_tokens]
         else:
@@ -88,18 +89,18 @@ class CacheGroup:
         return lacking
 
     def blocks_needed(self, row: int, num_tokens: int) -> int:
-        """Blocks in the row's table when its sequence has `num_tokens`."""
+        """Return the blocks in the row's table when its sequence has `num_tokens`."""
         return self.spec.blocks_needed(num_tokens if self.encoder_len is None else int(self.encoder_len[row]))
 
     def columns(self, longest: int, kernel_block_size: int) -> int:
-        """Columns of the table that sequences of up to `longest` tokens need."""
+        """Return the columns of the table that sequences of up to `longest` tokens need."""
         return -(-longest // kernel_block_size) if self.encoder_len is None else self.table.shape[1]
 
     def extend(self, row: int, blocks: Sequence[int]) -> None:
         """Append manager blocks to the row's table."""
         held = self.blocks[row]
         start = len(held) * self.ratio
-        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # the step's path: no array for a block or two
+        ids = blocks if self.ratio == 1 else self.kernel_blocks(blocks)  # hot path: no array for a block or two
         self.table[row, start : start + len(blocks) * self.ratio] = ids
         self.versions[row] += 1
         held.extend(blocks)
@@ -107,7 +108,7 @@ class CacheGroup:
         self.capacity[row] = self._capacity(len(held))
 
     def extend_all(self, rows: Int, counts: Int, blocks: list[int]) -> None:
-        """`extend` of each of `rows` [n], which are distinct, by `counts` [n] of the blocks, in order."""
+        """Call `extend` for each of `rows` [n], which are distinct, with `counts` [n] of the blocks, in order."""
         if self.ratio > 1 or self.encoder_len is not None or (counts > 1).any():
             for row, count in zip(rows.tolist(), counts.tolist(), strict=True):
                 self.extend(row, blocks[:count])
@@ -122,18 +123,18 @@ class CacheGroup:
         self.capacity[rows] = self._capacity(self.num_held[rows])
 
     def _capacity(self, num_blocks: Int | int) -> Int:
-        """Tokens that so many blocks of a row hold."""
+        """Return the tokens that this number of a row's blocks holds."""
         everything = (np.asarray(num_blocks) >= self._blocks_at_most) | (self.encoder_len is not None)
         return np.where(everything, NO_LIMIT, np.asarray(num_blocks) * self.block_size)
 
     def kernel_blocks(self, blocks: Sequence[int]) -> npt.NDArray[np.int32]:
-        """Kernel blocks of manager blocks, in order; the null block is kernel block 0 throughout."""
+        """Return the kernel blocks of manager blocks, in order. The null block maps to kernel block 0."""
         manager = np.asarray(blocks, np.int32)[:, None]
         kernel = manager * self.ratio + self._offsets  # [len(blocks), ratio]
         return np.where(manager == NULL_BLOCK, np.int32(NULL_BLOCK), kernel).reshape(-1)
 
     def free_leading(self, row: int, num_computed_tokens: int) -> list[int]:
-        """Blocks that no later token reads; the table points to the null block in their place."""
+        """Replace blocks that no later token reads by the null block in the table, and return them."""
         first, last = int(self.num_freed[row]), int(self.freeable[num_computed_tokens])
         freed = self.blocks[row][first:last]
         self.blocks[row][first:last] = [NULL_BLOCK] * (last - first)
@@ -143,14 +144,14 @@ class CacheGroup:
         return freed
 
     def restore(self) -> None:
-        """Empty the tables of all rows, whatever was being written to them."""
+        """Empty the tables of all rows, even if a table was only partly written."""
         self.table[:] = NULL_BLOCK
         self.versions += 1
         self.blocks[:] = [[] for _ in self.blocks]
         self.capacity[:] = self.num_freed[:] = self.num_held[:] = 0
 
     def clear(self, row: int) -> list[int]:
-        """Empty the row's table and return what it held."""
+        """Empty the row's table and return its blocks."""
         held, self.blocks[row] = self.blocks[row], []
         self.table[row, : len(held) * self.ratio] = NULL_BLOCK
         self.versions[row] += 1
@@ -159,16 +160,19 @@ class CacheGroup:
 
 
 class KVCacheManager:
-    """Gives rows their blocks, finds cached prefixes, and keeps full blocks findable.
+    """Allocator of the rows' blocks, with prefix caching.
 
-    Prefixes are hashed in stretches of `hash_block_size` tokens, which divides each group's block size; a group's block
-    is found by the hash of its last stretch. All groups must agree on a prefix, so it is whole blocks of each:
-    a multiple of `prefix_unit` tokens. Where the model keeps states, one of its checkpoints must stand at its end too.
+    Prefixes are hashed in pieces of `hash_block_size` tokens, which divides each group's block size. A group's block is
+    found by the hash of its last piece. All groups must agree on a prefix, so its length is a multiple of `prefix_unit`
+    tokens, whole blocks of each group. If the model keeps states, a prefix must also end at one of their checkpoints.
 
     Args:
-        prefix_unit: of a model without cache groups.
-        checkpoints: of the model's states; None where it keeps none.
-        transfers: to and from a connector; None where there is none.
+        pool: the blocks.
+        groups: the cache groups.
+        prefix_caching: find and keep cached prefixes.
+        prefix_unit: tokens of a unit for a model without cache groups.
+        checkpoints: checkpoints of the model's states. None if it keeps no states.
+        transfers: transfers to and from a connector. None if there is no connector.
     """
 
     def __init__(
@@ -190,28 +194,28 @@ class KVCacheManager:
         self.transfers = transfers
         if transfers is not None:
             pool.on_evict = transfers.evicted
-        # What is given back early, or saved elsewhere, must be findable by then.
+        # Blocks that are given back early or saved elsewhere must be findable by then.
         at_once = transfers is not None or any(group.frees_early for group in groups)
         self._together = 1 if at_once else HASHED_TOGETHER
         num_rows = max((len(group.capacity) for group in groups), default=0)
-        self._full, self._findable = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)  # stretches, by row
-        self._rows: RequestTable | None = None  # of what was committed
+        self._full, self._findable = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)  # pieces, by row
+        self._rows: RequestTable | None = None  # rows of the last commit
 
     def rows_short(self, rows: Int, num_tokens: Int) -> Int:
-        """Positions in `rows` whose blocks cannot hold `num_tokens` yet."""
+        """Return the positions in `rows` whose blocks cannot hold `num_tokens` yet."""
         short = np.zeros(len(rows), bool)
         for group in self.groups:
             short |= group.capacity[rows] < num_tokens
         return np.flatnonzero(short)
 
     def try_grow(self, row: int, num_tokens: int) -> bool:
-        """Give the row blocks for `num_tokens`; False, and nothing taken, if the pool has too few."""
+        """Give the row blocks for `num_tokens`. Return False, with nothing taken, if the pool has too few."""
         return self.try_grow_all(np.array([row]), np.array([num_tokens]))
 
     def try_grow_all(self, rows: Int, num_tokens: Int, *, spare: int = 0) -> bool:
-        """`try_grow` of `rows` [n], which are distinct, to `num_tokens` [n] each; all of them, or none.
+        """Call `try_grow` for all of `rows` [n], which are distinct, with `num_tokens` [n] each, or for none of them.
 
-        Where the pool would have fewer than `spare` blocks left, none.
+        None is grown if the pool would have fewer than `spare` blocks left.
         """
         missing = [group.missing(rows, num_tokens) for group in self.groups]
         totals = [int(counts.sum()) for counts in missing]
@@ -224,14 +228,17 @@ class KVCacheManager:
         return True
 
     def find_prefix(self, request: Request, token_ids: npt.NDArray[np.int32]) -> tuple[int, list[list[int]]]:
-        """The longest cached prefix of `token_ids`, short of the last token: its length and each group's blocks, with
-        `TO_LOAD` for those that the connector has."""
+        """Find the longest cached prefix of `token_ids`, without the last token.
+
+        Returns:
+            Its length and each group's blocks, with `TO_LOAD` for blocks that only the connector has.
+        """
         if not self.prefix_caching or request.whole_prompt or not (self.groups or self.checkpoints):
             return 0, [[] for _ in self.groups]
         self._remember_full(np.flatnonzero(self._full > self._findable))
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         hashes = self._hashes(request, token_ids, length // self.hash_block_size)
-        while True:  # a group that goes on from a shorter prefix may read other blocks: ask again until all agree
+        while True:  # a group may read other blocks for a shorter prefix: repeat until all agree
             if self.checkpoints is not None:
                 length = self.checkpoints.find(self._units(hashes, length)) * self.prefix_unit
             hits = [self._hit(group, hashes, length, loads=request.loads) for group in self.groups]
@@ -241,17 +248,17 @@ class KVCacheManager:
             length = agreed // self.prefix_unit * self.prefix_unit
 
     def whole_units(self, request: Request, token_ids: npt.NDArray[np.int32]) -> Sequence[BlockHash]:
-        """The hashes of all prefixes of `token_ids`, short of the last token, that can be gone on from."""
+        """Return the hashes of all prefixes of `token_ids`, without the last token, at which a request could resume."""
         if not self.prefix_caching or request.whole_prompt:
             return ()
         length = (len(token_ids) - 1) // self.prefix_unit * self.prefix_unit
         return self._units(self._hashes(request, token_ids, length // self.hash_block_size), length)
 
     def keep_states(self, rows: RequestTable, running: Int) -> list[tuple[int, Exception]]:
-        """Between two steps: copy the states of `running` rows that stand where a prefix may be gone on from.
+        """Copy the states of `running` rows that are at a prefix worth resuming from. Called between two steps.
 
         Returns:
-            Rows whose state could not be copied, and why.
+            Rows whose state could not be copied, with the error.
         """
         failed: list[tuple[int, Exception]] = []
         if self.checkpoints is None:
@@ -266,7 +273,7 @@ class KVCacheManager:
         return failed
 
     def reset(self) -> None:
-        """Forget all cached prefixes; what requests hold stays theirs."""
+        """Forget all cached prefixes. Blocks that requests hold stay theirs."""
         self._findable[:] = self._full
         self.pool.reset()
         if self.checkpoints is not None:
@@ -275,7 +282,7 @@ class KVCacheManager:
             self.transfers.reset()
 
     def restore(self) -> None:
-        """Take all blocks from all rows, whatever was going on; what is known to be computed stays findable."""
+        """Take all blocks from all rows, whatever state they are in. Blocks known to be computed stay findable."""
         for group in self.groups:
             group.restore()
         self._full[:] = self._findable[:] = 0
@@ -286,7 +293,10 @@ class KVCacheManager:
             self.checkpoints.restore()
 
     def lost_tokens(self, lost: Sequence[CacheBlock]) -> dict[int, int]:
-        """Forget blocks whose load failed; the rows that hold one, each with the tokens in front of its first one."""
+        """Forget blocks whose load failed.
+
+        Return the rows that hold any, with the number of tokens before the first of them.
+        """
         dropped, found = set(self.pool.drop(lost)), dict[int, int]()
         for group in self.groups if dropped else ():
             for row, blocks in enumerate(group.blocks):
@@ -296,10 +306,13 @@ class KVCacheManager:
         return found
 
     def try_admit(self, row: int, prefix: list[list[int]], num_tokens: int, hashes: Sequence[BlockHash] = ()) -> bool:
-        """Take the cached blocks and new ones for `num_tokens`; False, and nothing taken, if the pool has too few.
+        """Take the cached and new blocks for `num_tokens`. Return False, with nothing taken, if the pool has too few.
 
         Args:
-            hashes: of the stretches of the row's tokens, as far as the prefix has blocks to load.
+            row: the row that gets the blocks.
+            prefix: each group's cached blocks, as `find_prefix` returns them.
+            num_tokens: tokens that the row must hold.
+            hashes: of the pieces of the row's tokens, as far as the prefix has blocks to load.
         """
         wake = sum(1 for blocks in prefix for b in set(blocks) if b > NULL_BLOCK and self.pool.ref_count[b] == 0)
         new = sum(g.blocks_needed(row, num_tokens) - len(p) for g, p in zip(self.groups, prefix, strict=True))
@@ -313,16 +326,17 @@ class KVCacheManager:
         return self.try_grow(row, num_tokens)
 
     def tokens_to_load(self, prefix: list[list[int]]) -> int:
-        """Tokens of a prefix whose blocks come from the connector, in the group where they are most."""
+        """Return the tokens of a prefix whose blocks the connector loads, in the group with the most of them."""
         counts = (blocks.count(TO_LOAD) * g.block_size for g, blocks in zip(self.groups, prefix, strict=True))
         return max(counts, default=0)
 
     def commit(self, rows: RequestTable, changed: Int, after: Int) -> None:
-        """After a step: make blocks that became full findable, give back what no later token reads.
+        """Make blocks that became full in a step findable, and give back blocks that no later token reads.
 
         Args:
+            rows: the request table.
             changed: the step's rows.
-            after: tokens that are computed with it, by entry of `changed`.
+            after: number of computed tokens after the step, by entry of `changed`.
         """
         if self.prefix_caching and self.groups:
             self._rows = rows
@@ -334,7 +348,7 @@ class KVCacheManager:
                     self.pool.release(group.free_leading(int(changed[i]), int(after[i])))
 
     def forget(self, row: int) -> None:
-        """Let nobody find the blocks of a row whose keys, values or states are wrong, nor any checkpoint."""
+        """Make the blocks of a row with wrong keys, values or states unfindable, and drop all checkpoints."""
         if self.groups:
             self._findable[row] = self._full[row]
         for group in self.groups:
@@ -343,7 +357,7 @@ class KVCacheManager:
             self.checkpoints.reset()
 
     def release(self, row: int) -> None:
-        """Give back all blocks of the row; cached ones stay findable until taken."""
+        """Give back all blocks of the row. Cached blocks stay findable until reused."""
         if self.groups:
             if self._full[row] > self._findable[row]:
                 self._remember_full(np.array([row]))
@@ -352,7 +366,7 @@ class KVCacheManager:
             self.pool.release(group.clear(row))
 
     def blocks_for_one(self, num_tokens: int, encoder_len: int = 0) -> int:
-        """Blocks that a request of `num_tokens` needs at a time, alone in the pool."""
+        """Return the most blocks that a request of `num_tokens` holds at a time."""
         lengths = [num_tokens if group.encoder_len is None else encoder_len for group in self.groups]
         pairs = zip(self.groups, lengths, strict=True)
         return sum(min(g.spec.blocks_needed(length), g.spec.max_blocks_held()) for g, length in pairs)
@@ -382,7 +396,7 @@ class KVCacheManager:
             raise IntegrityError(f"row {row} computed more tokens than its blocks hold")
 
     def _hit(self, group: CacheGroup, hashes: Sequence[BlockHash], length: int, *, loads: bool) -> list[int]:
-        """What the group's spec finds of the first `length` tokens, where `loads` says so in the connector too."""
+        """Return the spec's prefix hit in the first `length` tokens, with the connector's blocks if `loads` is set."""
         step = group.block_size // self.hash_block_size
         own = hashes[step - 1 : length // self.hash_block_size : step]
         elsewhere: Collection[BlockHash] = ()
@@ -398,20 +412,21 @@ class KVCacheManager:
         return group.spec.prefix_hit(own, lookup)
 
     def _loading(self, group: CacheGroup, blocks: list[int], hashes: Sequence[BlockHash]) -> list[int]:
-        """`blocks` of a prefix with new ones in place of those to load, findable from now on."""
+        """Return the `blocks` of a prefix with new blocks in place of those to load, which are findable from now on."""
         assert self.transfers is not None
         step, new = group.block_size // self.hash_block_size, iter(self.pool.allocate(blocks.count(TO_LOAD)))
         own, given = hashes[step - 1 :: step], list(blocks)
         for index, block in enumerate(blocks):
             if block == TO_LOAD:
                 given[index] = next(new)
-                # Wanted before it can be found: whoever finds it may rely on it being loaded, or given up.
+                # Request the load before the block can be found, so that every finder can rely on it being loaded or
+                # given up.
                 self.transfers.want(CacheBlock(group.index, own[index], given[index]))
                 self.pool.remember(group.index, [given[index]], [own[index]])
         return given
 
     def _units(self, hashes: Sequence[BlockHash], length: int) -> Sequence[BlockHash]:
-        """Of the stretches' hashes, those at whole units up to `length` tokens."""
+        """Select the hashes at whole units, up to `length` tokens."""
         step = self.prefix_unit // self.hash_block_size
         return hashes[step - 1 : length // self.hash_block_size : step]
 
@@ -430,7 +445,7 @@ class KVCacheManager:
         return chain
 
     def _remember_full(self, which: Int) -> None:
-        """Make what is full of the rows `which` [n] findable."""
+        """Make the full blocks of the rows `which` [n] findable."""
         if len(which) == 0 or self._rows is None:
             return
         firsts, ends = self._findable[which], self._full[which]
@@ -439,7 +454,7 @@ class KVCacheManager:
         self._findable[which] = ends
 
     def _remember(self, rows: RequestTable, row: int, first: int, last: int) -> None:
-        """Make the row's blocks that are full with the stretches `first` .. `last` - 1 findable."""
+        """Make the row's blocks that the pieces `first` .. `last` - 1 fill findable."""
         hashes = self._hashes(rows.request(row), rows.token_ids[row], last)
         for group in self.groups:
             step = group.block_size // self.hash_block_size
@@ -451,6 +466,6 @@ class KVCacheManager:
 
 
 def _root(request: Request) -> bytes:
-    """Where a request's chain of hashes begins: prefixes are shared with equal salts and equal adapters."""
-    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # which was checked at admission
+    """Return the start of a request's chain of hashes. Prefixes are shared only with equal salts and equal adapters."""
+    root = hashlib.sha256(b"salt:" + request.cache_salt.encode()).digest()  # the salt was checked at admission
     return hashlib.sha256(root + b"adapter:" + request.adapter_key.encode()).digest() if request.adapter_key else root

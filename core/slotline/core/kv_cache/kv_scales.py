@@ -1,4 +1,4 @@
-"""The scales of an eight-bit cache: one pair of device scalars a layer, from the checkpoint or from the first step."""
+"""Scales of an eight-bit cache: a pair of device scalars a layer, from the checkpoint or from the first step."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ import torch
 from slotline.registry.contracts import AttentionLayer, KVScales
 
 HEADROOM = 4.0
-"""How far above the first step's largest key or value later ones may be before they are clamped.
+"""Ratio by which later keys or values may exceed the first step's largest before they are clamped.
 
-Eight-bit floats lose no precision by it: their relative rounding is the same at any size but the smallest.
+Eight-bit floats lose no precision by it: their relative rounding error is the same at any size except the smallest.
 """
 
 
 class KVScaleTable:
-    """The scales of the layers that own a cache; layers that read another's cache have its scales.
+    """The scales of the layers that own a cache. Layers that read another layer's cache use its scales.
 
     Attributes:
-        by_layer: what backends get, by layer index.
-        pending: whether they are still to be calculated.
+        by_layer: the scales that backends get, by layer index.
+        pending: True until the scales have been calculated.
 
     Args:
         layers: all attention layers of the model.
-        values: scales (of keys, of values) by layer index; a layer without has scales of 1.
+        values: scales (of keys, of values) by layer index. A layer without an entry has scales of 1.
         device_of: the device of a layer.
         dtype: of the cache.
-        calculate: whether the first step's keys and values give them instead.
+        calculate: take the scales from the first step's keys and values instead.
     """
 
     def __init__(

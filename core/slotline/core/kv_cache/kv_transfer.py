@@ -1,7 +1,7 @@
-"""Blocks on their way to and from a KV connector: what a step saves and loads, and which loads have failed.
+"""Transfers of blocks to and from a KV connector: saves and loads of a step, and failed loads.
 
-Whatever the connector raises is logged and costs its hits: what it should have loaded counts as failed, what it should
-have saved is lost to it.
+Any exception of the connector is logged and costs only cache hits: a block that it should have loaded counts as
+failed, and a block that it should have saved is not saved.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ logger = logging.getLogger("slotline")
 
 @define(eq=False)
 class Transfers:
-    """Between the cache manager, which says what to load and to save, and the engine, which says when.
+    """Queue of transfers: the cache manager adds loads and saves, the engine starts them.
 
     Attributes:
-        connector: of the plan.
-        saves_evicted: whether blocks are saved when the pool gives them up, and not when they are full.
-        name: of the plugin and who brings it, for the log.
+        connector: the plan's connector.
+        saves_evicted: save blocks when the pool evicts them, instead of when they are full.
+        name: the plugin's name and package, for the log.
     """
 
     connector: KVConnector
@@ -32,11 +32,11 @@ class Transfers:
     name: str = "the KV connector"
     _saves: list[CacheBlock] = field(factory=list, init=False)
     _loads: list[CacheBlock] = field(factory=list, init=False)
-    _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: to be loaded, and not known to be good
+    _unsure: dict[int, CacheBlock] = field(factory=dict, init=False)  # by block: requested, and not known to be loaded
     _failed: set[int] = field(factory=set, init=False)
 
     def held(self, group: int, hashes: Sequence[BlockHash]) -> Collection[BlockHash]:
-        """Those of `hashes` whose block could be loaded."""
+        """Return the hashes whose block could be loaded."""
         if not hashes:
             return ()
         try:
@@ -52,35 +52,35 @@ class Transfers:
         self._unsure[block.block] = block
 
     def evicted(self, block: CacheBlock) -> None:
-        """The pool is about to use a block for something else. One that is still to be loaded is not, then."""
+        """Handle a block that the pool is about to reuse. A block that was still to be loaded is not loaded then."""
         if self._unsure.pop(block.block, None) is None and self.saves_evicted:
             self._saves.append(block)
 
     def filled(self, group: int, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
-        """Blocks have their last tokens."""
+        """Handle blocks that became full."""
         if not self.saves_evicted:
             pairs = zip(blocks, hashes, strict=True)
             self._saves += [CacheBlock(group, one, block) for block, one in pairs if block != NULL_BLOCK]
 
     def start(self) -> tuple[CacheBlock, ...]:
-        """Begin what the next forward pass needs; what was begun to load, to be handed to `settle` behind it."""
+        """Start the transfers of the next forward pass. Return the started loads, to be passed to `settle` after it."""
         saves, self._saves = self._saves, []
         loads, self._loads = [one for one in self._loads if self._unsure.get(one.block) is one], []
         if saves or loads:
             try:
-                self.connector.start(list(saves), list(loads))  # what it does to its lists is its own
+                self.connector.start(list(saves), list(loads))  # copies, since the connector may change its lists
             except Exception:  # a plugin's code may raise anything
                 logger.exception("%s cannot save %d blocks and load %d", self.name, len(saves), len(loads))
                 self._failed |= {one.block for one in loads}
         return tuple(loads)
 
     def save_filled(self) -> None:
-        """Begin to save what is full, without waiting for another step."""
+        """Start saving full blocks without waiting for another step."""
         if not self.saves_evicted and self._saves and not self._loads:
             self.start()
 
     def wait(self, loads: Sequence[CacheBlock]) -> None:
-        """Before the forward pass that reads `loads`."""
+        """Wait for `loads` before the forward pass that reads them."""
         try:
             self.connector.wait()
         except Exception:  # a plugin's code may raise anything
@@ -88,7 +88,7 @@ class Transfers:
             self._failed |= {one.block for one in loads}
 
     def settle(self, loads: Sequence[CacheBlock]) -> list[CacheBlock]:
-        """The step that read `loads` is done: those loads, and later ones, that are known to have failed."""
+        """Return the loads known to have failed, of `loads` and of later ones, after the step that read `loads`."""
         if not self._unsure:
             return []
         try:
@@ -104,7 +104,7 @@ class Transfers:
         return lost
 
     def give_up(self) -> list[CacheBlock]:
-        """Forget all loads that are not known to be good, and return them."""
+        """Forget all loads that are not known to have succeeded, and return them."""
         unsure = list(self._unsure.values())
         self._loads.clear()
         self._unsure.clear()
@@ -112,7 +112,7 @@ class Transfers:
         return unsure
 
     def reset(self) -> None:
-        """Forget everything, here and in the connector."""
+        """Forget all blocks, here and in the connector."""
         self._saves.clear()
         self._loads.clear()
         self._unsure.clear()

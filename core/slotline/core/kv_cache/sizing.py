@@ -1,4 +1,4 @@
-"""Sizing the pool: how many blocks the memory holds beside weights and activations."""
+"""Pool sizing: computes how many blocks fit into the memory that weights and activations leave."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from slotline.registry.contracts import Device, PeakMemory
 from slotline.registry.errors import CapacityError
 
 CHECKPOINT_SHARE = 0.25
-"""Of the memory that rows leave, what `auto` gives to checkpoints: these are of use with blocks beside them alone."""
+"""Share of the memory left by rows that `auto` gives to checkpoints, which are only of use together with blocks."""
 
-_CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is not the engine's alone, unless its owner says so
+_CPU_DEFAULT_LIMIT = 4 * 2**30  # a laptop's memory is shared with other programs, unless its owner says otherwise
 
 
 @frozen(kw_only=True)
 class DeviceMemory:
-    """Where one device's memory goes, in bytes.
+    """Memory use of one device, in bytes.
 
     Attributes:
         device: torch device string.
         total: of the device.
         activations: peak of a profiling step beyond the weights.
-        cache: for its part of the pool.
-        block: one block over the layers that lie there.
+        cache: its part of the pool.
+        block: one block over the layers on the device.
     """
 
     device: str
@@ -40,12 +40,13 @@ class DeviceMemory:
 
 @frozen(kw_only=True)
 class MemoryReport:
-    """Where the memory goes, in bytes over all devices.
+    """Memory use in bytes over all devices.
 
     Attributes:
-        devices: each by itself.
-        states: of every slot, in state layers; `checkpoints` of them for checkpoints.
-        num_blocks: blocks in the pool, the null block included.
+        devices: the memory use of each device.
+        states: bytes of all state slots.
+        checkpoints: number of these slots that hold checkpoints.
+        num_blocks: blocks in the pool, including the null block.
     """
 
     devices: tuple[DeviceMemory, ...]
@@ -55,22 +56,22 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Of the devices."""
+        """Return the devices' total memory."""
         return sum(device.total for device in self.devices)
 
     @property
     def activations(self) -> int:
-        """Peak of a profiling step beyond the weights."""
+        """Return the peak of a profiling step beyond the weights."""
         return sum(device.activations for device in self.devices)
 
     @property
     def cache(self) -> int:
-        """For the pool."""
+        """Return the bytes of the pool."""
         return sum(device.cache for device in self.devices)
 
     @property
     def block(self) -> int:
-        """One block over all layers."""
+        """Return the bytes of one block over all layers."""
         return sum(device.block for device in self.devices)
 
 
@@ -85,7 +86,7 @@ def count_slots(
     beside: int = 0,
     device: Device | None = None,
 ) -> int:
-    """Slots for states, checked before they are allocated: one for each row, and those for checkpoints.
+    """Count the slots for states before they are allocated: one for each row, and those for checkpoints.
 
     Args:
         each: bytes of a slot over all state layers.
@@ -132,11 +133,11 @@ def size_pool(
     checkpoints: int = 0,
     hardware: Mapping[str, Device] | None = None,
 ) -> MemoryReport:
-    """The pool that `cache.memory` allows; the device with the least room for its part of a block decides.
+    """Size the pool that `cache.memory` allows. The device with the least room for its part of a block decides.
 
     Args:
         asked: a share of each device's memory, or a size for the cache over all of them.
-        explicit: whether the user named it.
+        explicit: True if the user set it.
         devices: each device once, with its memory and its part of a block.
         useful_blocks: more than this no set of running requests can use at a time.
         profile: runs a step of the largest shape; returns the factor from what it ran to the largest shape.
@@ -160,7 +161,7 @@ def size_pool(
     taken = state_bytes if isinstance(asked, str) or not own else 0
     cache, block, where = min(rooms, key=lambda room: room[0] // max(room[1], 1))
     cache -= taken
-    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # one more for the null block
+    num_blocks = min(cache // max(block, 1), useful_blocks) + 1  # plus the null block
     if num_blocks < 2:
         where = where if len(devices) > 1 else ""
         raise CapacityError(

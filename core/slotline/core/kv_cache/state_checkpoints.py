@@ -1,11 +1,11 @@
-"""Checkpoints: copies of states where prefixes end, so that a request can go on from a state as from cached blocks.
+"""Checkpoints: copies of states at the ends of prefixes, from which a request can resume as from cached blocks.
 
-A state is destructive: it can be kept only at the moment when a request has computed exactly a prefix. So the scheduler
-ends a request's tokens in a step where the cache specs of states want a checkpoint (`StateSpec.stops`), and before the
-next step the states that stand at such a place (`StateSpec.keeps`) are copied into slots that no row owns.
+A state is overwritten in place: it can be copied only when a request has computed exactly a prefix. The scheduler
+therefore ends a request's tokens in a step where the state cache specs want a checkpoint (`StateSpec.stops`). Before
+the next step, the states at these places (`StateSpec.keeps`) are copied into slots that no row owns.
 
-A slot belongs to its row or to the checkpoints, never to both: a state enters and leaves them as a copy. What the
-state in each slot covers is counted apart from what the rows say, so that the integrity checker can compare the two.
+A slot belongs either to its row or to the checkpoints. A state is always copied between the two. The tokens covered by
+the state in each slot are counted separately from the rows, so that the integrity checker can compare both.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ Int = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 MOST_SEEN = 1 << 16
-"""Prefixes that are remembered to tell where requests part; of units of 16 tokens, those of a million."""
+"""Number of prefixes remembered to find where requests diverge. With units of 16 tokens they cover a million tokens."""
 
 
 class States(Protocol):
-    """What is done to the states themselves; see `slotline.core.model_runner.state_dispatcher.StateRouter`."""
+    """Operations on the states themselves. See `slotline.core.model_runner.state_dispatcher.StateRouter`."""
 
     @property
     def num_slots(self) -> int:
-        """Slots in all."""
+        """Return the number of slots."""
         ...
 
     def copy(self, source: int, target: int) -> None:
-        """Copy a slot, in every layer."""
+        """Copy a slot in every layer."""
         ...
 
     def commit(self, rows: Int, accepted: Int) -> None:
-        """Make the states those after the accepted tokens; `rows` of -1 stay."""
+        """Set the states to those after the accepted tokens. Rows of -1 are skipped."""
         ...
 
 
 @define
 class CheckpointCounts:
-    """What happened, summed over a run: states that were kept, taken up again, and dropped for newer ones."""
+    """Counts over a run: states that were kept, restored, and evicted for newer ones."""
 
     kept: int = 0
     restored: int = 0
@@ -58,18 +58,18 @@ class CheckpointCounts:
 
 
 class Checkpoints:
-    """Which states are kept in which slots, and where the next ones are to be taken.
+    """Slots of the kept states, and the choice of where the next checkpoints are taken.
 
     Args:
-        rows: whose slots come first.
-        states: in as many slots; those behind the rows' are for checkpoints.
-        unit: tokens; a checkpoint stands at a multiple.
+        rows: the request table. The rows' slots come first.
+        states: the state memory. Slots after those of the rows are for checkpoints.
+        unit: tokens. Checkpoints are at multiples of it.
         rules: of the cache specs that hold the states.
         names: of these specs, for messages.
 
     Attributes:
         lengths: [num_slots] int64, tokens that the state in each slot covers, counted step by step.
-        prefixes: [num_slots] int64, tokens of the prefix that each checkpoint is found by.
+        prefixes: [num_slots] int64, tokens of the prefix by which each checkpoint is found.
         counts: see `CheckpointCounts`.
     """
 
@@ -88,21 +88,22 @@ class Checkpoints:
         self._free = list(range(num_slots - 1, rows.max_requests - 1, -1))
         self._slot_of: OrderedDict[BlockHash, int] = OrderedDict()  # least recently used first
         self._seen: OrderedDict[BlockHash, None] = OrderedDict()
-        # By row, in tokens: where a step is to end, UNDIVIDED where it may not be cut; and what was copied last.
+        # By row, in tokens: positions where a step is to end (UNDIVIDED if it may not be cut), and the last copied
+        # position.
         self._last = np.full(rows.max_requests, UNDIVIDED, np.int64)
         self._branch = np.full(rows.max_requests, UNDIVIDED, np.int64)
         self._kept = np.zeros(rows.max_requests, np.int64)
 
     @property
     def num_slots(self) -> int:
-        """Slots for checkpoints."""
+        """Return the number of slots for checkpoints."""
         return len(self.lengths) - self.rows.max_requests
 
     def find(self, hashes: Sequence[BlockHash]) -> int:
         """Return the longest prefix, in units, whose state is kept.
 
         Args:
-            hashes: those of whole units from the first on.
+            hashes: of whole units, from the first on.
 
         Raises:
             ContractError: if a cache spec answers with a prefix that is not kept.
@@ -116,9 +117,11 @@ class Checkpoints:
         """Choose where a request leaves checkpoints, and cut its first `count` tokens accordingly.
 
         Args:
-            hashes: of the whole units of its tokens, short of the last token.
-            hit: tokens that it need not compute.
-            divisible: whether its tokens may be divided over steps wherever it helps.
+            row: the request's row.
+            hashes: of the whole units of its tokens, without the last token.
+            hit: number of leading tokens that are not computed again.
+            count: tokens that the first step would compute.
+            divisible: True if its tokens may be split over steps at any place.
         """
         self._kept[row] = hit
         self._last[row] = len(hashes) * self.unit if divisible else UNDIVIDED
@@ -127,7 +130,7 @@ class Checkpoints:
         return int(self.cut(np.array([row]), np.array([hit]), np.array([count]))[0])
 
     def begin(self, row: int, hashes: Sequence[BlockHash], hit: int) -> None:
-        """A request takes its row, and goes on from the state behind its first `hit` tokens."""
+        """Assign a row to a request that resumes from the state after its first `hit` tokens."""
         if hit:
             slot = self._slot_of[hashes[hit // self.unit - 1]]
             self._slot_of.move_to_end(hashes[hit // self.unit - 1])
@@ -145,11 +148,11 @@ class Checkpoints:
 
         Args:
             rows: [n] row numbers.
-            computed: [n] tokens that are computed.
+            computed: [n] tokens that are already computed.
             counts: [n] tokens that a step would compute.
 
         Raises:
-            ContractError: if a cache spec ends a request's tokens where it computes none, or too many.
+            ContractError: if a cache spec ends a request's step at a position that computes no tokens, or too many.
         """
         if not self.num_slots or not (several := counts > 1).any():
             return counts
@@ -163,20 +166,20 @@ class Checkpoints:
         return cut
 
     def due(self, rows: Int) -> Int:
-        """Those of `rows` whose states stand where one is to be kept."""
+        """Return the rows whose states are at a position that is to be kept."""
         if not self.num_slots:
             return rows[:0]
         computed = self.rows.num_computed_tokens[rows]
         wanted = self.rules.keeps(computed, self._last[rows], self._branch[rows])
-        wanted &= self.rows.num_pending[rows] < 2  # behind drafts in flight nobody knows yet how far a state has come
+        wanted &= self.rows.num_pending[rows] < 2  # with drafts in flight, a state's position is not known yet
         due: Int = rows[wanted & (computed > 0) & (computed != self._kept[rows])]
         return due
 
     def keep(self, row: int, block_hash: BlockHash) -> None:
-        """Keep a copy of the row's state, unless there is one of its prefix.
+        """Keep a copy of the row's state, unless its prefix has one.
 
         Raises:
-            ContractError: if a cache spec wants a state that does not stand at a whole unit.
+            ContractError: if a cache spec keeps a state at a position that is not a multiple of the unit.
         """
         self._kept[row] = self.rows.num_computed_tokens[row]
         if self._kept[row] % self.unit:
@@ -199,16 +202,19 @@ class Checkpoints:
         self.counts.kept += 1
 
     def advance(self, rows: Int, computed: Int, counts: Int) -> None:
-        """A step was started that computes `counts` tokens of each of `rows` behind its `computed` ones."""
+        """Record the start of a step that computes `counts` tokens of each of `rows` after its `computed` ones."""
         self.lengths[rows] = np.where(computed > 0, self.lengths[rows], 0) + counts
         self.rows.num_accepted[rows] = 1
 
     def commit(self, rows: Int, counts: Int, accepted: Int, verified: Mask, *, done: bool = False) -> None:
-        """Of a step's tokens of its `rows`, in its order, only the first `accepted` of `counts` stand.
+        """Roll back to the first `accepted` of the `counts` tokens that a step computed for each of its `rows`.
 
         Args:
-            verified: [n] bool, which of the rows had drafts.
-            done: whether the states have been brought there behind the step's sampling, as where steps overlap.
+            rows: [n], the step's rows in its order.
+            counts: [n], tokens that the step computed.
+            accepted: [n], leading tokens that remain.
+            verified: [n] bool, True for rows with drafts.
+            done: True if the states were already rolled back after sampling, as with async scheduling.
         """
         self.rows.num_accepted[rows] = np.where(verified, accepted, 1)
         if (back := self.rules.rolls_back(counts, accepted)).any():
@@ -229,7 +235,7 @@ class Checkpoints:
         self._seen.clear()
 
     def restore(self) -> None:
-        """Free all slots that no checkpoint is found in, whatever was being kept."""
+        """Free all slots that hold no findable checkpoint, whatever was being kept."""
         used = set(self._slot_of.values())
         self._free = [slot for slot in range(len(self.lengths) - 1, self.rows.max_requests - 1, -1) if slot not in used]
 

@@ -1,4 +1,4 @@
-"""Beam search under a constraint: which tokens may come next behind each beam, and the most likely of them."""
+"""Beam search under a constraint: finds the tokens allowed after each beam, and the most likely of them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Candidates:
-    """A request's function on its logits that changes nothing and keeps the most likely of the `allowed` tokens.
+    """Logits function of a request that changes nothing and records the most likely of the `allowed` tokens.
 
     Attributes:
         allowed: [vocab_size] bool.
-        count: tokens to keep.
-        entry: them, with the model's log-probabilities, once it was called.
+        count: number of tokens to record.
+        entry: these tokens with the model's log-probabilities, after the call.
     """
 
     allowed: npt.NDArray[np.bool_]
@@ -34,6 +34,7 @@ class Candidates:
     entry: TokenLogprobs = field(factory=dict)
 
     def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        """Record the most likely allowed tokens and return the logits unchanged."""
         banned = torch.from_numpy(~self.allowed).to(logits.device)
         scores = logits.log_softmax(dim=-1).masked_fill(banned, -torch.inf)
         values, ids = scores.topk(min(self.count, int(self.allowed.sum())))
@@ -43,7 +44,7 @@ class Candidates:
 
 
 class BeamGrammar:
-    """A compiled constraint, asked about all beams of a round at once."""
+    """A compiled constraint, evaluated for all beams of a round at once."""
 
     def __init__(self, engine: Engine, wanted: StructuredOutputsParams) -> None:
         if engine.grammars is None:
@@ -59,7 +60,7 @@ class BeamGrammar:
             self._grammar = self._backend.compile(wanted.constraint)
 
     def candidates(self, outputs: Sequence[Sequence[int]], count: int) -> list[Candidates]:
-        """For each of some outputs so far, a function that keeps the `count` most likely tokens that may follow."""
+        """Return, for each output so far, a function that records the `count` most likely tokens that may follow."""
         states = [self._backend.start(self._grammar) for _ in outputs]
         for state, output in zip(states, outputs, strict=True):
             if state.accept(output) != len(output):

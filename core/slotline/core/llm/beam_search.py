@@ -1,7 +1,7 @@
 """Beam search, as a loop around `LLM.generate`. Torch-free.
 
-The rules are those of transformers' `generate(num_beams=...)`, so that the same model gives the same sequences; the
-names are vLLM's. Each round asks for one token of every beam, with the log-probabilities of the most likely ones.
+The rules are those of transformers' `generate(num_beams=...)`, so that the same model gives the same sequences. The
+names are vLLM's. Each round asks for one token of every beam, with the log-probabilities of the most likely tokens.
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class BeamSearchParams:
-    """How to search.
+    """Parameters of a beam search.
 
     Attributes:
         beam_width: beams that are kept, and sequences that are returned.
         max_tokens: most output tokens.
-        ignore_eos: go on past the model's end-of-sequence tokens.
+        ignore_eos: continue after the model's end-of-sequence tokens.
         length_penalty: a sequence's score is its log-probability divided by its number of output tokens to this power.
-        structured_outputs: what the output must look like. Scores stay the model's: what is banned is left out, and the
-            rest is not scaled up.
-        early_stopping: True ends a search with `beam_width` finished sequences; False also if the best running beam,
-            were it to end now, is worse than all of them; "never" if it cannot become better at any length.
+        structured_outputs: constraint on the output. Scores stay the model's: banned tokens are left out, and the
+            remaining
+            probabilities are not rescaled.
+        early_stopping: True ends a search with `beam_width` finished sequences. False also requires that the best
+            running
+            beam, ended now, is worse than all of them. "never" requires that it cannot become better at any length.
 
     Raises:
-        RequestError: naming the parameter, its value and what is allowed.
+        RequestError: naming the parameter, its value and the allowed values.
     """
 
     beam_width: int = field(converter=plain_number)
@@ -80,12 +82,12 @@ class BeamSearchSequence:
     """A continuation of a prompt.
 
     Attributes:
-        tokens: the prompt's and the output's.
-        logprobs: of the output's tokens, one entry each: the most likely tokens at that place, its own among them.
-        cum_logprob: the sum of its own tokens' log-probabilities.
-        score: the same with the length penalty; what sequences are ordered by.
-        text: of `tokens`, without special tokens; empty if the model has no tokenizer.
-        finish_reason: `stop`, `length`, or `abort` if a request of the search was aborted while it was running.
+        tokens: tokens of the prompt and the output.
+        logprobs: one entry for each output token: the most likely tokens at its place, including itself.
+        cum_logprob: the sum of its output tokens' log-probabilities.
+        score: `cum_logprob` with the length penalty. Sequences are ordered by it.
+        text: text of `tokens`, without special tokens. Empty if the model has no tokenizer.
+        finish_reason: `stop`, `length`, or `abort` if a request of the search was aborted.
         stop_reason: the end-of-sequence token that ended it.
     """
 
@@ -98,7 +100,7 @@ class BeamSearchSequence:
     stop_reason: int | None = None
 
     def then(self, token: int, entry: TokenLogprobs) -> BeamSearchSequence:
-        """The same with one more token."""
+        """Return the sequence with one more token."""
         return BeamSearchSequence(
             tokens=[*self.tokens, token],
             logprobs=[*self.logprobs, entry],
@@ -108,7 +110,7 @@ class BeamSearchSequence:
 
 @define(kw_only=True)
 class BeamSearchOutput:
-    """The sequences that were found for a prompt, best first."""
+    """The sequences found for a prompt, best first."""
 
     sequences: list[BeamSearchSequence]
 
@@ -127,11 +129,11 @@ class Beams:
 
     @property
     def num_candidates(self) -> int:
-        """So many continuations are looked at that enough to go on with are left if the others end."""
+        """Return the number of continuations to examine, so that enough remain if the others end."""
         return max(2, 1 + len(self.eos_token_ids)) * self.params.beam_width
 
     def advance(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Take the most likely next tokens of each running beam."""
+        """Extend the running beams by their most likely next tokens."""
         width = self.params.beam_width
         candidates = [
             beam.then(token, entry) for beam, entry in zip(self.running, entries, strict=True) for token in entry
@@ -146,7 +148,7 @@ class Beams:
         self.done = not self.running or (len(self.finished) == width and not self._can_improve())
 
     def abort(self) -> None:
-        """End the search; the running beams are as far as they got."""
+        """End the search with the running beams as they are."""
         for beam in self.running:
             self._score(beam)
             beam.finish_reason = "abort"
@@ -157,7 +159,7 @@ class Beams:
         beam.score = beam.cum_logprob / max(1, len(beam.logprobs)) ** self.params.length_penalty
 
     def _end(self, beam: BeamSearchSequence) -> None:
-        """See whether a candidate ends, and score it."""
+        """Score a candidate and mark it if it ends."""
         self._score(beam)
         if beam.tokens[-1] in self.eos_token_ids:
             beam.finish_reason, beam.stop_reason = "stop", beam.tokens[-1]
@@ -165,7 +167,7 @@ class Beams:
             beam.finish_reason = "length"
 
     def _can_improve(self) -> bool:
-        """Whether the best running beam may still displace a finished sequence."""
+        """Return True if the best running beam may still displace a finished sequence."""
         if self.params.early_stopping is True:
             return False
         length, penalty = len(self.running[0].logprobs), self.params.length_penalty
@@ -219,7 +221,7 @@ class BeamSearch:
         self._rounds = params.max_tokens
 
     def run(self, progress: Progress) -> list[BeamSearchOutput]:
-        """Rounds until every search is done."""
+        """Run rounds until every search is done."""
         enabled = self._llm.loaded.config.observability.progress
         with progress_bar(self._rounds, enabled=enabled, asked=progress) as bar:
             while open_searches := [i for i, search in enumerate(self._searches) if not search.done]:
@@ -252,7 +254,7 @@ class BeamSearch:
                 self._searches[i].advance(entries)
 
     def _candidates(self, which: Sequence[int]) -> list[Candidates]:
-        """What looks at the logits of the searches' beams in turn, under a constraint; empty without one."""
+        """Return logits functions for the searches' beams, in order, if there is a constraint, else an empty list."""
         if self._grammar is None:
             return []
         searches = [self._searches[i] for i in which]

@@ -1,4 +1,4 @@
-"""`best_of`: sample more outputs than are wanted and keep the most likely ones. Torch-free."""
+"""`best_of`: sample more outputs than are wanted and keep the most likely of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slotline.registry.errors import RequestError
 
 
 def check_best_of(params: Sequence[SamplingParams], logprobs_mode: str) -> None:
-    """Outputs are compared by the sums of their log-probabilities.
+    """Check that outputs can be compared by the sums of their log-probabilities.
 
     Raises:
         RequestError: if this engine's `logprobs` are logits.
@@ -26,13 +26,13 @@ def check_best_of(params: Sequence[SamplingParams], logprobs_mode: str) -> None:
 
 
 def single(params: SamplingParams) -> SamplingParams:
-    """The parameters of one output of several."""
+    """Return the parameters of a single output out of several."""
     scored = 0 if _selects(params) and params.logprobs is None else params.logprobs
     return evolve(params, n=1, best_of=None, logprobs=scored)
 
 
 def best_of(output: RequestOutput, params: SamplingParams) -> RequestOutput:
-    """The `n` outputs with the highest `cumulative_logprob`, best first; outputs that failed come last."""
+    """Return the `n` outputs with the highest `cumulative_logprob`, best first. Failed outputs come last."""
     if not _selects(params):
         return output
     kept = sorted(output.outputs, key=_worse)[: params.n]

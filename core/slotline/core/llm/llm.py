@@ -54,7 +54,7 @@ _SHORT = {
 
 
 class LLM:
-    """A model behind its slots, ready to generate.
+    """A model ready to generate, offline.
 
     Example:
         >>> llm = LLM()  # the small model that ships with slotline
@@ -87,12 +87,12 @@ class LLM:
 
     @property
     def plan(self) -> Plan:
-        """What runs and why."""
+        """Return the plan: the parts that run, with reasons."""
         return self.engine.plan
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer.
+        """Return the model's tokenizer.
 
         Raises:
             RequestError: if the model has none.
@@ -102,10 +102,10 @@ class LLM:
         return self.engine.tokenizer
 
     def update_config(self, **settings: Any) -> None:
-        """Change what the next `reload_weights` reads: `model`, the checkpoint's folder. The plan stays as it is.
+        """Change the settings of the next `reload_weights`: `model`, the checkpoint's folder. The plan stays as it is.
 
         Raises:
-            ConfigError: for any other setting, since what it decided has been built; nothing is changed then.
+            ConfigError: for any other setting, since the engine is already built with it. Nothing is changed then.
         """
         fixed = sorted(settings.keys() - {"model"})
         if fixed:
@@ -118,25 +118,26 @@ class LLM:
 
     @known_options
     def reload_weights(self) -> None:
-        """Read the weights again, in place, and forget the prefixes that the old ones computed.
+        """Read the weights again, in place, and forget the prefixes computed with the old ones.
 
-        They come from the folder that `update_config` named last, else from the model's own.
+        The weights come from the folder last given to `update_config`, else from the model's own.
 
         Raises:
-            RequestError: if a request is unfinished; or if the merged adapter cannot be merged into the new weights,
-                which stay without it then.
-            ModelError: if they are missing or do not fit; the old ones stay.
+            RequestError: if a request is unfinished, or if the merged adapter cannot be merged into the new weights. In
+                the
+                second case the new weights stay without the adapter.
+            ModelError: if the weights are missing or do not fit. The old ones stay.
         """
         self.engine.reload_weights(self._weights)
 
     @known_options
     def add_lora(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter before it is needed; False if it was known already.
+        """Load an adapter before it is needed. Return False if it was already known.
 
         It takes a slot on the device if one is free or idle, else when its first request joins the batch.
 
         Raises:
-            RequestError: if it cannot be held, or another one has its name or number.
+            RequestError: if it cannot be held, or another adapter has its name or number.
         """
         if not isinstance(lora_request, LoRARequest):
             raise RequestError(f"{safe_repr(lora_request)} is no adapter", fix="give LoRARequest(name, number, path)")
@@ -146,7 +147,7 @@ class LLM:
 
     @known_options
     def remove_lora(self, lora_id: int) -> bool:
-        """Unload an adapter; False if there is none of that number.
+        """Unload an adapter. Return False if none has this number.
 
         Raises:
             RequestError: if a request uses it.
@@ -156,10 +157,10 @@ class LLM:
 
     @known_options
     def pin_lora(self, lora_id: int) -> bool:
-        """Have a known adapter keep its slot on the device until it is removed.
+        """Keep a known adapter in its slot on the device until it is removed.
 
         Raises:
-            RequestError: if it is not known, or no slot can be had for it.
+            RequestError: if it is not known, or if there is no slot for it.
         """
         with self.engine.plugins.naming():
             self.engine.exclusively(self._adapters.pin, lora_id)
@@ -167,7 +168,7 @@ class LLM:
 
     @known_options
     def list_loras(self) -> set[int]:
-        """The numbers of the known adapters, on the device or in host memory."""
+        """Return the numbers of the known adapters, on the device or in host memory."""
         return self.engine.exclusively(lambda: self._adapters.numbers)
 
     @known_options
@@ -180,19 +181,22 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: Progress = None,
     ) -> list[RequestOutput]:
-        """Generate for each prompt; the outputs come in the prompts' order.
+        """Generate for each prompt. The outputs come in the prompts' order.
 
         Args:
-            prompts: one or many; each a text, token ids, or a mapping with `prompt` or `prompt_token_ids` and
+            prompts: one prompt or many. A prompt is a text, token ids, or a mapping with `prompt` or `prompt_token_ids`
+                and
                 optionally `multi_modal_data`, `priority`, `cache_salt`, `request_id`. `multi_modal_data` maps a
-                modality such as ``image`` to an item or to a list, one for each of its placeholders in the prompt.
-            sampling_params: one for all, or one for each.
-            lora_request: the adapter for all, or one or None for each; the name of a loaded one will do.
-            progress: show a progress bar; by default as `observability.progress` says, on a terminal.
-            use_tqdm: vLLM's name for the same; or a class that makes the bar, as `tqdm.tqdm` does.
+                    modality,
+                for example ``image``, to an item or to a list with one for each of its placeholders in the prompt.
+            sampling_params: one for all prompts, or one for each.
+            lora_request: an adapter for all prompts, or an adapter or None for each. The name of a loaded adapter also
+                works.
+            progress: show a progress bar. The default follows `observability.progress`, on a terminal only.
+            use_tqdm: vLLM's name for the same, or a class that makes the bar, as `tqdm.tqdm` does.
 
         Raises:
-            RequestError: if a prompt or its parameters are wrong; no request of the call runs then.
+            RequestError: if a prompt or its parameters are wrong. No request of the call runs then.
         """
         shown = as_progress(progress, use_tqdm)
         given = as_prompts(prompts)
@@ -206,18 +210,18 @@ class LLM:
         adapters: Sequence[AdapterChoice],
         progress: Progress,
     ) -> list[RequestOutput]:
-        """Generate for each prompt with its parameters, without the model's defaults for what they leave out."""
+        """Generate for each prompt with its parameters as they are, without the model's defaults."""
         check_best_of(params, self.loaded.config.sampling.logprobs_mode)
         groups = self._add_all(prompts, params, adapters)
         self._run(groups, progress)
         return [best_of(self.engine.output(group), one) for group, one in zip(groups, params, strict=True)]
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the parameters of a request that names none: the model's own defaults where it has some."""
+        """Return the parameters of a request that sets none: the model's own defaults if it has any."""
         return SamplingParams().with_defaults(self.engine.sampling_defaults)
 
     def _params(self, given: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
-        """The parameters of each prompt, with the model's defaults for what they leave out."""
+        """Return the parameters of each prompt, with the model's defaults for those left out."""
         params, defaults = as_params(given, count, SamplingParams()), self.engine.sampling_defaults
         if not defaults or not all(isinstance(one, SamplingParams) for one in params):
             return params
@@ -233,19 +237,20 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: Progress = None,
     ) -> list[BeamSearchOutput]:
-        """The most likely continuations of each prompt that a beam search finds, best first.
+        """Find the most likely continuations of each prompt by beam search, best first.
 
-        Every round is one step for all beams of all prompts; with prefix caching a beam computes its newest token and
-        what its last block lacks.
+        Every round is one step for all beams of all prompts. With prefix caching, a beam computes only its newest token
+        and
+        the tokens of its last, incomplete block.
 
         Args:
             prompts: texts, token ids, or mappings with `prompt` or `prompt_token_ids` and optionally `cache_salt`.
             params: the same for all.
             lora_request: as for `generate`.
-            progress, use_tqdm: as for `generate`; a round is a step of the bar.
+            progress, use_tqdm: as for `generate`. A round is a step of the bar.
 
         Raises:
-            RequestError: if a prompt or the parameters are wrong, or log-probabilities cannot be had.
+            RequestError: if a prompt or the parameters are wrong, or if log-probabilities are not available.
         """
         if not isinstance(params, BeamSearchParams):
             raise RequestError(
@@ -270,17 +275,18 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: Progress = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """Pool the hidden states of each prompt; the outputs come in the prompts' order.
+        """Pool the hidden states of each prompt. The outputs come in the prompts' order.
 
         Args:
             prompts: as for `generate`.
-            pooling_params: one for all, or one for each.
-            pooling_task: the task of parameters that name none; one of both must name it.
+            pooling_params: one for all prompts, or one for each.
+            pooling_task: the task of parameters that name none. One of the two must name it.
             lora_request, progress, use_tqdm: as for `generate`.
 
         Raises:
-            RequestError: if a prompt or its parameters are wrong, or the engine runs another task; no request of the
-                call runs then.
+            RequestError: if a prompt or its parameters are wrong, or the engine runs another task. No request of the
+                call runs
+                then.
         """
         given = as_prompts(prompts)
         params = as_params(pooling_params, len(given), PoolingParams())
@@ -300,7 +306,7 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: Progress = None,
     ) -> list[EmbeddingRequestOutput]:
-        """An embedding for each prompt; see `encode`. Needs an engine whose task is ``embed``."""
+        """Return an embedding for each prompt, see `encode`. Needs an engine whose task is ``embed``."""
         outputs = self.encode(
             prompts,
             pooling_params,
@@ -321,7 +327,7 @@ class LLM:
         progress: bool | None = None,
         use_tqdm: Progress = None,
     ) -> list[ClassificationRequestOutput]:
-        """Class scores for each prompt; see `encode`. Needs an engine whose task is ``classify``."""
+        """Return class scores for each prompt, see `encode`. Needs an engine whose task is ``classify``."""
         outputs = self.encode(
             prompts,
             pooling_params,
@@ -333,9 +339,9 @@ class LLM:
         return cast(list[ClassificationRequestOutput], outputs)
 
     def _run(self, groups: list[list[Request]], progress: Progress) -> None:
-        """Step until the requests have ended; abort them if that is interrupted.
+        """Run until all requests finish. Abort them on an error or interrupt.
 
-        They may end in another thread's step, or be aborted by a callback, so each is asked whether it has ended.
+        Requests may end in another thread's step or be aborted by a callback, so each request is checked.
         """
         unfinished = [request for group in groups for request in group]
         enabled = self.loaded.config.observability.progress
@@ -370,26 +376,30 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the assistant's turn of one conversation or of many.
 
-        A message's content may be a list of parts, such as ``{"type": "text", "text": "..."}`` and
-        ``{"type": "image", "image": image}``, as in transformers. A template that prints the content as one text gets
-        the parts joined by line breaks, as in vLLM.
+        A message's content may be a list of parts, for example ``{"type": "text", "text": "..."}`` and
+        ``{"type": "image", "image": image}``, as in transformers. If a template prints the content as one text, the
+        parts are
+        joined by line breaks, as in vLLM.
 
         Args:
             messages: one conversation or many.
             sampling_params, lora_request, progress, use_tqdm: as for `generate`.
-            chat_template: a template in place of the tokenizer's, or the name of one of several.
-            chat_template_content_format: ``string`` or ``openai`` for templates that read a content as one text or as
-                a list of parts; ``auto`` looks at the template.
-            add_generation_prompt: begin the assistant's turn; the default, unless the last message is continued.
-            continue_final_message: leave the last message open, so that the output goes on with it; or the name of the
-                field to go on with, instead of its content.
+            chat_template: a template in place of the tokenizer's, or the name of one of its templates.
+            chat_template_content_format: ``string`` or ``openai`` for templates that read a content as one text or as a
+                list
+                of parts. ``auto`` inspects the template.
+            add_generation_prompt: begin the assistant's turn. This is the default, unless the last message is
+                continued.
+            continue_final_message: leave the last message open, so that the output continues it, or the name of the
+                field to
+                continue instead of its content.
             tools: functions with type hints, or JSON schemas.
-            documents: what the template shows besides messages.
-            chat_template_kwargs, template_options: variables that the template reads, such as ``enable_thinking``.
+            documents: documents that the template shows in addition to the messages.
+            chat_template_kwargs, template_options: variables that the template reads, for example ``enable_thinking``.
 
         Raises:
-            RequestError: if a message cannot be read, an option is none that the template reads, or the template
-                refuses the messages or does not come to an end; no request of the call runs then.
+            RequestError: if a message cannot be read, the template does not read an option, or the template refuses the
+                messages or does not terminate. No request of the call runs then.
         """
         options = chat_options(
             chat_template_kwargs,
@@ -417,7 +427,7 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, lora_request: AdapterChoice = None
     ) -> Iterator[RequestOutput]:
-        """Generate for one prompt and yield its output after each step: the text so far, until it is finished."""
+        """Generate for one prompt and yield its output so far after each step, until it is finished."""
         params = self._params(sampling_params, 1)
         if isinstance(params[0], SamplingParams) and (params[0].best_of or 1) > params[0].n:
             raise RequestError(
@@ -426,7 +436,7 @@ class LLM:
             )
         (group,) = self._add_all(
             [prompt], params, as_lora_requests(lora_request, 1), stream=True
-        )  # at once, so that a mistake shows here
+        )  # immediately, so that a mistake is raised here
         return self._stream(group)
 
     def _stream(self, group: list[Request]) -> Iterator[RequestOutput]:
@@ -449,7 +459,7 @@ class LLM:
         *,
         stream: bool = False,
     ) -> list[list[Request]]:
-        """Queue every prompt, or none if one is wrong."""
+        """Queue every prompt, or none if any is wrong."""
         groups: list[list[Request]] = []
         try:
             for prompt, one, adapter in zip(prompts, params, adapters, strict=True):
@@ -471,7 +481,7 @@ class LLM:
         *,
         stream: bool,
     ) -> None:
-        """Queue one prompt; sampling ones `params.n` times, with seeds of their own."""
+        """Queue one prompt. A sampling prompt is queued `params.n` times, each with its own seed."""
         fields = self._fields(prompt)
         if adapter is not None:
             fields["lora_request"] = self._adapter(adapter)
@@ -487,26 +497,26 @@ class LLM:
             group.append(self.engine.add(name, params=one, index=index, stream=stream, **fields))
 
     def _abort(self, requests: Iterable[Request]) -> None:
-        """Abort those of a call's requests that have not ended."""
+        """Abort the requests of a call that have not ended."""
         for request in requests:
             if self.engine.requests.get(request.request_id) is request:
                 self.engine.abort(request.request_id)
 
     def _know(self, lora_request: LoRARequest) -> bool:
-        """Load an adapter; whether it was known before."""
+        """Load an adapter. Return True if it was already known."""
         known = lora_request.lora_int_id in self._adapters.numbers
         self._adapters.add(lora_request)
         return known
 
     def _adapter(self, adapter: AdapterChoice) -> LoRARequest | None:
-        """An adapter that may be named by the name of a loaded one."""
+        """Return the adapter, which may be given by the name of a loaded one."""
         if isinstance(adapter, str):
             return self.engine.exclusively(self._adapters.named, adapter)
         return adapter
 
     @property
     def _adapters(self) -> AdapterManager:
-        """The engine's adapters.
+        """Return the engine's adapters.
 
         Raises:
             RequestError: if it has none.

@@ -1,4 +1,4 @@
-"""Refuse options that a method of `LLM` does not have, with what was probably meant. Torch-free."""
+"""Check of options: refuse those that a method of `LLM` does not have, suggesting similar names. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _PARAMETERS = {"sampling_params": SamplingParams, "pooling_params": PoolingParam
 
 
 def known_options(method: Callable[P, T]) -> Callable[P, T]:
-    """Have a method refuse options that it does not have.
+    """Make a method refuse options that it does not have.
 
     Raises:
-        RequestError: when it is called with one.
+        RequestError: when the method is called with an unknown option.
     """
     names = tuple(inspect.signature(method).parameters)
 
@@ -39,7 +39,7 @@ def known_options(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def unknown_option(method: str, name: str, names: Iterable[str], fix: str | None = None) -> RequestError:
-    """Return the error for an option that a method does not have; `names` are those that it has."""
+    """Return the error for an option that a method does not have. `names` are its known options."""
     names = [one for one in names if one != "self"]
     for argument, kind in _PARAMETERS.items():
         if argument in names and name in {field.name for field in fields(kind)}:

@@ -1,4 +1,4 @@
-"""From a prompt as users give it to the arguments of `Engine.add`."""
+"""Conversion of a user's prompt to the arguments of `Engine.add`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 
 def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: EncoderRunner | None) -> dict[str, Any]:
-    """The arguments of `Engine.add` that a prompt stands for.
+    """Return the arguments of `Engine.add` for a prompt.
 
     Args:
-        encode: makes token ids of a text; called where the prompt has none.
-        encoding: reads items; None for a model of text alone.
+        prompt: text, token ids or a mapping, as for `LLM.generate`.
+        encode: converts a text to token ids. Called if the prompt has none.
+        encoding: reads items. None for a text-only model.
 
     Raises:
         RequestError: if the prompt cannot be read.
@@ -44,7 +45,7 @@ def prompt_fields(prompt: Prompt, encode: Callable[[str], list[int]], encoding: 
 
 
 def _with_items(token_ids: Sequence[int], data: Mapping[str, Any], encoding: EncoderRunner | None) -> dict[str, Any]:
-    """The prompt with its items in the place of their placeholders."""
+    """Return the prompt's fields with its items in place of their placeholders."""
     if not isinstance(data, Mapping):
         raise RequestError(f"multi_modal_data={safe_repr(data)} is no mapping", fix="give {'image': ...}")
     if encoding is None:

@@ -1,4 +1,4 @@
-"""What the engine, the scheduler and the runner ask of adapters, be they in slots or merged into the weights."""
+"""Adapter manager protocol, as seen by the engine, the scheduler and the runner, for adapters in slots or merged."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from slotline.core.batch.request import Request
 
 
 class AdapterManager(Protocol):
-    """The adapters of an engine; `adapters.Adapters` has the details of each method."""
+    """The adapters of an engine. `AdapterSlots` documents each method."""
 
     @property
     def numbers(self) -> set[int]:
-        """The known adapters' numbers."""
+        """Return the known adapters' numbers."""
         ...
 
     def named(self, name: str) -> LoRARequest:
-        """The known adapter of a name."""
+        """Return the known adapter of a name."""
         ...
 
     def add(self, request: LoRARequest) -> object:
-        """Know an adapter."""
+        """Register an adapter."""
         ...
 
     def remove(self, number: int) -> bool:
-        """Forget an adapter; False if there is none of that number."""
+        """Forget an adapter. Return False if none has this number."""
         ...
 
     def pin(self, number: int) -> None:
-        """Have an adapter keep its slot."""
+        """Keep an adapter in its slot."""
         ...
 
     def enter(self, request: Request) -> None:
@@ -43,35 +43,35 @@ class AdapterManager(Protocol):
         ...
 
     def leave(self, request: Request) -> None:
-        """The request has ended."""
+        """Handle the end of a request."""
         ...
 
     def acquire(self, request: Request) -> bool:
-        """Give a request's adapter a slot; False if all are in use."""
+        """Give a request's adapter a slot. Return False if all are in use."""
         ...
 
     def activate(self, request: Request) -> None:
-        """Bring an acquired adapter into its slot."""
+        """Load an acquired adapter into its slot."""
         ...
 
     def release(self, request: Request) -> None:
-        """The request has left the batch."""
+        """Handle a request that has left the batch."""
         ...
 
     def recount(self, unfinished: Sequence[Request]) -> None:
-        """Count users and holders again; rows and slots are as the unfinished requests say."""
+        """Recount users and holders from the unfinished requests, whose rows and slots are correct."""
         ...
 
     def reloaded(self) -> None:
-        """The model's weights have been read again."""
+        """Handle a reload of the model's weights."""
         ...
 
     def check(self) -> None:
-        """Raise IntegrityError unless everything agrees."""
+        """Raise IntegrityError unless slots, holders and rows agree."""
         ...
 
     def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
-        """How many adapters in slots the rows have."""
+        """Return how many adapters in slots the rows use."""
         ...
 
     def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""One adapter in the base model's own weights: steps cost nothing more, and no other adapter can be had beside it."""
+"""Adapter merged into the base model's weights: steps cost nothing more, but no other adapter can be used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from slotline.registry.errors import ModelError, RequestError
 
 
 class MergedAdapter:
-    """Implements `adapter_source.AdapterSource` with at most one adapter at a time.
+    """Implementation of `AdapterManager` with at most one adapter at a time.
 
-    What an adapter adds to a weight is what the plugin makes of the identity, so any plugin will do.
+    The adapter's addition to a weight is the plugin's output for the identity matrix, so any plugin works.
 
     Args:
         lora: the built plugin.
-        model: whose weights change.
-        modules: the linear layers and embeddings that may carry an adapter; `embeddings` those that are such.
-        max_tokens: rows of the identity at a time.
-        device_of: path of each of the modules -> where it lies.
+        model: the model whose weights change.
+        modules: the linear layers and embeddings that may carry an adapter.
+        embeddings: the embeddings among the modules.
+        max_tokens: rows of the identity matrix at a time.
+        device_of: path of each of the modules -> its device.
         dtype: of the model.
     """
 
@@ -52,20 +53,20 @@ class MergedAdapter:
 
     @property
     def numbers(self) -> set[int]:
-        """The merged adapter's number, if there is one."""
+        """Return the merged adapter's number, if there is one."""
         return set() if self._merged is None else {self._merged.lora_int_id}
 
     def named(self, name: str) -> LoRARequest:
-        """See `Adapters.named`."""
+        """Return the merged adapter if it has this name. See `AdapterSlots.named`."""
         if self._merged is None or self._merged.lora_name != name:
             raise RequestError(f"there is no adapter {name!r}", fix="give a LoRARequest")
         return self._merged
 
     def add(self, request: LoRARequest) -> object:
-        """Merge an adapter, unless it is.
+        """Merge an adapter, unless it is already merged.
 
         Raises:
-            RequestError: if another one is merged, requests are unfinished, or it cannot be merged.
+            RequestError: if another adapter is merged, requests are unfinished, or it cannot be merged.
         """
         if self._merged == request:
             return request
@@ -95,19 +96,19 @@ class MergedAdapter:
         return True
 
     def pin(self, number: int) -> None:
-        """It stays in any case.
+        """Check that the adapter is merged. It stays in any case.
 
         Raises:
-            RequestError: if it is not the merged one.
+            RequestError: if it is not the merged adapter.
         """
         if number not in self.numbers:
             raise RequestError(f"there is no adapter {number}", fix=f"loaded are {sorted(self.numbers)}")
 
     def enter(self, request: Request) -> None:
-        """Refuse a request for what the weights are not.
+        """Refuse a request that does not match the weights.
 
         Raises:
-            RequestError: as `add`, or for a request without an adapter once one is merged.
+            RequestError: as `add`, or for a request without an adapter once an adapter is merged.
         """
         if request.lora_request is not None:
             self.add(request.lora_request)
@@ -120,45 +121,45 @@ class MergedAdapter:
         self._users += 1
 
     def leave(self, request: Request) -> None:
-        """See `Adapters.leave`."""
+        """Count a request that has ended. See `AdapterSlots.leave`."""
         self._users -= 1
 
     def recount(self, unfinished: Sequence[Request]) -> None:
-        """See `AdapterManager.recount`."""
+        """Recount the users. See `AdapterManager.recount`."""
         self._users = len(unfinished)
 
     def acquire(self, request: Request) -> bool:
-        """There is nothing to wait for."""
+        """Return True, since there is nothing to wait for."""
         return True
 
     def activate(self, request: Request) -> None:
-        """The weights are the adapter."""
+        """Do nothing, since the weights include the adapter."""
 
     def release(self, request: Request) -> None:
-        """Nothing is held."""
+        """Do nothing, since no slot is held."""
 
     def reloaded(self) -> None:
         """Merge the adapter into the new weights.
 
         Raises:
-            RequestError: if it cannot be merged; no adapter is merged any more then.
+            RequestError: if it cannot be merged. No adapter is merged then.
         """
         merged, self._merged = self._merged, None
         if merged is not None:
             self._merge(merged)
 
     def check(self) -> None:
-        """There is nothing to disagree."""
+        """Do nothing, since nothing can disagree."""
 
     def use_by(self, rows: npt.NDArray[np.int64]) -> AdapterUse:
-        """No row has a slot."""
+        """Return NONE, since no row has a slot."""
         return AdapterUse.NONE
 
     def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
-        """Nothing to plan."""
+        """Do nothing, since there is nothing to plan."""
 
     def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
-        """Nothing to plan."""
+        """Do nothing, since there is nothing to plan."""
 
     def _refuse_users(self, what: str) -> None:
         if self._users:
@@ -166,7 +167,7 @@ class MergedAdapter:
 
     @torch.inference_mode()
     def _merge(self, request: LoRARequest) -> None:
-        """Add an adapter to the base model's weights, or leave these as they were."""
+        """Add an adapter to the base model's weights, or leave the weights as they were."""
         key = load_key(request)
         slot = self._lora.load(request.lora_name, request.lora_path)
         try:
@@ -174,7 +175,7 @@ class MergedAdapter:
                 delta = self._delta(slot, name, inner, outer)
                 if bool(delta.any()):
                     self._model.add_to_weight(name, delta)
-        except BaseException as error:  # a plugin's code may raise anything, with half of the layers done
+        except BaseException as error:  # a plugin's code may raise anything, with only some layers done
             self._model.reload_weights()
             if isinstance(error, ModelError):
                 raise RequestError(f"adapter {request.lora_name!r}: {error.message}", fix=error.fix) from error
@@ -184,7 +185,7 @@ class MergedAdapter:
         self._merged, self._key = request, key
 
     def _delta(self, slot: int, name: str, inner: int, outer: int) -> torch.Tensor:
-        """What the adapter adds to a weight [out_features, in_features], or to an embedding's, the other way round."""
+        """Return the adapter's addition to a weight [out_features, in_features], transposed for an embedding."""
         parts, embeds, device = [], name in self._embeddings, self._device_of[name]
         for start in range(0, inner, self._max_tokens):
             count = min(self._max_tokens, inner - start)

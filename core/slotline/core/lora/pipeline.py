@@ -1,4 +1,4 @@
-"""Adapters over pipeline stages: a plugin for each stage, each with the modules that lie there."""
+"""Adapters over pipeline stages: a plugin for each stage, with the modules of that stage."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slotline.registry.errors import ContractError
 
 @frozen(eq=False)
 class StagePlugin:
-    """What serves one stage.
+    """The plugin of one stage.
 
     Attributes:
         lora: the built plugin.
@@ -31,10 +31,10 @@ class StagePlugin:
 
 
 class PipelineLora:
-    """Implements `slotline.registry.contracts.lora.Lora`, and what its plugins have beside it, over several of them.
+    """Implementation of `slotline.registry.contracts.lora.Lora` and its optional methods over several plugins.
 
     Args:
-        parts: by stage.
+        parts: the plugins by stage.
         stage_of: path of each module -> its stage.
     """
 
@@ -64,37 +64,37 @@ class PipelineLora:
         return slots[0]
 
     def unload(self, name: str) -> None:
-        """See `Lora.unload`."""
+        """Unload an adapter from every stage. See `Lora.unload`."""
         self._unload(name, self._parts)
 
     def forget(self, path: str) -> None:
-        """See `ForgetfulLora.forget`."""
+        """Forget an adapter in every stage. See `ForgetfulLora.forget`."""
         for part in self._parts:
             if (forget := getattr(part.lora, "forget", None)) is not None:
                 forget(path)
 
     def plan(self, slots: torch.Tensor) -> None:
-        """See `Lora.plan`; the slots are copied to every stage's device."""
+        """Prepare every stage. See `Lora.plan`. The slots are copied to every stage's device."""
         for part in self._parts:
             with part.scope():
                 part.lora.plan(slots.to(part.device, non_blocking=True))
 
     def plan_single(self, slots: torch.Tensor, slot: int) -> None:
-        """See `SingleLora.plan_single`."""
+        """Prepare every stage for one adapter. See `SingleLora.plan_single`."""
         for part in self._parts:
             with part.scope():
                 part.lora.plan_single(slots.to(part.device, non_blocking=True), slot)
 
     def apply(self, module: str, inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """See `Lora.apply`."""
+        """Apply the adapter in the module's stage. See `Lora.apply`."""
         self._of[module].apply(module, inputs, out)
 
     def apply_merged(self, modules: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor) -> None:
-        """See `MergedLora.apply_merged`."""
+        """Apply the adapter in the modules' stage. See `MergedLora.apply_merged`."""
         self._of[modules[0]].apply_merged(modules, inputs, out)
 
     def expand(self, modules: tuple[str, ...], inner: torch.Tensor, out: torch.Tensor) -> None:
-        """See `ExtendedLora.expand`."""
+        """Apply the adapter in the modules' stage. See `ExtendedLora.expand`."""
         self._of[modules[0]].expand(modules, inner, out)
 
     def _unload(self, name: str, parts: Sequence[StagePlugin]) -> None:

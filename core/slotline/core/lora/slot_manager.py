@@ -1,8 +1,8 @@
-"""Adapters at run time: which are known, which hold a slot on the device, and which tokens use them.
+"""Adapter slots: the known adapters, the slots that they hold on the device, and the tokens that use them.
 
-An adapter is known from its first use on, until it is removed or `max_cpu_adapters` used since have pushed it out. It
-takes a slot when a request that names it joins the batch, over the idle adapter that was used least recently if need
-be. Rows hold their request's slot, so a step gathers the slots of its tokens as it gathers everything else.
+An adapter is known from its first use until it is removed, or until `max_cpu_adapters` adapters used later displace it.
+It takes a slot when a request that names it joins the batch, replacing the least recently used idle adapter if
+necessary. Rows hold their request's slot, so a step gathers its tokens' slots like its other inputs.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Adapter:
 
     Attributes:
         request: its name, number and folder.
-        key: tells its keys and values from those of others, and of each other time that it was made known.
-        files: tells the files that were read from others that come to lie in the folder.
-        users: unfinished requests that name it; it stays known as long as there are any.
-        holders: those of them that have joined the batch; it keeps its slot as long as there are any.
-        reserved: whether one of the slots is its own; `loaded` whether the plugin has it there.
+        key: distinguishes its keys and values from those of other adapters, and of other loads of the same adapter.
+        files: distinguishes the files that were read from later files in the same folder.
+        users: unfinished requests that name it. It stays known as long as there are any.
+        holders: number of these requests in the batch. It keeps its slot as long as there are any.
+        reserved: True if it owns one of the slots.
+        loaded: True if the plugin has loaded it into the slot.
     """
 
     request: LoRARequest
@@ -54,17 +55,18 @@ class Adapter:
 
 
 class AdapterSlots:
-    """The adapters of an engine.
+    """Adapters of an engine, in slots on the device.
 
     Args:
         lora: the built plugin.
-        model: what they join.
-        rows: their slots stand there.
-        modules: the linear layers that may carry one.
-        apply_merged: the plugin's, where it has one; `merged` are the layers that it serves so.
-        expand: the plugin's, where it has one; `extended` are the layers that it serves so. The model may have extended
-            others for an engine before this one.
-        plan_single: the plugin's, where both it and the model serve steps of one adapter in a way of their own.
+        model: the model that the adapters join.
+        rows: the request table, which holds the rows' slots.
+        modules: the linear layers that may carry an adapter.
+        apply_merged: the plugin's method, if it has one.
+        merged: the groups of layers that `apply_merged` serves.
+        expand: the plugin's method, if it has one.
+        extended: the groups of layers that `expand` serves. The model may have extended others for an earlier engine.
+        plan_single: the plugin's method, if both plugin and model have a special path for steps of one adapter.
         max_adapters, max_cpu_adapters: as in the configuration.
     """
 
@@ -95,18 +97,18 @@ class AdapterSlots:
         self._known: OrderedDict[int, Adapter] = OrderedDict()  # by number, least recently used first
         self._head = "lm_head" in modules
 
-    # --- which adapters there are
+    # --- known adapters
 
     @property
     def numbers(self) -> set[int]:
-        """The known adapters' numbers."""
+        """Return the known adapters' numbers."""
         return set(self._known)
 
     def named(self, name: str) -> LoRARequest:
-        """The known adapter of a name.
+        """Return the known adapter of a name.
 
         Raises:
-            RequestError: if there is none.
+            RequestError: if no known adapter has it.
         """
         for adapter in self._known.values():
             if adapter.request.lora_name == name:
@@ -116,10 +118,10 @@ class AdapterSlots:
         raise RequestError(f"there is no adapter {name!r}", fix=f"{known}, or give a LoRARequest")
 
     def add(self, request: LoRARequest) -> Adapter:
-        """Know an adapter. A new one is read at once if a slot is free or idle, so that its faults show here.
+        """Register an adapter. A new adapter is read at once if a slot is free or idle, so that errors show early.
 
         Raises:
-            RequestError: if it cannot be held, or another one has its name or number; it is not known then.
+            RequestError: if it cannot be held, or another adapter has its name or number. It is not known then.
         """
         adapter = self._known.get(request.lora_int_id)
         if adapter is None:
@@ -143,7 +145,7 @@ class AdapterSlots:
         return adapter
 
     def remove(self, number: int) -> bool:
-        """Forget an adapter; False if there is none of that number.
+        """Forget an adapter. Return False if none has this number.
 
         Raises:
             RequestError: if a request uses it.
@@ -161,10 +163,10 @@ class AdapterSlots:
         return True
 
     def pin(self, number: int) -> None:
-        """Have an adapter keep its slot until it is removed; one slot at least stays for the others.
+        """Keep an adapter in its slot until it is removed. At least one slot stays available for the others.
 
         Raises:
-            RequestError: if it is not known, or no slot can be had for it.
+            RequestError: if it is not known, or if there is no slot for it.
         """
         adapter = self._known.get(number)
         if adapter is None:
@@ -183,10 +185,10 @@ class AdapterSlots:
         self._load(adapter)
         adapter.pinned = True
 
-    # --- requests come and go
+    # --- arriving and leaving requests
 
     def enter(self, request: Request) -> None:
-        """Check a new request's adapter, and tell what tells its keys and values from others'.
+        """Check a new request's adapter, and set the key that distinguishes its keys and values from others.
 
         Raises:
             RequestError: as `add`.
@@ -197,13 +199,13 @@ class AdapterSlots:
             request.adapter_key = adapter.key
 
     def leave(self, request: Request) -> None:
-        """The request has ended."""
+        """Handle the end of a request."""
         if request.lora_request is not None:
             self._adapter(request.lora_request).users -= 1
             self._forget_oldest()
 
     def acquire(self, request: Request) -> bool:
-        """Give a request's adapter a slot that stays until `release`; False if all are in use."""
+        """Give a request's adapter a slot that stays until `release`. Return False if all are in use."""
         if request.lora_request is None:
             return True
         adapter = self._adapter(request.lora_request)
@@ -214,7 +216,7 @@ class AdapterSlots:
         return True
 
     def activate(self, request: Request) -> None:
-        """Bring an acquired adapter into its slot, and write the slot into the request's row.
+        """Load an acquired adapter into its slot, and write the slot into the request's row.
 
         Raises:
             RequestError: if its files are gone or have changed.
@@ -225,12 +227,12 @@ class AdapterSlots:
             self._rows.lora_slot[request.row] = adapter.slot
 
     def release(self, request: Request) -> None:
-        """The request has left the batch."""
+        """Handle a request that has left the batch."""
         if request.lora_request is not None:
             self._adapter(request.lora_request).holders -= 1
 
     def recount(self, unfinished: Sequence[Request]) -> None:
-        """See `AdapterManager.recount`."""
+        """Recount users and holders. See `AdapterManager.recount`."""
         for adapter in self._known.values():
             mine = [
                 r for r in unfinished if r.lora_request and r.lora_request.lora_int_id == adapter.request.lora_int_id
@@ -247,12 +249,12 @@ class AdapterSlots:
             raise IntegrityError(f"more than {self._max_adapters} adapters hold a slot")
 
     def reloaded(self) -> None:
-        """See `AdapterManager.reloaded`: shares stand beside the weights."""
+        """Do nothing, since adapters are kept separately from the weights."""
 
     # --- in a step
 
     def use_by(self, rows: Int) -> AdapterUse:
-        """How many adapters the rows have; one counts as many where that makes no difference."""
+        """Return how many adapters the rows use. ONE is returned only if the plugin has a special path for it."""
         slots = self._rows.lora_slot[rows]
         most = int(slots.max(initial=NO_SLOT))
         if most == NO_SLOT:
@@ -261,9 +263,9 @@ class AdapterSlots:
         return AdapterUse.ONE if one else AdapterUse.MANY
 
     def plan(self, slots: torch.Tensor | None, single_slot: int | None = None) -> None:
-        """Prepare a forward pass: the slot of each token [num_tokens] int64 on the device; None for no adapters.
+        """Prepare a forward pass with the slot of each token, [num_tokens] int64 on the device. None: no adapters.
 
-        `single_slot` is that of all tokens that have any, where the step is run for one adapter.
+        `single_slot` is the slot of all tokens with an adapter, if the step runs for one adapter.
         """
         if slots is not None:
             self._plan(slots, single_slot)
@@ -271,7 +273,7 @@ class AdapterSlots:
         self._model.adapt(None if slots is None else self._add, self._modules, **further)
 
     def plan_head(self, slots: torch.Tensor, indices: torch.Tensor, single_slot: int | None = None) -> None:
-        """Prepare the output projection for some of the step's tokens: the slots of all, and which [n] int64."""
+        """Prepare the output projection for the tokens `indices` [n] int64, from the slots of all tokens."""
         if self._head:
             self._plan(slots.to(indices.device)[indices], single_slot)
 
@@ -284,7 +286,7 @@ class AdapterSlots:
     def _add(
         self, names: tuple[str, ...], inputs: torch.Tensor, out: torch.Tensor, inner: torch.Tensor | None = None
     ) -> None:
-        """Add the shares of one product's linear layers, or of an embedding."""
+        """Add the adapters' contributions to one product's linear layers, or to an embedding."""
         if inner is not None and self._expand is not None and names in self._extended:
             self._expand(names, inner, out)
         elif len(names) == 1:
@@ -308,16 +310,16 @@ class AdapterSlots:
         return Adapter(request, load_key(request), files_of(request))
 
     def _adapter(self, request: LoRARequest) -> Adapter:
-        """The adapter of a request that has entered and not left."""
+        """Return the adapter of a request that has entered and not left."""
         return self._known[request.lora_int_id]
 
     def _slots_left(self, *, pinned: bool = False) -> int:
-        """Slots that nobody has; with `pinned` those that no pinned adapter has."""
+        """Return the number of slots that no adapter has reserved, or with `pinned` that no pinned adapter has."""
         taken = (a.pinned if pinned else a.reserved for a in self._known.values())
         return self._max_adapters - sum(taken)
 
     def _take_slot(self, adapter: Adapter) -> bool:
-        """Reserve a slot, a free one or that of the adapter that has been idle longest."""
+        """Reserve a slot: a free slot, or that of the adapter that has been idle longest."""
         if not adapter.reserved and self._slots_left() == 0:
             idle = (a for a in self._known.values() if a.reserved and not a.holders and not a.pinned)
             if (oldest := next(idle, None)) is None:
@@ -327,7 +329,7 @@ class AdapterSlots:
         return True
 
     def _load(self, adapter: Adapter) -> None:
-        """Have the plugin bring an adapter into its reserved slot."""
+        """Let the plugin load an adapter into its reserved slot."""
         if adapter.loaded:
             return
         request = adapter.request
@@ -350,7 +352,7 @@ class AdapterSlots:
         adapter.loaded = adapter.reserved = adapter.pinned = False
 
     def _forget_oldest(self, but: Adapter | None = None) -> None:
-        """Drop the known adapters without a slot that were used least recently, above the limit."""
+        """Drop the least recently used adapters without a slot, above the limit."""
         if len(self._known) <= self._max_known:
             return
         idle = [number for number, a in self._known.items() if not (a.reserved or a.users or a.holders or a is but)]
@@ -358,21 +360,21 @@ class AdapterSlots:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Drop a known adapter, and have the plugin drop its copy."""
+        """Drop a known adapter and the plugin's copy of it."""
         adapter = self._known.pop(number)
         forget_copies(self._lora, adapter.request)
 
 
 def load_key(request: LoRARequest) -> str:
-    """Return what tells an adapter's keys and values from others': no two loads share it, also of one folder."""
+    """Return a string that distinguishes an adapter's keys and values from any other load, also of its folder."""
     return repr((request.lora_name, request.lora_path, uuid4().hex))
 
 
 def files_of(request: LoRARequest) -> str:
-    """Return what tells a folder's files from those that replace them.
+    """Return a string that distinguishes a folder's files from files that replace them.
 
-    Times of change of the inode are part of it, which no program sets back. A folder that cannot be read has no files,
-    which the plugin will say.
+    It includes the inodes' change times, which no program sets back. A folder that cannot be read counts as empty. The
+    plugin reports the error then.
     """
     files = []
     try:
@@ -385,6 +387,6 @@ def files_of(request: LoRARequest) -> str:
 
 
 def forget_copies(lora: Any, request: LoRARequest) -> None:
-    """Have a plugin drop what it keeps of an adapter in host memory, if it says that it keeps copies."""
+    """Let a plugin drop its copies of an adapter in host memory, if it keeps any."""
     if (forget := getattr(lora, "forget", None)) is not None:
         forget(request.lora_path)

@@ -1,10 +1,10 @@
-"""Drafting while steps overlap: step n + 1 is launched before the host knows which drafts stood in step n.
+"""Async scheduling with drafts: step n + 1 is launched before the host knows which drafts step n accepted.
 
-What the host counts of a step in flight is an upper bound: all of its drafts might stand. Behind each step's sampling
-the device finds which ones did, so that it can take off the others from the next step's lengths and places, and the
-drafter proposes there without the host. Tokens and drafts come to the host while the next step's forward pass runs; by
-the time that it samples, everything is exact again: processors, grammars and random numbers see what they would see
-in steps that run one after the other.
+The host's counts for a step in flight are upper bounds, as if all of its drafts were accepted. After each step's
+sampling the device determines the accepted drafts. It subtracts the rejected ones from the next step's lengths and
+positions, and the drafter proposes on the device without the host. Tokens and drafts reach the host while the next
+step's forward pass runs. By the time the next step samples, all counts are exact again: processors, grammars and
+random numbers see the same values as without async scheduling.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ class Proposal:
     """Drafts on their way to the host.
 
     Attributes:
-        rows: [n] int64, whose drafts they are; `generations` [n] of those when the drafter was asked.
-        found: [n, columns + k] int64: what the drafter said, then the drafts as the next step reads them.
-        columns: of the first part.
+        rows: [n] int64, the rows that the drafts belong to.
+        generations: [n], the rows' generations when the drafter was called.
+        found: [n, columns + k] int64: the drafter's output, then the drafts as the next step reads them.
+        columns: width of the first part.
     """
 
     rows: Int
@@ -51,21 +52,26 @@ class Proposal:
 
 @frozen(kw_only=True, eq=False)
 class VerifiedDrafts:
-    """What a step's verification and the proposal behind it read, once the step before was handed out.
+    """Inputs of a step's verification and of the proposal after it, made once the previous step was processed.
 
     Attributes:
-        rows: [m] int64, the rows that sample; `verified` [m] their drafts in this step.
-        num_requests: of the step.
-        on_device: [6, m] int64 on the device: of each row its first place among the logits, its drafts, its known
-            tokens, the number that stands for its next token, its place among the step's requests, its tokens there.
-        rows_device: [m] int64 on the device; `places` [num_logits] the row's index in `rows` of each place.
-        drafts: [num_logits] int64 on the device, the draft at each place, -1 behind a row's last.
-        asked: [n] int64, indices into `rows` of those that get drafts; `asked_device` the same, None for all.
-        room: [n] int64, most drafts of each; 0 for one that is asked for beside others alone.
+        rows: [m] int64, the rows that sample.
+        verified: [m], the rows' drafts in this step.
+        num_requests: requests of the step.
+        on_device: [6, m] int64 on the device, for each row: the index of its first logits, its drafts, its known
+            tokens,
+            its next token's placeholder, its position among the step's requests, and its tokens in the step.
+        rows_device: [m] int64 on the device.
+        places: [num_logits] on the device, for each of the logits the index in `rows`.
+        drafts: [num_logits] int64 on the device, the draft verified by each of the logits, -1 after a row's last draft.
+        asked: [n] int64, indices into `rows` of the rows that get drafts.
+        asked_device: `asked` on the device. None for all rows.
+        room: [n] int64, maximum drafts per request. 0 if the request is included only to keep the batch uniform.
         temperature: [n] float32 on the device.
-        following: [num_padded_tokens] int64 on the device, the tokens behind the step's as far as the host knows them.
-        input_ids, logits_indices: the step's, on the device.
-        attend: plans the drafter's own attention from the positions [n] of the newest tokens, where it has any.
+        following: [num_padded_tokens] int64 on the device, the token after each of the step's, as far as the host
+            knows.
+        input_ids, logits_indices: of the step, on the device.
+        attend: plans the drafter's own attention, if it has any, from the positions [n] of the newest tokens.
     """
 
     rows: Int
@@ -86,12 +92,16 @@ class VerifiedDrafts:
 
 
 class AsyncSpecDecode:
-    """Stands between the engine and its drafter.
+    """Draft verification and proposal with async scheduling, between the engine and its drafter.
 
     Args:
-        staging: of its own; the step's holds what the forward pass reads.
-        states: of the model's state layers, where it has any.
-        max_tokens: of a step.
+        rows: the request table.
+        drafting: the drafter.
+        last_tokens: the table of placeholder tokens.
+        staging: a transfer buffer separate from the step's, which holds the inputs of the forward pass.
+        states: the model's state layers, if it has any.
+        max_tokens: most tokens of a step.
+        vocab_size: size of the vocabulary.
     """
 
     def __init__(
@@ -129,7 +139,8 @@ class AsyncSpecDecode:
         What sampling reads is sent.
 
         Args:
-            generations: [max_requests] of all rows when the step was launched.
+            inputs: the step's inputs.
+            generations: [max_requests], generations of all rows when the step was launched.
         """
         rows, which, positions = self._rows, inputs.logits_rows, inputs.draft_positions
         seq_lens = inputs.seq_lens_cpu
@@ -152,7 +163,7 @@ class AsyncSpecDecode:
         known, at = rows.num_tokens[own], np.flatnonzero(np.isin(inputs.rows, own))
         live = rows.generation[own] == generations[own]
         bound = known + verified + 1
-        room = rows.length_limit[own] - bound - 1  # as in `DraftRunner.propose`, were all drafts to stand
+        room = rows.length_limit[own] - bound - 1  # as in `DraftRunner.propose`, if all drafts were accepted
         live = np.flatnonzero(live)
         asked = live[self._drafting.wanted(own[live], room[live])]
         asked = asked if self._drafting.asks(own[asked]) else asked[:0]
@@ -186,9 +197,10 @@ class AsyncSpecDecode:
 
     @torch.inference_mode()
     def propose(self, settled: VerifiedDrafts, sampling: PendingSample) -> Proposal | None:
-        """Find which drafts stand, keep what the next step reads of that, and ask for the drafts behind; on the device.
+        """Find the accepted drafts, store the next step's inputs, and call the drafter, all on the device.
 
-        None where no request gets drafts.
+        Returns:
+            The proposal, or None if no request gets drafts.
         """
         drafting, table = self._drafting, self._last_tokens
         stood = find_accepted(
@@ -208,7 +220,7 @@ class AsyncSpecDecode:
             accepted = torch.ones_like(slots)
             accepted[at] = (scheduled - stood.fallen).int()
             self._states.commit_there(slots, accepted)
-        self._rows.num_drafts[settled.rows] = 0  # those of a row that waits for its exact number stay
+        self._rows.num_drafts[settled.rows] = 0  # drafts of a row that waits for its exact count stay
         drafting.behind(settled.rows)
         states, computed = sampling.states, sampling.computed
         if computed is not None and settled.following is not None:
@@ -229,14 +241,14 @@ class AsyncSpecDecode:
                 drafting.history.follow(rows, self._rows.num_tokens[rows])
             draft = drafting.ask(self._batch(settled, rows, stood, states), settled.attend)
             drafting.check_shape(draft, len(rows))
-        except Exception as error:  # a plugin may raise anything; the requests go on without drafts
+        except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
             drafting.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return None
         found = draft.token_ids
         counts = drafting.chosen(rows, np.minimum(found.shape[1], settled.room), perf_counter() - start)
         used = drafting.most(self._bounds(settled)) if drafting.uniform and counts.any() else counts
         self._rows.num_drafts[rows], self._rows.num_guesses[rows] = used, counts
-        if found.shape[1] == drafting.num_tokens:  # else what fills is not in the drafter's cache
+        if found.shape[1] == drafting.num_tokens:  # otherwise the filling tokens are not in the drafter's cache
             drafting.caught_up(rows, self._bounds(settled) - 1)
         return Proposal(
             rows=rows,
@@ -246,7 +258,7 @@ class AsyncSpecDecode:
         )
 
     def place(self, proposal: Proposal) -> None:
-        """Write the drafts behind the tokens of their rows, all of which are known by now."""
+        """Write the drafts after the tokens of their rows, which are all known by now."""
         found = proposal.found.wait()
         guesses, drafts = found[:, : proposal.columns], found[:, proposal.columns :]
         rows = self._rows
@@ -258,7 +270,7 @@ class AsyncSpecDecode:
         rows.write_drafts(own, drafts, np.arange(drafts.shape[1]) < rows.num_drafts[own][:, None])
 
     def _rehearse(self) -> None:
-        """Compile what a proposal runs around the drafter, on a row that has not sampled yet."""
+        """Compile the kernels around the drafter, on a row that has not sampled yet."""
         table = self._last_tokens
         zero = torch.zeros(1, dtype=torch.int64, device=table.fallen.device)
         on_device = torch.zeros(6, 1, dtype=torch.int64, device=zero.device)
@@ -285,6 +297,6 @@ class AsyncSpecDecode:
         )
 
     def _bounds(self, settled: VerifiedDrafts) -> Int:
-        """The most tokens of those that get drafts, [n], the newest included."""
+        """Return the most tokens [n] of the requests that get drafts, including the newest."""
         bounds: Int = self._rows.num_tokens[settled.rows[settled.asked]] + settled.verified[settled.asked] + 1
         return bounds

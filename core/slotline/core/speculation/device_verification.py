@@ -13,11 +13,13 @@ from slotline.core.batch.placeholder_tokens import PlaceholderTokens
 
 
 class AcceptedDrafts(NamedTuple):
-    """What a verified step gave each row that samples, [m] int64 on the device.
+    """Result of a verified step for each row that samples, [m] int64 on the device.
 
-    `last` is the place among the logits of the last token that stands, `newest` that token, 0 where the request ends
-    with an error, `positions` where it lies in its text, `fallen` how many drafts did not stand, and `previous` the
-    token in front of the newest.
+    `last` is the index of the last accepted token among the logits. `newest` is that token, or 0 if the request ends
+    with
+    an error, `positions` its position in the text, and `previous` the token before it. `fallen` is the number of
+    rejected
+    drafts.
     """
 
     last: torch.Tensor
@@ -37,17 +39,19 @@ def find_accepted(
     logits_indices: torch.Tensor,
     table: PlaceholderTokens,
 ) -> AcceptedDrafts:
-    """Which drafts stand, as `verification.standing` finds it; the table then knows each row's newest token.
+    """Find the accepted drafts, as `verification.standing` does, and record each row's newest token in the table.
 
     Args:
-        sampled: [num_logits] int64, the token of each place; negative where nothing could be drawn.
-        drafts: [num_logits] int64, the draft at each place, -1 behind a row's last; None where nothing was drafted.
-        on_device: [6, m] int64, `Settled.on_device`: of each row its first place, its drafts, its known tokens and its
-            stand-in, and two that are not read here.
+        sampled: [num_logits] int64, the sampled tokens. Negative if nothing could be drawn.
+        drafts: [num_logits] int64, the draft verified by each of the logits, -1 after a row's last. None without
+            drafts.
+        on_device: [6, m] int64, `VerifiedDrafts.on_device`. Its first four rows are read: the index of each row's first
+            logits, its drafts, its known tokens and its placeholder.
         rows: [m] int64, distinct permanent rows.
-        places: [num_logits] int64, index in `rows` of each place.
-        input_ids: [num_tokens] int64, the step's tokens, or what stands for them in the table.
-        logits_indices: [num_logits] int64, the token of each place.
+        places: [num_logits] int64, for each of the logits the index in `rows`.
+        input_ids: [num_tokens] int64, the step's tokens, or their placeholders in the table.
+        logits_indices: [num_logits] int64, for each of the logits the index of its token.
+        table: the placeholder tokens.
     """
     found = table.ops.verify_drafts(
         sampled,
@@ -67,13 +71,14 @@ def find_accepted(
 def keep_drafts(
     found: torch.Tensor, newest: torch.Tensor, stand_ins: torch.Tensor, table: PlaceholderTokens, vocab_size: int
 ) -> torch.Tensor:
-    """What the drafter said, and behind it the drafts as the next step reads them, [n, columns + max_drafts] int64.
+    """Store the next step's drafts. Return the drafter's output and these drafts, [n, columns + max_drafts] int64.
 
-    The table keeps the latter. What is no token, and what only fills a captured batch, is the newest token again: as
-    good a guess as any.
+    The table keeps the drafts. Invalid entries and padding are filled with the newest token.
 
     Args:
         found: [n, columns] integers, at most `table.max_drafts` columns.
-        newest, stand_ins: [n] int64.
+        newest, stand_ins: [n] int64, the newest tokens and their placeholders.
+        table: the placeholder tokens.
+        vocab_size: size of the vocabulary.
     """
     return table.ops.fill_drafts(found, newest, stand_ins, table.tokens, table.max_drafts, vocab_size)

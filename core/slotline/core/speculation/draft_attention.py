@@ -1,8 +1,8 @@
-"""Attention of a drafter's own layers, which lie in the model's cache groups and have its requests' blocks.
+"""Attention of a drafter's own layers, which share the model's cache groups and its requests' blocks.
 
-What a step computed is attended over under the step's own plans. Behind it a drafter goes on by itself, one token of
-each request at a time; keys and values of those are guesses, overwritten when the model has computed the places. A
-drafter that catches up begins with two tokens of each request.
+For the tokens of a step, attention uses the step's own plans. After it a drafter continues by itself, one token of each
+request at a time. The keys and values of these tokens are guesses, overwritten once the model has computed the
+positions. A drafter that catches up begins with two tokens of each request.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from slotline.registry.contracts import AttentionBatch, AttentionLayer, DeviceOp
 
 Int = npt.NDArray[np.int64]
 WIDTHS = 16
-"""Block tables are so many columns wide or a multiple, if they have them: kernels are compiled for few widths."""
+"""Block tables are padded to a multiple of this many columns, if they have them, to compile kernels for few widths."""
 
 
 class Places(NamedTuple):
-    """Where drafts go, on the device, by offset behind the newest tokens.
+    """Positions of drafts on the device, by offset after the newest tokens.
 
-    `seq_lens` [num_tokens, n] int32, `positions` [num_tokens, n] int64, `slots` [num_tokens, n] int64 by cache group.
-    Where the first step takes the token in front of the newest, too, its own are `lead_positions` [2 * n] and
-    `lead_slots` [2 * n] by cache group; else these are empty.
+    `seq_lens` is [num_tokens, n] int32, `positions` [num_tokens, n] int64, and `slots` [num_tokens, n] int64 by cache
+    group.
+    If the first step also takes the token before the newest, its positions are `lead_positions` [2 * n] and its slots
+    `lead_slots` [2 * n] by cache group. Otherwise these are empty.
     """
 
     seq_lens: torch.Tensor
@@ -44,7 +45,7 @@ class Places(NamedTuple):
 
 
 class Starts(NamedTuple):
-    """Where the tokens of each of n requests begin, [n + 1] int32 on the host and on the device, by tokens of each."""
+    """Start offsets of n requests with one or with two tokens each, [n + 1] int32 on the host and on the device."""
 
     one: npt.NDArray[np.int32]
     one_device: torch.Tensor
@@ -54,7 +55,7 @@ class Starts(NamedTuple):
 
 @frozen(eq=False)
 class StagedAttention:
-    """Attention of a proposal whose positions are known on the device alone: `tables` [n, width] by cache group."""
+    """Attention of a proposal whose positions are known only on the device. `tables` [n, width] is by cache group."""
 
     _attention: DraftAttention
     _starts: Starts
@@ -62,18 +63,18 @@ class StagedAttention:
     tables: list[torch.Tensor]
 
     def __call__(self, positions: torch.Tensor) -> Callable[[int], Attend]:
-        """See `DraftBatch.attend`, for the positions [n] of the newest tokens."""
+        """Plan attention for the positions [n] of the newest tokens. See `DraftBatch.attend`."""
         places = self._attention.places(positions, self.tables)
         return self._attention.attend(self._starts, self._seq_lens, places, self.tables)
 
 
 @frozen(eq=False)
 class CapturedAttention:
-    """The same at fixed addresses, every step planned for the longest sequences.
+    """Draft attention at fixed addresses, planned for the longest sequences in every step.
 
     Attributes:
-        positions: [size] int64, of the newest tokens; negative for a padded request.
-        places: behind them, once they were refreshed.
+        positions: [size] int64, of the newest tokens. Negative for a padded request.
+        places: positions after them, as of the last `refresh`.
     """
 
     _attention: DraftAttention
@@ -81,31 +82,34 @@ class CapturedAttention:
     positions: torch.Tensor
     places: Places
     _tables: list[torch.Tensor]
-    _batches: list[list[AttentionBatch]]  # what the plans were made of, which captured kernels read
+    _batches: list[list[AttentionBatch]]  # inputs of the plans, which captured kernels read
     _plans: list[StepPlans]
 
     def fill(self, staged: StagedAttention) -> None:
-        """Copy block tables, before a replay."""
+        """Copy block tables before a replay."""
         for own, table in zip(self._tables, staged.tables, strict=True):
             own[: table.shape[0], : table.shape[1]].copy_(table)
 
     def refresh(self) -> None:
-        """Find the places behind `positions`, inside the graph."""
+        """Compute the places after `positions`, inside the graph."""
         self._attention.fill(self.places, self.positions, self._tables)
 
     def attend(self, offset: int) -> Attend:
-        """See `DraftBatch.attend`."""
+        """Return attention for an offset. See `DraftBatch.attend`."""
         return self._router.under(self._plans[offset])
 
 
 class DraftAttention:
-    """Plans a drafter's steps.
+    """Planner of attention for a drafter's steps.
 
     Args:
-        router: of all layers; `layers` the drafter's own.
-        groups: all cache groups, in order; `kernel_block_sizes` theirs.
+        router: dispatcher of all layers.
+        layers: the drafter's own layers.
+        groups: all cache groups, in order.
+        kernel_block_sizes: kernel block size of each cache group.
+        max_model_len: longest sequence, in tokens.
         num_tokens: draft tokens.
-        leads: whether the first step takes the token in front of the newest, too.
+        leads: True if the first step also takes the token before the newest.
         device: torch device string.
         ops: operations of the device.
     """
@@ -132,23 +136,24 @@ class DraftAttention:
         self._find_places = (ops or TorchOps()).draft_places
 
     def reserved_bytes(self, max_requests: int) -> int:
-        """What `stage` uploads at most."""
+        """Return the most bytes that `stage` uploads."""
         tables = sum(reserved_bytes((max_requests, group.table.shape[1]), np.int32) for group, _ in self._groups)
         return tables + 2 * reserved_bytes((max_requests + 1,), np.int32)
 
     def has_room(self, rows: Int, bounds: Int) -> npt.NDArray[np.bool_]:
-        """Whether each of `rows` [n] has blocks for all that a proposal behind positions up to `bounds` [n] stores."""
+        """Return a mask of `rows` [n] with blocks for a whole proposal after positions up to `bounds` [n]."""
         last = np.minimum(bounds + self._offsets[-1], self._max_model_len - 1)
         there = [group.table[rows, last // size] != NULL_BLOCK for group, size in self._groups]
         found: npt.NDArray[np.bool_] = np.logical_and.reduce(there)
         return found
 
     def stage(self, rows: Int, bounds: Int, upload: Callable[[npt.NDArray[Any]], torch.Tensor]) -> StagedAttention:
-        """What gives `DraftBatch.attend` once the positions [n] of the newest tokens are known on the device.
+        """Upload the inputs of `DraftBatch.attend`, which needs the positions [n] of the newest tokens on the device.
 
         Args:
-            rows: [n]; bounds: [n] what their positions are at most.
-            upload: takes an array to the device; it is there when the result is called.
+            rows: [n], the requests' rows.
+            bounds: [n], upper bounds of the positions.
+            upload: copies an array to the device, by the time the result is called.
         """
         inside = np.minimum(bounds + self._offsets, self._max_model_len - 1)
         seq_lens, longest = (inside + 1).astype(np.int32), int(inside.max(initial=0)) + 1
@@ -158,10 +163,11 @@ class DraftAttention:
         return StagedAttention(self, starts, seq_lens, tables)
 
     def places(self, positions: torch.Tensor, tables: Sequence[torch.Tensor]) -> Places:
-        """Where tokens at `positions` [n] and behind them go, by block tables [n, width].
+        """Compute the places of tokens at and after `positions` [n], by block tables [n, width].
 
-        A place that the request has no block for, or behind the model's longest sequence, is not stored. A negative
-        position is no request's: nothing is stored or read.
+        Tokens without a block, or beyond the model's longest sequence, are not stored. A negative position belongs to
+        no
+        request: nothing is stored or read for it.
         """
         shape, leading = (len(self._offsets), len(positions)), 2 * len(positions) * self._leads
 
@@ -182,7 +188,7 @@ class DraftAttention:
             self._find_places(shared, slots, lead_slots, positions, table, size, self._max_model_len)
 
     def captured(self, size: int) -> CapturedAttention:
-        """For graphs that hold the steps of a whole proposal for `size` requests."""
+        """Return attention for graphs that capture all steps of a proposal for `size` requests."""
         starts = self._starts(size, self._upload)
         width = [group.table.shape[1] for group, _ in self._groups]
         tables = [torch.zeros(size, columns, dtype=torch.int32, device=self._device) for columns in width]
@@ -200,10 +206,12 @@ class DraftAttention:
         places: Places,
         tables: Sequence[torch.Tensor],
     ) -> Callable[[int], Attend]:
-        """See `DraftBatch.attend`; an offset is planned when it is asked for.
+        """Return the function of `DraftBatch.attend`. Each offset is planned when it is called.
 
         Args:
+            starts: start offsets of the requests.
             seq_lens: [num_tokens, n] by offset.
+            places: positions of the drafts.
             tables: [n, width] of each cache group.
         """
         return lambda offset: self._router.plan(self._batches(starts, seq_lens, places, tables, offset))

@@ -1,8 +1,8 @@
 """A drafter's work in graphs: what it sees of a verifying step in one, and all steps of a proposal in another.
 
-Both read what changes from addresses that never do: the step's inputs, the results of the model's graphs, and buffers
-that are filled on the device before a replay. The attention of all steps of a proposal is planned once, when it is
-captured, so only backends whose plans serve every replay are captured.
+Both read changing data from fixed addresses: the step's inputs, the results of the model's graphs, and buffers filled
+on the device before a replay. The attention of all steps of a proposal is planned once, at capture, so capturing needs
+backends whose plans serve every replay.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Computed(Protocol):
 @frozen(eq=False)
 class _Observation:
     replay: Callable[[], None]
-    computed: ComputedTokens  # what the graph reads, which must not be freed
+    computed: ComputedTokens  # the graph's inputs, which must not be freed
     addresses: tuple[int, ...]
     observed: tuple[torch.Tensor, ...]  # [num_tokens, ...] each
 
@@ -42,24 +42,26 @@ class _Observation:
 @frozen(eq=False)
 class _Proposal:
     replay: Callable[[], None]
-    batch: DraftBatch  # what the graph reads, which must not be freed; its tokens and states are filled before a replay
+    batch: DraftBatch  # the graph's inputs, which must not be freed; tokens and states are filled before a replay
     positions: torch.Tensor  # [num_requests] int64, negative where padded; filled too
     attention: CapturedAttention | None
     token_ids: torch.Tensor  # [num_requests, num_tokens] int64, the result
 
 
 class DraftGraphs:
-    """Captures a drafter's work for the uniform batches that the model is captured for, and replays it.
+    """Captures a drafter's work for the uniform batches of the model's graphs, and replays it.
 
     Args:
-        drafter: declares `graphs`; `needs_computed`, `needs_hidden_states` and `catches_up` as it declares.
-        target: the model's graphs, captured by now.
-        computed: makes what the drafter sees of a step.
+        drafter: a drafter that declares `graphs`.
+        target: the model's graphs, already captured.
+        computed: makes the drafter's view of a step.
         attention: of the drafter's own layers.
         num_tokens: draft tokens.
+        needs_computed, needs_hidden_states, catches_up: as the drafter declares.
+        device: torch device string.
 
     Attributes:
-        report: what capturing took.
+        report: time and memory of capturing.
     """
 
     def __init__(
@@ -80,10 +82,10 @@ class DraftGraphs:
         self._needs_computed, self._needs_hidden_states = needs_computed, needs_hidden_states
         self._catches_up = catches_up
         self._query_len, self._device = 1 + num_tokens, device
-        lengths = (1, self._query_len)  # steps without drafts are seen too
+        lengths = (1, self._query_len)  # steps without drafts are observed too
         self._shapes = [s for s in target.shapes.largest_first if s.query_len in lengths and not s.cascade]
         most = max((shape.num_tokens for shape in self._shapes), default=0)
-        # What a step computed and what follows it; of a step in flight the latter is known on the device alone.
+        # A step's tokens and those that follow them. For a step in flight the latter are known only on the device.
         self._tokens = torch.zeros(2, most, dtype=torch.int64, device=device)
         self._observations: dict[GraphShape, _Observation] = {}
         self._proposals: dict[int, _Proposal] = {}
@@ -91,12 +93,12 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def capture(self, *, progress: bool = False) -> None:
-        """Capture all shapes, once, before the first request.
+        """Capture all shapes once, before the first request.
 
         Raises:
             CapacityError: if the device runs out of memory.
-            ModelError: if the drafter cannot be captured, against what it declares.
-            ContractError: if its proposal is no chain on the device.
+            ModelError: if the drafter cannot be captured, although it declares `graphs`.
+            ContractError: if its proposal is not a chain on the device.
         """
         with GraphCapture(
             "set drafter.graphs = false, and tell the author of the drafter", self._target.device
@@ -113,15 +115,15 @@ class DraftGraphs:
         self.report = capturing.report(count, count)
 
     def size_for(self, count: int) -> int | None:
-        """The captured number of requests that `count` are padded to; None if they are proposed for eagerly."""
+        """Return the captured number of requests to which `count` are padded, or None to propose for them eagerly."""
         return padded_size(count, self._sizes) if self._sizes and count <= self._sizes[-1] else None
 
     def observes(self, states: ComputedStates) -> bool:
-        """Whether what the drafter sees of this step is captured."""
+        """Return True if the drafter's observation of this step is captured."""
         return states.inputs.shape in self._observations and states.inputs.following is None
 
     def observe(self, states: ComputedStates, computed: ComputedTokens) -> tuple[torch.Tensor, ...]:
-        """Show the drafter a captured step; what comes back is overwritten by the next replay."""
+        """Show the drafter a captured step. The next replay overwrites the result."""
         shape = states.inputs.shape
         assert shape is not None
         captured = self._observations[shape]
@@ -133,7 +135,7 @@ class DraftGraphs:
         return captured.observed
 
     def propose(self, size: int, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
-        """The proposal for a batch that is padded to `size`; it is overwritten by the next replay."""
+        """Return the proposal for a batch padded to `size`. The next replay overwrites it."""
         captured, count = self._proposals[size], len(batch.rows)
         own = [captured.batch.last_token_ids, captured.positions]
         given = [batch.last_token_ids, batch.positions]
@@ -155,7 +157,7 @@ class DraftGraphs:
         hidden, layers = self._target.states(shape)
         token_ids, following = self._tokens[:, : shape.num_tokens]
         states = ComputedStates(inputs=inputs, token_ids=token_ids, attend=attend, hidden=hidden, layers=layers)
-        observer: Observer = self._drafter  # type: ignore[assignment]  # what it declares says so
+        observer: Observer = self._drafter  # type: ignore[assignment]  # it declares needs_computed
         computed = self._computed(states, following)
         graph, observed = _captured(lambda: observer.observe(computed) or (), pool)
         return _Observation(
@@ -200,13 +202,13 @@ class DraftGraphs:
         return _Proposal(graph.replay, batch, positions, attention, alias_without_ownership(draft.token_ids))
 
     def _addresses(self, states: ComputedStates, computed: ComputedTokens) -> tuple[int, ...]:
-        """Where an observation's inputs lie that are not copied."""
+        """Return the addresses of an observation's inputs that are not copied."""
         read = (computed.positions, computed.hidden_states, computed.layer_hidden_states)
         return (*self._target.addresses(states.inputs), *(t.data_ptr() for t in read if t is not None))
 
 
 def _states(batch: DraftBatch) -> Sequence[torch.Tensor]:
-    """What is copied before a replay, besides tokens and positions."""
+    """Return the states copied before a replay, in addition to tokens and positions."""
     more = (batch.hidden_states, batch.layer_hidden_states)
     return (*batch.observed, *(states for states in more if states is not None))
 

@@ -1,7 +1,7 @@
-"""The tokens that a drafter is shown: a table of its own, so that what it writes there changes no request.
+"""Copy of the rows' tokens that a drafter may read, so that its writes change no request.
 
-torch has no tensors that cannot be written to. The table follows the rows' tokens step by step, at the price of a few
-numbers for each request and of memory for the tokens once more.
+torch has no read-only tensors. The copy follows the rows' tokens step by step. It costs a few numbers for each request,
+and the memory of the tokens once more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slotline.core.batch.request_table import RequestTable
 
 Int = npt.NDArray[np.int64]
 _FEW = 16
-"""Most new tokens of a row that are copied together with those of other rows."""
+"""Most new tokens per row that are copied for all rows at once."""
 
 
 class DraftHistory:
@@ -35,7 +35,7 @@ class DraftHistory:
         self._seen[row] = 0
 
     def follow(self, rows: Int, known: Int) -> None:
-        """Copy what `rows` [n] have got since, up to their `known` [n] tokens."""
+        """Copy the new tokens of `rows` [n], up to their `known` [n] tokens."""
         seen, tokens = self._seen[rows], self._rows.token_ids
         new = known - seen
         most = int(new.max(initial=0))
@@ -48,7 +48,7 @@ class DraftHistory:
         self._seen[rows] = known
 
     def restore(self, rows: Int, known: Int) -> bool:
-        """Return whether the drafter changed the tokens of `rows` [n] up to their `known` [n], and undo it."""
+        """Undo the drafter's changes to the first `known` [n] tokens of `rows` [n]. Return True if there were any."""
         changed = False
         for row, end in zip(rows.tolist(), known.tolist(), strict=True):
             own, theirs = self._rows.token_ids[row, :end], self._table[row, :end]

@@ -1,4 +1,4 @@
-"""What a drafter is shown: the rows that want drafts, and what a step computed."""
+"""Inputs passed to a drafter: the requests that want drafts, and a step's computed states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slotline.registry.contracts import ComputedTokens, DraftBatch
 
 Int = npt.NDArray[np.int64]
 _DRAW = np.uint64(0xD6E8FEB86659FD93)
-"""Sets the drafter's random numbers apart from the sampler's."""
+"""Separates the drafter's random numbers from the sampler's."""
 
 
 def draft_batch(
@@ -28,11 +28,16 @@ def draft_batch(
     device: str,
     history: torch.Tensor,
 ) -> DraftBatch:
-    """A request for up to `num_tokens` drafts behind the `known` [n] tokens of `rows` [n].
+    """Build a request for up to `num_tokens` drafts after the `known` [n] tokens of `rows` [n].
 
     Args:
-        history: [max_requests, max_model_len] int32, tokens by row, which the drafter may spoil.
-        hidden_states: of the last accepted position of each; None if the drafter reads none.
+        table: the request table.
+        rows: [n], the requests' rows.
+        known: [n], number of known tokens.
+        hidden_states: of the last accepted position of each. None if the drafter reads none.
+        num_tokens: most drafts for each request.
+        device: torch device string.
+        history: [max_requests, max_model_len] int32, tokens by row, which the drafter may overwrite.
     """
     newest = table.token_ids[rows, known - 1].astype(np.int64)
     places = known[:, None] + np.arange(num_tokens)
@@ -59,13 +64,15 @@ def computed_tokens(
     hidden_states: bool,
     attends: bool,
 ) -> ComputedTokens:
-    """What a step computed.
+    """Build the drafter's view of a computed step.
 
     Args:
-        following: [num_padded_tokens] int64 on the device, the token behind each.
-        embed: embeds tokens, for drafters that see inputs besides text one token ahead.
-        hidden_states: whether the drafter reads these.
-        attends: whether it has attention layers of its own.
+        states: the step's inputs and hidden states.
+        following: [num_padded_tokens] int64 on the device, the token after each.
+        device: torch device string.
+        embed: embeds tokens, for drafters that see multimodal inputs one token ahead.
+        hidden_states: True if the drafter reads the hidden states.
+        attends: True if it has its own attention layers.
     """
     inputs = states.inputs
     starts = inputs.query_start_loc_cpu[: len(inputs.rows) + 1]
@@ -86,7 +93,7 @@ def computed_tokens(
 
 
 def following_tokens(table: RequestTable, inputs: ModelInputs) -> Int:
-    """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
+    """Return the token after each of a step's [num_padded_tokens], as far as the host knows it."""
     rows, counts, starts = inputs.rows, inputs.num_scheduled, inputs.query_start_loc_cpu[: len(inputs.rows)]
     first = inputs.seq_lens_cpu[: len(rows)] - counts
     places = np.repeat(first - starts, counts) + np.arange(1, inputs.num_tokens + 1)

@@ -1,7 +1,8 @@
-"""Drafting: asking the drafter after each step, checking what it says, and counting how well it guesses.
+"""Draft runner: calls the drafter after each step, checks its output, and counts its acceptance.
 
-A drafter can make a run faster or slower; it cannot make it wrong. Whatever it raises, and any token that is not in
-the vocabulary, costs the request its drafts in that step and is counted.
+A drafter can make a run faster or slower, but never wrong. If it raises, or proposes a token outside the vocabulary,
+the
+request loses its drafts in that step and the failure is counted.
 """
 
 from __future__ import annotations
@@ -44,20 +45,20 @@ logger = logging.getLogger("slotline")
 
 
 class DraftRunner:
-    """The drafter and what the core knows about its proposals.
+    """The drafter, and the core's record of its proposals.
 
     Attributes:
-        name: of the plugin and who brings it.
-        control: chooses how many drafts are verified; None for all that are proposed.
-        paused: whether nothing is drafted for now.
-        served: [max_requests] bool, rows whose requests the drafter took.
-        uniform: whether all requests get equally many drafts, so that a captured graph fits.
-        history: the tokens that the drafter is shown.
-        probabilities: [requests, k, vocab_size] on the device, what the last proposal was drawn from, if that is known;
-            `RequestTable.draft_entry` says which request is which.
-        observing: whether the drafter sees what the step that runs computes.
-        attention: of the drafter's own layers, where it has any; set when the caches are there.
-        graphs: replays the drafter's work, where that is captured.
+        name: of the plugin and its package.
+        control: chooses how many drafts are verified. None to verify all that are proposed.
+        paused: True if drafting is paused.
+        served: [max_requests] bool, rows whose requests the drafter admitted.
+        uniform: True if all requests get equally many drafts, so that a captured graph fits.
+        history: the copy of tokens that the drafter reads.
+        probabilities: [requests, k, vocab_size] on the device, the distributions of the last proposal, if known.
+            `RequestTable.draft_entry` maps rows to its entries.
+        observing: True if the drafter observes the running step.
+        attention: of the drafter's own layers, if it has any. Set once the caches exist.
+        graphs: replays the drafter's work, if it is captured.
     """
 
     attention: DraftAttention | None = None
@@ -93,7 +94,7 @@ class DraftRunner:
         self.remembers = capabilities.remembers
         self.taps: LayerTaps | None = None
         if capabilities.needs_layers:
-            reader: LayerReader = drafter  # type: ignore[assignment]  # what it declares says so
+            reader: LayerReader = drafter  # type: ignore[assignment]  # it declares needs_layers
             self.taps = LayerTaps(reader.layer_ids, device)
         self.counts = SpecDecodeMetrics(accepted_at=[0] * num_tokens)
         self._rows = rows
@@ -102,13 +103,13 @@ class DraftRunner:
         self._vocab_size = vocab_size
         self._device = device
         self._embed = embed
-        self._observed: tuple[torch.Tensor, ...] = ()  # of the tokens of the last step
+        self._observed: tuple[torch.Tensor, ...] = ()  # of the last step's tokens
         self.served = np.zeros(rows.max_requests, bool)
         self.probabilities: torch.Tensor | None = None
         self._times = StepTimes(device)
 
     def admit(self, request: Request) -> None:
-        """A request took its row. If the drafter cannot take it, it runs without drafts."""
+        """Admit a request that took its row. If the drafter refuses it, it runs without drafts."""
         self.served[request.row] = False
         self.history.begin(request.row)
         if self.control is not None:
@@ -121,7 +122,7 @@ class DraftRunner:
             self.served[request.row] = True
 
     def release(self, row: int) -> None:
-        """The request of `row` leaves."""
+        """Release the request of `row`."""
         if self.served[row]:
             self.served[row] = False
             try:
@@ -130,7 +131,7 @@ class DraftRunner:
                 self.failed(1, f"release({row}) raised {type(error).__name__}: {error}")
 
     def starting(self, schedule: SchedulerOutput) -> None:
-        """A step begins."""
+        """Record the start of a step."""
         drafts = self._rows.num_drafts[schedule.rows]
         decodes = bool((schedule.num_scheduled == 1 + drafts).all())
         self._times.begin(schedule.num_tokens, drafted=bool(drafts.any()), decodes=decodes)
@@ -140,12 +141,12 @@ class DraftRunner:
         self._learn()
 
     def computed(self) -> None:
-        """The step's tokens are there, and the drafter has seen what it sees; a proposal comes next, if at all."""
+        """Record that the step's tokens are computed and observed. A proposal comes next, if any."""
         self._times.computed()
 
     @torch.inference_mode()
     def rehearse(self, states: ComputedStates | None) -> None:
-        """Show the drafter a made-up step before the first request: it takes its memory, and errors are raised."""
+        """Show the drafter a dummy step before the first request, so that it allocates memory. Errors are raised."""
         if states is not None:
             observer: Observer = self.drafter  # type: ignore[assignment]
             made_up = self._computed(states)
@@ -154,7 +155,7 @@ class DraftRunner:
             observer.observe(made_up)
 
     def capture(self, target: GraphRunner, *, progress: bool = False) -> None:
-        """Capture the drafter's work for the batches that the model's verification is captured for.
+        """Capture the drafter's work for the batches whose verification by the model is captured.
 
         Raises:
             SlotlineError: as `DraftGraphs.capture`.
@@ -175,11 +176,13 @@ class DraftRunner:
 
     @torch.inference_mode()
     def observe(self, states: ComputedStates, following: torch.Tensor | None = None) -> None:
-        """Show the drafter what a step computed.
+        """Show the drafter a computed step.
 
         Args:
-            following: [num_padded_tokens] int64 on the device, the token behind each; None where the tokens that the
-                step gave are in the rows by now.
+            states: the step's inputs and hidden states.
+            following: [num_padded_tokens] int64 on the device, the token after each. None if the step's tokens are
+                already in
+                the rows.
         """
         observer: Observer = self.drafter  # type: ignore[assignment]  # as above
         self._observed = ()
@@ -194,12 +197,14 @@ class DraftRunner:
 
     @torch.inference_mode()
     def propose(self, rows: Int, hidden_states: HiddenStates | None) -> None:
-        """Ask for drafts behind the known tokens of `rows`, each of which has just got a token, and write them there.
+        """Propose drafts after the known tokens of `rows`, which have just got a token, and write them to the rows.
 
-        All earlier drafts are forgotten, those of rows that were not scheduled too: a proposal is kept whole or not.
+        All earlier drafts are forgotten, also those of rows that were not scheduled: a proposal is kept whole or not at
+        all.
 
         Args:
-            hidden_states: of the last accepted position, by entry of `rows`; None if the drafter reads none.
+            rows: [n], the requests' rows.
+            hidden_states: of the last accepted position, by entry of `rows`. None if the drafter reads none.
         """
         self.computed()
         self.forget()
@@ -228,7 +233,7 @@ class DraftRunner:
             if self._check and self.history.restore(rows, known):
                 raise ValueError("it wrote into token_table, which it is only shown")
             token_ids, tree = self._checked(draft, len(rows))
-        except Exception as error:  # a plugin may raise anything; the requests go on without drafts
+        except Exception as error:  # a plugin may raise anything, and the requests continue without drafts
             self.failed(len(rows), f"propose raised {type(error).__name__}: {error}")
             return
         counts = self._lengths(token_ids, tree, known, room)
@@ -237,39 +242,41 @@ class DraftRunner:
         self._rows.tree = tree
         if self.uniform and tree is None and counts.any():
             self._fill(rows, known)
-        whole = self._rows.num_guesses[rows] == self._rows.num_drafts[rows]  # what fills is not in the drafter's cache
+        whole = self._rows.num_guesses[rows] == self._rows.num_drafts[rows]  # fillers are not in the drafter's cache
         self.caught_up(rows[whole], known[whole] - 1)
         if draft.probabilities is not None and draft.parents is None:  # a tree is verified token by token
             self.probabilities = draft.probabilities.to(self._device, non_blocking=True)
             self._rows.draft_entry[rows] = np.arange(len(rows))
 
     def wanted(self, rows: Int, room: Int) -> npt.NDArray[np.bool_]:
-        """Which of `rows` [n] the drafter is asked for, if it is, where `room` [n] drafts of each fit.
+        """Select which of `rows` [n] get drafts if the drafter is called, given that `room` [n] drafts of each fit.
 
-        One that catches up is asked for all if for any, so that it need not see what the others compute; so is any
-        where all requests get equally many drafts.
+        A drafter that catches up is called for all rows or none, so that it need not observe the steps of the others.
+        The same
+        holds if all requests get equally many drafts.
         """
         wanted: npt.NDArray[np.bool_] = self.served[rows] & (room > 0)
         return self.served[rows] if (self.catches_up or self.uniform) and wanted.any() else wanted
 
     def most(self, known: Int) -> Int:
-        """The most drafts behind `known` [n] tokens, [n]: those and the token behind them must fit into a row."""
+        """Return the most drafts [n] after `known` [n] tokens. They and the token after them must fit into a row."""
         return np.clip(self._rows.max_model_len - known - 1, 0, self.num_tokens)
 
     def caught_up(self, rows: Int, bounds: Int) -> None:
-        """`rows` [n], whose newest tokens are at `bounds` [n] at most, have just been proposed for.
+        """Mark `rows` [n], with newest tokens at `bounds` [n] at most, as having just been proposed for.
 
-        If the drafter's cache has room for what it proposed, it has seen all that stands before the next proposal.
+        If the drafter's cache had room for its proposal, it has seen all tokens before the next proposal.
         """
         if self.catches_up and self.attention is not None:
             rows = rows[self.attention.has_room(rows, bounds)]
             self._caught_up[rows] = self._rows.generation[rows]
 
     def ask(self, batch: DraftBatch, attend: StagedAttention | None) -> Draft:
-        """The drafter's answer, from a graph where there is one for so many requests.
+        """Return the drafter's answer, from a graph if one is captured for this number of requests.
 
         Args:
-            attend: of the drafter's own layers, which is no part of `batch` yet.
+            batch: the drafter's inputs.
+            attend: attention of the drafter's own layers, which `batch` does not include yet.
         """
         if (index := batch.computed_index) is not None:
             batch.observed = tuple(states.index_select(0, index) for states in self._observed)
@@ -279,22 +286,22 @@ class DraftRunner:
         return self.drafter.propose(batch)
 
     def behind(self, rows: Int) -> None:
-        """A step of `rows` [n] was sampled, and nothing is proposed behind it yet."""
+        """Mark `rows` [n] as sampled without a proposal yet."""
         self._caught_up[rows] = -1
 
     def forget(self) -> None:
-        """Forget all drafts, those of rows that were not scheduled too: a proposal is kept whole or not."""
+        """Forget all drafts, also those of rows that were not scheduled: a proposal is kept whole or not at all."""
         self._rows.num_drafts[:] = 0
         self._rows.draft_entry[:] = -1
-        self._rows.tree = None  # or what a grammar forces would be cut to the form of drafts that are gone
+        self._rows.tree = None  # otherwise tokens forced by a grammar would be cut to the form of drafts that are gone
         self.probabilities = None
 
     def asks(self, rows: Int) -> bool:
-        """Whether the drafter is asked now for drafts of `rows`."""
+        """Return True if the drafter is called now for drafts of `rows`."""
         return len(rows) > 0 and not self.paused and (self.control is None or self.control.asks(rows))
 
     def chosen(self, rows: Int, counts: Int, seconds: float) -> Int:
-        """How many of the `counts` [n] drafts of `rows`, asked for in so many seconds of the host, are verified."""
+        """Return how many of the `counts` [n] drafts of `rows`, proposed in `seconds` on the host, are verified."""
         self._times.proposed(counts)
         self.counts.proposals += 1
         self.counts.draft_seconds += seconds
@@ -304,8 +311,10 @@ class DraftRunner:
         """Add a step to the counts.
 
         Args:
-            rows, draft_positions: [n] of the logits rows, their requests and the drafts that each assumes.
-            stands: [n] which of them stand; guesses: [n] drafts of each request that its drafter proposed.
+            rows: [n], the request of each logits row.
+            draft_positions: [n], the drafts that each logits row assumes.
+            stands: [n], True for accepted logits rows.
+            guesses: [n], drafts of each request that its drafter proposed.
         """
         drafted = (draft_positions > 0) & (draft_positions <= guesses)
         first = np.flatnonzero(draft_positions == 0)
@@ -321,7 +330,7 @@ class DraftRunner:
         self.counts.accepted_at = [a + int(b) for a, b in zip(self.counts.accepted_at, accepted, strict=True)]
 
     def to_json(self) -> dict[str, Any]:
-        """The counts, what was decided about lengths where that is adaptive, and what graphs took, as JSON types."""
+        """Return the counts, the decisions about adaptive lengths, and the cost of graphs, as JSON types."""
         return {
             **self.counts.to_json(),
             "adaptive": None if self.control is None else self.control.to_json(),
@@ -329,10 +338,11 @@ class DraftRunner:
         }
 
     def _fill(self, rows: Int, known: Int) -> None:
-        """Make all requests' drafts equally many, so that a captured graph fits: with the newest token again and again.
+        """Fill the drafts of all requests to equal numbers with their newest token, so that a captured graph fits.
 
-        Any token may stand behind the guesses, since none stands that the model would not have sampled; and a text ends
-        at its limit, whatever stands behind.
+        Any token may follow the guesses, since a draft is accepted only if the model samples it. A text also ends at
+        its limit,
+        whatever follows.
         """
         guesses, most = self._rows.num_guesses[rows], self.most(known)
         newest, places = self._rows.token_ids[rows, known - 1], np.arange(self.num_tokens)
@@ -341,7 +351,7 @@ class DraftRunner:
         self._rows.num_drafts[rows] = np.maximum(guesses, most)
 
     def _learn(self) -> None:
-        """What the steps that are over by now took."""
+        """Read the times of the steps that are over by now."""
         for step in self._times.take():
             seconds, draft_seconds = step.seconds, step.draft_seconds
             if step.decodes and seconds is not None:
@@ -368,11 +378,11 @@ class DraftRunner:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
 
     def following(self, inputs: ModelInputs) -> Int:
-        """The token behind each of a step's [num_padded_tokens], as far as the host knows it."""
+        """Return the token after each of a step's [num_padded_tokens], as far as the host knows it."""
         return following_tokens(self._rows, inputs)
 
     def check_shape(self, draft: Draft, count: int) -> None:
-        """Raise ValueError unless a proposal for `count` requests has the shape and the form that were negotiated."""
+        """Raise ValueError unless a proposal for `count` requests has the negotiated shape and form."""
         found = tuple(draft.token_ids.shape)
         if len(found) != 2 or found[0] != count or found[1] > self.num_tokens:
             raise ValueError(f"token_ids has shape {found}, not [{count}, at most {self.num_tokens}]")
@@ -380,7 +390,7 @@ class DraftRunner:
             raise ValueError("a tree was proposed where a chain was negotiated")
 
     def outside(self, token_ids: Int) -> npt.NDArray[np.bool_]:
-        """Which of the proposed `token_ids` [n, k] are neither tokens nor -1; rows with such count as failures."""
+        """Return a mask of the `token_ids` [n, k] that are neither tokens nor -1. Their rows count as failures."""
         found: npt.NDArray[np.bool_] = (token_ids < -1) | (token_ids >= self._vocab_size)
         if found.any():
             token = int(token_ids[found][0])
@@ -388,12 +398,13 @@ class DraftRunner:
         return found
 
     def _checked(self, draft: Draft, count: int) -> tuple[Int, DraftTree | None]:
-        """The proposal as [count, k] int64 on the host; a token outside the vocabulary ends its row's drafts.
+        """Return the proposal as [count, k] int64 on the host, and its tree if it is verified as a tree.
 
-        And its form, where it is a tree that is verified as one; else its first path is what is taken of it.
+        A token outside the vocabulary ends its row's drafts. Only the first path of a tree is taken if trees are not
+        verified.
 
         Raises:
-            ValueError: if its shape is not what the contract says.
+            ValueError: if its shape violates the contract.
         """
         self.check_shape(draft, count)
         token_ids = draft.token_ids.cpu().numpy()
@@ -407,7 +418,7 @@ class DraftRunner:
         return (checked, tree) if self._verifies_trees else (checked[:, tree.first_path], None)
 
     def _lengths(self, token_ids: Int, tree: DraftTree | None, known: Int, room: Int) -> Int:
-        """Tokens of each row before its first -1, and before one that would stand behind its room."""
+        """Count each row's tokens before its first -1 and within its room."""
         depths = np.arange(1, token_ids.shape[1] + 1) if tree is None else tree.depths
         fits = (token_ids >= 0) & (depths <= room[:, None])
         lengths: Int = np.cumprod(fits, axis=1).sum(axis=1)

@@ -1,7 +1,7 @@
-"""How long steps and proposals take on the device, read once they have passed there: nobody waits for that.
+"""Times of steps and proposals on the device, read after they have finished, so that nothing waits for them.
 
-The host's clock would not tell. Where steps overlap, the host waits for a step while it prepares the next one, so what
-it sees between two calls is the work of another step than the one that it is busy with.
+The host's clock does not measure them. With async scheduling the host waits for a step while it prepares the next one,
+so the time between two calls on the host is the work of another step.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from slotline.core.batch.request_table import Int
 
 @define(eq=False)
 class Mark:
-    """A moment: on a CPU now, on a GPU when it has done what it was given so far."""
+    """A point in time: the call on a CPU, the end of all work launched so far on a GPU."""
 
     at: float | torch.cuda.Event
 
     @classmethod
     def now(cls, *, on_gpu: bool) -> Mark:
-        """The moment of this call."""
+        """Return the time of this call."""
         if not on_gpu:
             return cls(perf_counter())
         event = torch.cuda.Event(enable_timing=True)
@@ -33,11 +33,11 @@ class Mark:
 
     @property
     def passed(self) -> bool:
-        """Whether it lies in the past."""
+        """Return True if the time has passed."""
         return isinstance(self.at, float) or self.at.query()
 
     def until(self, later: Mark) -> float:
-        """Seconds between two moments that have passed."""
+        """Return the seconds between two times that have passed."""
         if isinstance(self.at, float):
             assert isinstance(later.at, float)
             return later.at - self.at
@@ -48,11 +48,13 @@ class Mark:
 
 @define(eq=False)
 class TimedStep:
-    """One step.
+    """Times of one step.
 
     Attributes:
-        num_tokens: of the step; `drafted` whether it verified drafts, and `decodes` whether it did nothing else.
-        lengths: [n] drafts of the proposal behind it; None where nobody was asked.
+        num_tokens: tokens of the step.
+        drafted: True if it verified drafts.
+        decodes: True if it only decoded.
+        lengths: [n] drafts of the proposal after it. None if the drafter was not called.
     """
 
     num_tokens: int
@@ -65,46 +67,46 @@ class TimedStep:
 
     @property
     def passed(self) -> bool:
-        """Whether all of it is over on the device."""
+        """Return True if the step is over on the device."""
         last = self._proposed or self._computed
         return last is None or last.passed
 
     @property
     def seconds(self) -> float | None:
-        """Of the step without the proposal; None where it did not get that far."""
+        """Return the seconds of the step without the proposal. None if it did not get that far."""
         return None if self._computed is None else self._start.until(self._computed)
 
     @property
     def draft_seconds(self) -> float | None:
-        """Of the proposal."""
+        """Return the seconds of the proposal."""
         if self._computed is None or self._proposed is None:
             return None
         return self._computed.until(self._proposed)
 
 
 class StepTimes:
-    """Times one step after the other; a step begins on the host when the one before has been proposed behind."""
+    """Timer of consecutive steps. On the host, a step begins after the proposal of the previous step."""
 
     def __init__(self, device: str) -> None:
         self._on_gpu = device.startswith("cuda")
         self._steps: deque[TimedStep] = deque()
 
     def begin(self, num_tokens: int, *, drafted: bool, decodes: bool) -> None:
-        """A step is launched."""
+        """Record the launch of a step."""
         self._steps.append(TimedStep(num_tokens, drafted, decodes, self._now()))
 
     def computed(self) -> None:
-        """The last step's tokens, and what the drafter sees of it, are there."""
+        """Record that the last step's tokens are computed and observed by the drafter."""
         if self._steps:
             self._steps[-1]._computed = self._now()
 
     def proposed(self, lengths: Int) -> None:
-        """Drafts behind the last step are there, `lengths` [n] of them."""
+        """Record the proposal of `lengths` [n] drafts after the last step."""
         if self._steps:
             self._steps[-1]._proposed, self._steps[-1].lengths = self._now(), lengths
 
     def take(self) -> Iterator[TimedStep]:
-        """The steps that are over and were not taken yet; the last one begun is not over."""
+        """Yield the finished steps that were not taken yet. The last step begun is not finished."""
         while len(self._steps) > 1 and self._steps[0].passed:
             yield self._steps.popleft()
 

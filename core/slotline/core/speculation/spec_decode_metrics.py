@@ -1,4 +1,4 @@
-"""How well a drafter guesses, and what it costs."""
+"""Acceptance and timing statistics for speculative decoding."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from attrs import define, field
 
 @define
 class SpecDecodeMetrics:
-    """How drafts fared, summed over a run.
+    """Draft statistics, summed over a run.
 
     Attributes:
-        steps: steps in which drafts of some request were verified, counted by request.
+        steps: steps in which a request's drafts were verified, counted by request.
         proposed, accepted: draft tokens.
-        accepted_at: how often the draft at each position stood.
+        accepted_at: how often the draft at each position was accepted.
         failures: proposals that were lost because the drafter raised or left the vocabulary.
-        last_failure: what the last of them was; empty for none.
-        proposals, draft_seconds: calls of the drafter, and how long they took on the host.
-        decodes: decoding steps that verified drafts, and those that had none; `decode_seconds` how long those took on
-            the device, from the launch to the next proposal, once they are over there.
+        last_failure: the last of them. Empty if there were none.
+        proposals: calls of the drafter.
+        draft_seconds: time of these calls on the host.
+        decodes: number of decoding steps with drafts (True) and without (False).
+        decode_seconds: their time on the device, from the launch to the next proposal, for finished steps.
     """
 
     steps: int = 0
@@ -35,11 +36,11 @@ class SpecDecodeMetrics:
 
     @property
     def acceptance_length(self) -> float:
-        """Mean tokens of a request in a verifying step, the one after the drafts included."""
+        """Return the mean tokens of a request in a verifying step, including the token after the drafts."""
         return 1 + self.accepted / self.steps if self.steps else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """The counts and what follows from them, as JSON types."""
+        """Return the counts and derived figures, as JSON types."""
         return {
             "steps": self.steps,
             "proposed": self.proposed,

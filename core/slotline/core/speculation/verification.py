@@ -1,15 +1,16 @@
-"""Verification: which drafts stand, and which token follows them. What is drafted never changes what is generated.
+"""Verification: finds the accepted drafts and the token after them. Drafts never change the generated text.
 
-A step computes the logits after the known tokens and after each draft. Every position gets the token that it would
-have got without speculation, drawn with the position's own random number; drafts stand as long as they equal it. So a
-text is the same with and without drafts, sampled or greedy.
+A step computes the logits after the known tokens and after each draft. Every position gets the same token as without
+speculation, drawn with the position's own random number. Drafts are accepted as long as they equal it. A text is
+therefore the same with and without drafts, sampled or greedy.
 
-A drafter that gives the distribution it drew from is verified by rejection sampling instead (Leviathan et al. 2023,
-algorithm 1; Chen et al. 2023): more drafts stand, and the text has the target's distribution, though not the text that
-the seed gives without drafts.
+A drafter that gives its distribution is verified by rejection sampling instead (Leviathan et al. 2023, algorithm 1;
+Chen
+et al. 2023). More drafts are accepted. The text has the target's distribution, but differs from the seed's text without
+drafts.
 
-Drafts may stand as a tree (`draft_tree.py`): the position's number is the same on each path, so the path that stands is
-the text without drafts again.
+Drafts may form a tree (`draft_tree.py`). The position's random number is the same on each path, so the accepted path is
+again the text without drafts.
 """
 
 from __future__ import annotations
@@ -28,13 +29,15 @@ Int = npt.NDArray[np.int64]
 def standing(
     tokens: Int, drafts: Int, draft_positions: Int, tree: DraftTree | None = None, draft_nodes: Int | None = None
 ) -> npt.NDArray[np.bool_]:
-    """Which logits rows give a token to their request: those all of whose assumed drafts stand.
+    """Return a mask of the logits rows that give a token to their request: all drafts that they assume are accepted.
 
     Args:
         tokens: [n] the token of each logits row.
-        drafts: [n] the draft that stands at that place, -1 where there is none.
-        draft_positions: [n] drafts assumed; 0 begins a request.
-        tree, draft_nodes: where drafts stand as a tree, its form and the node of each row; then `drafts` are theirs.
+        drafts: [n] the draft at the position of each logits row, -1 if there is none.
+        draft_positions: [n] drafts assumed. 0 begins a request.
+        tree, draft_nodes: the form of the tree and the node of each logits row, if drafts form a tree. `drafts` then
+            are
+            the nodes' drafts.
     """
     if tree is not None and draft_nodes is not None:
         return tree.accepted(tokens, draft_nodes, drafts)
@@ -48,17 +51,17 @@ def standing(
 def reject(
     logits: torch.Tensor, tokens: torch.Tensor, probabilities: torch.Tensor, rejections: Rejections
 ) -> torch.Tensor:
-    """Replace the tokens of drafted places by rejection sampling; nothing waits for the device.
+    """Replace the tokens of drafted positions by rejection sampling, without waiting for the device.
 
     Args:
         logits: [n, vocab_size] float32, scaled and masked.
         tokens: [n] int64, as sampled from them.
-        probabilities: [entries, k, vocab_size], what the drafter drew its proposal from. Rows that do not sum to 1 are
-            made to; NaN and negative numbers count as 0.
-        rejections: the places that this decides.
+        probabilities: [entries, k, vocab_size], the distributions that the drafter drew its proposal from. Rows are
+            normalized to sum to 1. NaN and negative numbers count as 0.
+        rejections: the positions to decide.
 
     Returns:
-        Tokens [n]: the draft where it is accepted, else one from what the target has more of than the drafter.
+        Tokens [n]: the draft if it is accepted, else a token drawn from the target's excess over the drafter.
     """
     place, draft, entry, position = rejections.packed[:, :4].unbind(1)
     accept, number = rejections.packed.view(torch.float64)[:, 4:].unbind(1)

@@ -1,4 +1,4 @@
-"""Stable codes of negotiation, as data. docs/negotiation.md documents the same codes, and a test compares them.
+"""Stable codes of negotiation, as data. docs/generate.py makes the page of codes.
 
 A code keeps its meaning forever: a removed rule leaves a gap, and a new rule gets a new number.
 """
