@@ -14,7 +14,10 @@ from slotline.registry.contracts import LogitsBatch, LogitsProcessorContext
 
 
 class MinP:
-    """Min-p, applied by the sampler as a floor (see `floor`). The methods of every processor do the same."""
+    """Min-p, applied by the sampler as a floor on the logits (see `floor`).
+
+    `admit` and `apply` define the same result.
+    """
 
     def __init__(self, context: LogitsProcessorContext) -> None:
         self._below = np.zeros(context.max_requests, np.float32)

@@ -72,7 +72,7 @@ class LeanForward:
         *args: Any,
         **options: Any,
     ) -> Any:
-        """As the original: hidden_states [batch, num_tokens, hidden_size], cos and sin [batch, num_tokens, size]."""
+        """Compute the original's result from hidden_states [batch, num_tokens, hidden_size], cos and sin [.., size]."""
         if attention_mask is None and not has_cache(options) and all(arg is None for arg in args):
             others = {name: value for name, value in options.items() if name not in CACHES}
             attended = self.attended(hidden_states, position_embeddings, others)

@@ -244,7 +244,7 @@ class Products:
         return many and k % 8 == 0 and n % 16 == 0 and x.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-        """``activation(gate) * up`` of ``x @ weight.T`` for many rows, [..., outputs], not rounded in between."""
+        """Return ``activation(gate) * up`` of ``x @ weight.T`` for many rows, [..., outputs], rounded only once."""
         x, k, n = x.contiguous(), weight.shape[1], weight.shape[0] // 2
         rows, shape = x.numel() // k, GATED
         out = x.new_empty((*x.shape[:-1], n))

@@ -193,6 +193,6 @@ class RgLruMixer(Mixer):
         return module.linear_out(scanned * module.act_fn(module.linear_y(hidden)))  # type: ignore[no-any-return]
 
     def _gate(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        """[T, lru_width] float32 of x [T, lru_width], weight [blocks, width, width] and bias [blocks, width]."""
+        """Return a gate [T, lru_width] float32 of x [T, lru_width], weight [blocks, width, width] and a bias."""
         blocks = torch.baddbmm(bias[:, None], x.unflatten(-1, bias.shape).transpose(0, 1), weight)
         return blocks.transpose(0, 1).flatten(1).float().sigmoid()
