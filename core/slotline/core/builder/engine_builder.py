@@ -87,7 +87,7 @@ def build_engine(loaded: LoadedConfig) -> Engine:
 
 @define(eq=False)
 class EngineBuilder:
-    """Builds the parts of an engine in order; each method makes one part.
+    """Builds the parts of an engine in order. Each method makes one part.
 
     Attributes:
         planned: what to build.
@@ -103,12 +103,12 @@ class EngineBuilder:
 
     @property
     def plugins(self) -> BuiltPlugins:
-        """What factories made so far."""
+        """The objects that factories made so far."""
         return self.planned.registry.built
 
     @names_plugins
     def build(self, model: Model | None = None) -> Engine:
-        """All parts, and the engine around them.
+        """Build all parts and the engine that holds them.
 
         Args:
             model: the weights, as `load_model` of a builder with the same model, device and dtype made them.
@@ -181,7 +181,7 @@ class EngineBuilder:
         with self.startup.scope("warm_up"):
             first.warm_up()
         engine.graphs = runner.graphs = build_graphs(planned, engine)
-        # Where something was compiled, it is a first start, and captures and requests will compile more.
+        # A compiled kernel means a first start: captures and requests will compile more.
         if compiled.count and planned.device.startswith("cuda"):
             with self.startup.scope("compile"):
                 first.compile_ahead(engine.graphs)
@@ -198,7 +198,7 @@ class EngineBuilder:
 
     @names_plugins
     def load_model(self) -> Model:
-        """The weights, on the device."""
+        """Load the weights onto the device."""
         planned, config = self.planned, self.planned.loaded.config
         context = ModelContext(
             contract=bind_contract(planned.family_descriptor),
@@ -265,7 +265,7 @@ class EngineBuilder:
         )
         runner = ModelRunner(
             model,
-            # the null block alone, for profiling
+            # only the null block, for profiling
             self.groups.router(attention, specs, num_blocks=1, checks=OutputChecks(strict=True)),
             rows,
             pipeline,
@@ -287,7 +287,7 @@ class EngineBuilder:
         return gatherer, runner
 
     def _overlap(self, rows: RequestTable, runner: ModelRunner) -> AsyncSpecDecode | None:
-        """What lets steps overlap beside the drafter, where the plan says that they do."""
+        """Build asynchronous speculative decoding if the plan has a drafter and placeholder tokens, else None."""
         if runner.drafting is None or runner.last_tokens is None:
             return None
         return AsyncSpecDecode(
@@ -301,7 +301,7 @@ class EngineBuilder:
         )
 
     def _pooling(self, model: Model, rows: RequestTable, staging: TransferBuffer) -> Pooling | None:
-        """What makes answers of hidden states, where the task is a pooling one."""
+        """Build the pooling of hidden states if the task is a pooling task, else None."""
         task, hidden_size = self.planned.task, self.planned.facts.hidden_size
         if task == "generate":
             return None
@@ -315,7 +315,7 @@ class EngineBuilder:
         return Pooling(task, pooler, rows, staging, hidden_size=hidden_size, device=self.planned.device)
 
     def _encoding(self, model: Model) -> EncoderRunner | None:
-        """What inputs besides text need, where the model takes any."""
+        """Build the encoder runner if the model takes other inputs than text, else None."""
         if not self.planned.facts.modalities:
             return None
         config = self.planned.loaded.config
@@ -323,7 +323,7 @@ class EngineBuilder:
             model,  # type: ignore[arg-type]  # a model with modalities is a MultimodalModel
             self.planned.facts,
             config.multimodal,
-            device=self.planned.stages.stages[0].device,  # where the embeddings of tokens are
+            device=self.planned.stages.stages[0].device,  # the device of the token embeddings
             max_batched_tokens=config.scheduler.max_batched_tokens,
             chunked_prefill=self.planned.chunked_prefill,
         )
@@ -343,7 +343,7 @@ class EngineBuilder:
             config.cache.memory,
             explicit=self.planned.loaded.origins["cache.memory"].kind != "default",
             devices=device_memory(plan, self.planned.stages, specs, self.planned.shards.devices),
-            useful_blocks=max(requests * sum(held), 1),  # a pool has one block at least, be there nothing to hold
+            useful_blocks=max(requests * sum(held), 1),  # at least one block, even for a model without a cache
             profile=profile,
             state_bytes=plan.states.slot_bytes * runner.states.num_slots if plan.states and runner.states else 0,
             checkpoints=runner.states.num_slots - requests if runner.states else 0,
@@ -357,7 +357,7 @@ class EngineBuilder:
         return report
 
     def _profile(self, first: Warmup, encoding: EncoderRunner | None, tokens: int, *, on_cuda: bool) -> None:
-        """Run what takes most memory: the encoder, a step of so many tokens, the drafter and the sampler.
+        """Run the parts that take most memory: the encoder, a step of `tokens` tokens, the drafter and the sampler.
 
         Args:
             on_cuda: whether the encoder and the sampler run at their largest too.
@@ -378,7 +378,7 @@ class EngineBuilder:
         if runner.pooling is None:
             requests = self.planned.loaded.config.scheduler.max_requests
             warm_up(requests if on_cuda else 1, self.planned.facts.vocab_size, self.planned.device)
-        del held  # until here: the encoder's cache lies beside a step
+        del held  # kept until here, so that the step was profiled with the encoder's cache allocated
 
     def _scheduler(
         self, rows: RequestTable, cache: KVCacheManager, encoding: EncoderRunner | None, adapters: AdapterManager | None

@@ -34,12 +34,12 @@ class Warmup:
 
     @property
     def most_tokens(self) -> int:
-        """Of a step; it holds no more than its requests have, however large its budget."""
+        """The most tokens of a step, at most those that its requests can have."""
         scheduler = self.planned.loaded.config.scheduler
         return min(scheduler.max_batched_tokens, scheduler.max_requests * self.planned.max_model_len)
 
     def largest(self, num_tokens: int) -> ModelInputs:
-        """A step of so many tokens, by as many requests as there may be."""
+        """Make up a step of `num_tokens` tokens with as many requests as possible."""
         return self.gatherer.dummy(
             even_split(num_tokens, min(self.planned.loaded.config.scheduler.max_requests, num_tokens)),
             vocab_size=self.planned.facts.vocab_size,
@@ -83,9 +83,11 @@ class Warmup:
 
     @property
     def _may_be_recorded(self) -> bool:
-        """Whether a forward pass that no graph holds can be captured, as those of graphs are.
+        """A forward pass outside of the graphs can be captured too.
 
-        Not with states, adapters, an encoder or weights elsewhere, whose work for such a step need not be capturable.
+        This is not so with states, adapters, an encoder or offloaded weights. Their work for an eager step need not be
+        capturable.
+
         """
         planned, facts = self.planned, self.planned.facts
         if not planned.plan.graphs.any_captured or planned.stages.divided or planned.loaded.config.offload_gib:
@@ -94,7 +96,7 @@ class Warmup:
         return not states and adapters is None and not facts.modalities and not facts.max_encoder_len
 
     def _forwards(self, steps: Iterator[ModelInputs]) -> Iterator[Callable[[Recorder], object]]:
-        """The forward passes of steps, without attention that cannot be captured."""
+        """Return the forward passes of steps, without attention that cannot be captured."""
         broken = {group.name for group in self.runner.router.groups if not group.any_captured}
         return forwards(self.runner, steps, broken)
 
@@ -103,17 +105,20 @@ class Warmup:
         return self.planned.device.startswith("cuda")
 
     def _largest_only(self) -> Iterator[ModelInputs]:
-        """The largest step, made up when it is taken."""
+        """Yield the largest step, made up when it is taken."""
         yield self.largest(self.most_tokens)
 
     def _warm_ups(self) -> Iterator[ModelInputs]:
-        """The steps of a warm-up, made up one by one."""
+        """Yield the steps of a warm-up, made up one by one."""
         sizes = (1, 16, _LONG_PROMPT) if self._on_cuda else (1, 16)
         for adapters, size in product(uses(self.planned), sizes):
             yield self.gatherer.dummy([min(size, self._longest)], adapters=adapters)
 
     def _prompts(self) -> Iterator[ModelInputs]:
-        """Prompts of every power of two, made up one by one: kernels of rows may differ by how many there are."""
+        """Yield prompts of every power of two, made up one by one.
+
+        Kernels over rows may differ by the number of rows.
+        """
         for size in powers_of_two(self._longest):
             yield self.gatherer.dummy([size])
 
