@@ -1,6 +1,6 @@
 """The integrity checker: rows, blocks, encoder outputs and references must agree.
 
-Tests run it after every step; the engine can too.
+Tests run it after every step, and the engine can run it too.
 """
 
 from __future__ import annotations
