@@ -21,11 +21,11 @@ from slotline.registry.attribution import BuiltPlugins
 
 @define(kw_only=True, eq=False)
 class RequestFinalizer:
-    """Ends requests, wherever they stand.
+    """Ends requests, whether they run or wait.
 
     Attributes:
-        requests: the unfinished by id, as `InputProcessor` put them there; this takes them out.
-        plugins: by which errors are traced to plugins.
+        requests: the unfinished requests by id, as `InputProcessor` added them. This class takes them out.
+        plugins: used to trace errors to plugins.
     """
 
     requests: dict[str, Request]
@@ -77,7 +77,7 @@ class RequestFinalizer:
                 self.drafting.release(request.row)
 
     def _finish_text(self, request: Request) -> None:
-        """The whole text of a request that nobody read on the way, or the rest of one that was."""
+        """Read the text of a request, or the rest of it if it was streamed."""
         detokenizer = request.detokenizer
         if detokenizer is None:
             if self.tokenizer is None or not request.params.detokenize:

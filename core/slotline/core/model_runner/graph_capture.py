@@ -25,11 +25,11 @@ WARM_UPS = 1
 
 @frozen(kw_only=True)
 class CaptureReport:
-    """What capturing took.
+    """Time and memory that capturing took.
 
     Attributes:
         shapes: captured shapes.
-        graphs: graphs that they consist of; more than shapes where attention breaks them.
+        graphs: graphs of these shapes, more than shapes if attention breaks them.
         memory: bytes of device memory.
         seconds: wall-clock time.
     """
@@ -40,7 +40,7 @@ class CaptureReport:
     seconds: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON types."""
+        """Return the report as JSON types."""
         return asdict(self)
 
 
@@ -75,7 +75,7 @@ class Recorder:
         self.graphs += 1
 
     def give_up(self) -> None:
-        """End a graph whose capture failed; what the device says of it is known already."""
+        """End a graph whose capture failed. The error is known already."""
         with suppress(RuntimeError):
             self.end()
 
@@ -87,14 +87,14 @@ class Recorder:
 
 
 class GraphCapture:
-    """A stream to capture on and a memory pool; errors become typed, and there is a report at the end.
+    """Stream to capture on and its memory pool. Errors become typed, and there is a report at the end.
 
     Args:
-        fix: what to do where something cannot be captured.
+        fix: the remedy if something cannot be captured.
 
     Attributes:
-        pool: that captures share.
-        what: is being captured.
+        pool: memory pool that captures share.
+        what: name of the object that is being captured.
     """
 
     def __init__(self, fix: str) -> None:
@@ -113,7 +113,7 @@ class GraphCapture:
         """Leave the stream.
 
         Raises:
-            CapacityError: if the device ran out of memory; names what to lower.
+            CapacityError: if the device ran out of memory. It names the setting to lower.
             ModelError: if something cannot be captured.
         """
         self._around.close()
@@ -127,7 +127,7 @@ class GraphCapture:
             raise ModelError(what, fix=self._fix) from error
 
     def report(self, shapes: int, graphs: int) -> CaptureReport:
-        """What it took, once all is captured."""
+        """Return the report, once all is captured."""
         torch.cuda.current_stream().wait_stream(self._stream)
         torch.cuda.synchronize()
         memory, seconds = self._before - torch.cuda.mem_get_info()[0], perf_counter() - self._start
@@ -144,12 +144,12 @@ def note_lacking(
     *,
     replayed: bool,
 ) -> None:
-    """Note the kernels that calls lack: each is captured once, which runs nothing, and dropped.
+    """Note the kernels that calls lack. Each call is captured once, which runs nothing, and dropped.
 
     Args:
-        calls: what each needs planned and copied is, when it is taken from here. Each is given its recorder.
+        calls: each is planned and its inputs are copied when it is taken from the iterable. Each is given its recorder.
         missing: where kernels are noted, see `compiling.leaving_out`.
-        what: makes the calls, for the record: behind one that cannot be captured, none is looked at.
+        what: name of the calls, for the log. After a call that cannot be captured the rest is left out.
         replayed: whether they will be captured to be replayed, or run by themselves, see `replays.is_replayed`.
     """
     with (
@@ -171,7 +171,7 @@ def note_lacking(
 
 
 def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
-    """Capture a call; the capture ends whatever happens."""
+    """Capture a call. The capture ends in any case."""
     recorder.begin()
     try:
         call(recorder)

@@ -22,11 +22,11 @@ _FIX = "name another backend, and tell the author of this one (`slotline conform
 
 @define(eq=False)
 class OutputChecks:
-    """Looks at outputs, and remembers the first that is wrong.
+    """Checks outputs, and remembers the first wrong output.
 
     Attributes:
         strict: whether a wrong output is raised at once.
-        found: what was wrong, with the plugin's name; None for nothing.
+        found: the first error, with the plugin's name. None for no error.
     """
 
     strict: bool
@@ -65,10 +65,10 @@ class OutputChecks:
         self._tell(what)
 
     def state(self, plugin: str, layer: StateLayer, tokens: torch.Tensor, found: object) -> None:
-        """Look at one state layer's output; `tokens` is an input with a row for each token.
+        """Check one state layer's output. `tokens` is an input with a row for each token.
 
         Raises:
-            ContractError: if it is no tensor with as many rows, or is NaN where the checks are strict.
+            ContractError: if it is no tensor with the same number of rows, or holds NaN under strict checks.
         """
         what = f"{plugin} gave, for state layer {layer.name!r},"
         if not isinstance(found, torch.Tensor):
@@ -102,7 +102,7 @@ class ShownBatch:
         return cls(batch, kept)
 
     def check(self, plugin: str, method: str) -> None:
-        """Raise ContractError if the batch has changed since; it names the plugin and what it wrote to."""
+        """Raise ContractError if the batch has changed since. The error names the plugin and the changed field."""
         for name, value in _of(self.batch):
             kept = self._kept[name]
             equal = torch.equal(kept, value) if isinstance(value, torch.Tensor) else np.array_equal(kept, value)
