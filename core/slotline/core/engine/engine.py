@@ -471,7 +471,7 @@ class Engine:
         return self.cascade.prefixes(schedule.rows, computed, schedule.num_scheduled)
 
     def _graph_shape(self, schedule: SchedulerOutput, *, cascade: bool, adapters: AdapterUse) -> GraphShape | None:
-        """Return the captured shape of a step, or None to run eagerly, as a step that scales the cache does."""
+        """Return the captured shape of a step, or None to run eagerly, as while the cache's scales are calculated."""
         if self.graphs is None or self.runner.router.calculating is not None:
             return None
         if self.rows.tree is not None and self.rows.num_drafts[schedule.rows].any():
