@@ -1,7 +1,7 @@
 """Drafts in the form of a tree: several guesses for a position, each followed by guesses of its own.
 
 Example: parents [-1, 0, 0, -1] are two guesses for the first place (nodes 0 and 3) and two that follow node 0 (nodes 1
-and 2). A request's nodes take the slots behind its known tokens in this order, so node 2 lies in the third slot
+and 2). A request's nodes take the slots after its known tokens in this order, so node 2 lies in the third slot
 although it has the second position. A node in its own position's slot keeps its keys and values. The rest of an
 accepted path is computed again with the next step's tokens.
 """

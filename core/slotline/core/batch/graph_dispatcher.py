@@ -12,9 +12,9 @@ from slotline.core.batch.scheduler_output import SchedulerOutput
 from slotline.registry.negotiation import capture_sizes
 
 AUTO_SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))
-"""Token counts of uniform batches where none are named: fine, since nearly every step is padded to one."""
+"""Default token counts of uniform batches: fine-grained, since nearly every step is padded to one."""
 AUTO_MIXED_SIZES = (4, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
-"""Token counts of mixed batches where none are named: few, since each may take a graph for every layer."""
+"""Default token counts of mixed batches: few, since each may take a graph for every layer."""
 
 
 @frozen

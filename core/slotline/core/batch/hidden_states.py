@@ -66,7 +66,7 @@ class LayerTaps:
 
     Args:
         layer_ids: the layers, from 0, in the order in which they are wanted.
-        device: where the states are wanted.
+        device: of the wanted states.
     """
 
     def __init__(self, layer_ids: Sequence[int], device: str) -> None:

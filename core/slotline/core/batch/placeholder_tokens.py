@@ -44,7 +44,7 @@ class PlaceholderTokens:
         return self.tokens[input_ids]
 
     def record(self, stand_ins: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on whatever device."""
+        """Keep the tokens [n] int64 that the rows of `stand_ins` [n] int64 have just sampled, on any device."""
         self.tokens.scatter_(0, stand_ins, tokens.to(self.tokens.device, non_blocking=True))
 
     def record_drafts(self, stand_ins: torch.Tensor, drafts: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ class RequestTable:
         self.token_ids[rows[which], self.num_tokens[rows[which]] + places] = token_ids[taken]
 
     def give_up(self, row: int) -> None:
-        """Forget what was computed for the row, its drafts, and the token that a step in flight would give."""
+        """Forget the computed tokens of the row, its drafts, and the token that a step in flight would give."""
         self.num_tokens[row] -= self.num_pending[row]
         self.num_pending[row] = self.num_computed_tokens[row] = self.num_drafts[row] = 0
         self.num_accepted[row] = 1
@@ -172,7 +172,7 @@ class RequestTable:
             request.row = -1
 
     def restore(self, num_known: Int) -> None:
-        """Bring all rows back to what their requests know: `num_known` [max_requests] tokens, nothing computed."""
+        """Reset all rows to the tokens that their requests know: `num_known` [max_requests], none computed."""
         for row, request in enumerate(self.requests):
             if request is not None and request.row != row:
                 self.requests[row] = None

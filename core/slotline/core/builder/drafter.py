@@ -1,4 +1,4 @@
-"""The drafter, and what it is handed of the model that it drafts for."""
+"""Construction of the drafter, with the parts of the served model that it uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan to an engine: every factory is called here, once, with exactly what was negotiated for it."""
+"""From a plan to an engine: every factory is called here once, with its negotiated context."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class EngineBuilder:
     """Builds the parts of an engine in order. Each method makes one part.
 
     Attributes:
-        planned: what to build.
+        planned: the plan with its descriptors and facts.
         startup: times the phases.
     """
 

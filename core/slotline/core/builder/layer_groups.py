@@ -51,10 +51,10 @@ logger = logging.getLogger("slotline")
 
 @define
 class LayerGroupBuilder:
-    """Builds what serves the groups of a plan. Each method makes one part.
+    """Builds the parts that serve the groups of a plan. Each method makes one part.
 
     Attributes:
-        planned: what to build.
+        planned: the plan with its descriptors and facts.
         held_states: the cache specs of the model's states.
     """
 
@@ -225,7 +225,7 @@ class LayerGroupBuilder:
 
         Args:
             pages: the caches' memory. New memory is allocated if it is not given.
-            checks: of what backends give in eager steps.
+            checks: of the outputs of backends in eager steps.
         """
         if self.planned.shards.divided:
             caches = self._sharded(attention, num_blocks)

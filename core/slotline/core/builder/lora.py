@@ -57,7 +57,7 @@ def build_adapters(planned: Planned, model: Model, rows: RequestTable) -> Adapte
             extended.add(names)
         return room
 
-    # Uniform batches are captured for all requests, even where the budget lets fewer run.
+    # Uniform batches are captured for all requests, even if the budget lets fewer run.
     largest_batch = scheduler.max_requests * (1 + (planned.loaded.config.drafter.tokens if planned.drafter else 0))
     extends = bool(descriptor.capabilities.extended.support) and hasattr(adaptable, "extend")
     context = LoraContext(
@@ -141,7 +141,7 @@ def target_modules(model: AdaptableModel, asked: Sequence[str]) -> dict[str, tup
     Without names these are the linear layers except the output projection.
 
     Raises:
-        ConfigError: naming what the model has.
+        ConfigError: naming the layers that the model has.
     """
     embeddings = embeddings_of(model)
     linears = {**model.linears, **embeddings}

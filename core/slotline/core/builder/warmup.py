@@ -1,4 +1,4 @@
-"""The steps before the first request: the largest that may come, a warm-up, and what compiles their kernels ahead."""
+"""Steps before the first request: the largest possible step, a warm-up, and the compilation of their kernels."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONG_PROMPT = 4096
 
 @frozen(eq=False)
 class Warmup:
-    """Makes steps up, runs them, and compiles what they and later ones launch."""
+    """Makes up steps, runs them, and compiles the kernels that they and later steps launch."""
 
     planned: Planned
     gatherer: InputPreparer
@@ -55,7 +55,7 @@ class Warmup:
         self.runner.profiler.reset()
 
     def compile_forwards(self) -> None:
-        """Compile several at a time what profile and warm-up will launch, where a forward pass can be captured."""
+        """Compile the kernels of profile and warm-up, several at a time, if a forward pass can be captured."""
         if not self._may_be_recorded:
             return
         planned, missing = self.planned, compiling.MissingKernels()
@@ -65,7 +65,7 @@ class Warmup:
         _compile(missing)
 
     def compile_ahead(self, graphs: GraphRunner | None) -> None:
-        """Compile several at a time what captures and later steps will launch."""
+        """Compile the kernels of captures and later steps, several at a time."""
         planned, missing = self.planned, compiling.MissingKernels()
         if not planned.stages.divided:
             dtype, most = getattr(torch, planned.plan.dtype), planned.loaded.config.scheduler.max_batched_tokens

@@ -1,4 +1,4 @@
-"""Requests joining a step: what plugins prepare for them, and the items that are encoded before it."""
+"""Admission of requests to a step: preparation by plugins, and encoding of items before the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("slotline")
 
 @define(kw_only=True, eq=False)
 class AdmissionHooks:
-    """Prepares what a schedule says, and takes out whom a plugin fails on."""
+    """Prepares the requests of a schedule, and takes out those that a plugin fails on."""
 
     rows: RequestTable
     endings: RequestFinalizer

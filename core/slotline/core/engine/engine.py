@@ -395,7 +395,7 @@ class Engine:
         generations = self.rows.generation.copy()
         loads = self._start_transfers(schedule)
         launched = self._launch(schedule, loads) if schedule.num_tokens else None
-        result = self._collect()  # of the step before, if it is still in flight
+        result = self._collect()  # of the previous step, if it is still in flight
         if launched is not None:
             started = self._sample(launched, schedule, generations, loads)
             if self._in_flight is not None:  # a step that was run by a callback of this one

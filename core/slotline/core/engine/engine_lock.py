@@ -37,7 +37,7 @@ class EngineLock:
         """Wait until this thread holds the lock.
 
         Raises:
-            RequestError: in a forked child, where the thread that holds it does not run.
+            RequestError: in a forked child, since the thread that holds it does not run there.
         """
         self._own_process.refuse_others()
         turn = Event()

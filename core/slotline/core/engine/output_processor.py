@@ -1,4 +1,4 @@
-"""Handing out what a step computed: into rows, cache and requests, some of which end with it."""
+"""Output of a step: written to rows, cache and requests, some of which end with it."""
 
 from __future__ import annotations
 

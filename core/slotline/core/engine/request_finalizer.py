@@ -39,7 +39,7 @@ class RequestFinalizer:
     plugins: BuiltPlugins
 
     def finish(self, requests: Sequence[Request], reasons: Sequence[str], causes: Sequence[str | int | None]) -> None:
-        """End requests, each with a finish reason and what caused it, and the other ones of their pairs."""
+        """End requests, each with a finish reason and its cause, and their partners in pairs."""
         if not requests:
             return
         now = monotonic()

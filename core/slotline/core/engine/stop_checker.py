@@ -12,7 +12,7 @@ from slotline.core.batch.request_table import RequestTable
 
 Int = npt.NDArray[np.int64]
 Ended = dict[int, tuple[str, str | int | None]]
-"""Rows that end, each with its finish reason and what caused it."""
+"""Rows that end, each with its finish reason and the cause."""
 
 
 class StopChecker:

@@ -47,7 +47,7 @@ class AttentionGroup:
         plain_writes: whether the model may store new keys and values in the backend's place.
         fast_prefill: whether its layers get only a step's wanted tokens, if the step names them.
         last_queries: whether a layer may get only the queries of the wanted tokens, with all keys and values.
-        any_captured: whether the attention of any step may be inside a graph, whatever the plan captures.
+        any_captured: whether the attention of any step may be inside a graph, independent of the plan.
         plan_once: whether the plan made at a capture serves every replay, common prefixes aside.
     """
 
@@ -112,7 +112,7 @@ class DispatchedAttention:
     def slots(self, layer: AttentionLayer, key: torch.Tensor) -> CacheSlots | None:
         """See `slotline.registry.contracts.model_family.StoringAttend.slots`.
 
-        None where a graph is broken at the layer, since what its attention reads may lie elsewhere in each replay.
+        Return None if a graph is broken at the layer, since the inputs of its attention may move in each replay.
         """
         return None if layer.index in self._broken else self._router.slots(layer, key)
 

@@ -31,7 +31,7 @@ from slotline.registry.contracts import AttentionBatch, StateBatch, TreeMask
 
 
 class DraftMetadata(NamedTuple):
-    """The drafts of a step as `ModelInputs` has them, and what attention sees of a tree."""
+    """The drafts of a step as `ModelInputs` has them, and the attention mask of a tree."""
 
     tree: DraftTree | None = None
     draft_positions: Int | None = None
@@ -115,7 +115,7 @@ class AttentionMetadataBuilder:
         if shape is not None:
             host.pad(shape, null_row=self._rows.max_requests)
         positions, seq_lens = host.positions, host.seq_lens32
-        if host.pending is not None:  # on a CPU what is sent is a view, and the device changes it
+        if host.pending is not None:  # on a CPU an upload is a view, which the device would change
             positions, seq_lens = positions.copy(), seq_lens.copy()
         encoder_lens = (host.encoder_lens if self._encoder_groups else host.encoder_lens[:0]).astype(np.int32)
         first, last = self.feeds[0].staging, self.feeds[-1].staging
@@ -127,7 +127,7 @@ class AttentionMetadataBuilder:
             for feed in self.feeds
         ]
         states = self._states(host, sent[0]) if self._has_states else None
-        for feed in self.feeds:  # last of what graphs read: as long as what changed in the tables
+        for feed in self.feeds:  # the last input of graphs, since its length depends on the changes in the tables
             feed.tables.stage(host.table_rows)
         logits_indices = last.upload(host.logits_indices)
         lora_slots = None if host.lora_slots is None else first.upload(host.lora_slots)

@@ -60,7 +60,7 @@ def local_lens(num_keys: Int, shard: int, num_shards: int, size: int) -> Int:
 
 @define(eq=False)
 class ContextShards:
-    """The backend of an attention group whose cache lies in shards. Implements `AttentionBackend`.
+    """Backend of an attention group whose cache is sharded. Implements `AttentionBackend`.
 
     Attributes:
         shards: in the order in which they hold kernel blocks.

@@ -1,4 +1,4 @@
-"""Decode fast path: steps with the same requests as the step before, in the same order, one token each.
+"""Decode fast path: steps with the same requests as the previous step, in the same order, one token each.
 
 Only the blocks that its requests were given since are uploaded. Its tokens are placeholders, the same in each step
 (`PlaceholderTokens`). Positions, lengths and the counter of each random number grow by one. The device advances the

@@ -1,6 +1,6 @@
 """Encoding a step's items and putting their embeddings in the place of placeholder tokens.
 
-The device's side of the encoder cache: it keeps the tensors, encodes what a schedule asks for and drops what it says.
+The device's side of the encoder cache: it keeps the tensors, and encodes and drops the items that a schedule names.
 """
 
 from __future__ import annotations

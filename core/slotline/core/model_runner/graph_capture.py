@@ -1,4 +1,4 @@
-"""Capturing CUDA graphs: a stream, a memory pool, the parts that a capture is broken into, and what all of it took."""
+"""Capture of CUDA graphs: a stream, a memory pool, the parts of a broken capture, and a report of time and memory."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Recorder:
             self.end()
 
     def cut(self, call: Callable[[], None]) -> None:
-        """Keep an eager call between what was captured so far and what follows."""
+        """Keep an eager call between the parts captured before and after it."""
         self.end()
         self.parts.append(call)
         self.begin()
@@ -164,7 +164,7 @@ def note_lacking(
                 dropped.append(Recorder(capturing.pool, [], replayed=False))
                 with compiling.leaving_out(missing):
                     _record(dropped[-1], call)
-        except Exception as error:  # whatever a backend raises at a step that it may never see
+        except Exception as error:  # a backend may raise anything at a step that it may never see
             logger.info("the kernels of %s are not all compiled ahead: %s", what, error)
         dropped.clear()
     torch.cuda.empty_cache()
@@ -185,7 +185,7 @@ def _record(recorder: Recorder, call: Callable[[Recorder], object]) -> None:
 def _no_collection() -> Iterator[None]:
     """Collect no garbage: that might free a tensor of the device, or a graph, in the middle of a capture.
 
-    What the host process has frozen stays frozen: one call would unfreeze it together with what is frozen here, so
+    Objects that the host process has frozen stay frozen: a call would unfreeze them with those frozen here, so
     nothing is frozen then. A collection that a library asks for takes longer for it.
     """
     gc.collect()

@@ -57,8 +57,8 @@ class GraphRunner:
     """Captures shapes and replays them.
 
     Attributes:
-        shapes: what is captured.
-        report: what capturing took.
+        shapes: the captured shapes.
+        report: time and memory of the captures.
     """
 
     def __init__(

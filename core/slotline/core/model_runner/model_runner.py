@@ -1,7 +1,7 @@
 """The runner: from a step's inputs to sampled tokens. It knows no plugin by name. Its parts were built for it.
 
 A step has three parts, so that the host can work while the device does: `launch` starts the forward pass, `sample`
-starts what follows it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
+starts the work after it, and `finish` waits for the results. Nothing before `finish` waits for the device, unless
 log-probabilities of a prompt are asked for.
 """
 

@@ -1,8 +1,8 @@
-"""Checks of what attention and state backends give, layer by layer.
+"""Checks of the outputs of attention and state backends, layer by layer.
 
-They run in the made-up steps before the first request, where a fault ends the start. Where `observability` asks for
+They run in the made-up steps before the first request, where a fault ends the start. If `observability` asks for
 integrity checks they run in every eager step too. There a fault ends the requests whose logits it reaches, or the step
-if a backend changed what it was only shown.
+if a backend changed its inputs.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class OutputChecks:
         """Look at one layer's output, which was filled with NaN before.
 
         Args:
-            plugin: its name and who brings it.
+            plugin: its name and package.
             inputs: query, key and value.
             returned: what `forward` returned.
 
         Raises:
-            ContractError: if it is wrong, where the checks are strict.
+            ContractError: if it is wrong and the checks are strict.
         """
         own = out[: int(batch.query_start_loc_cpu[batch.num_requests])]
         if not bool(own.sum(dtype=torch.float32).isnan()) or not all(_finite(tensor) for tensor in inputs):
@@ -90,7 +90,7 @@ class OutputChecks:
 
 @define(eq=False)
 class ShownBatch:
-    """A copy of a batch, to see whether a backend changed what it was shown."""
+    """A copy of a batch, to see whether a backend changed it."""
 
     batch: AttentionBatch | StateBatch
     _kept: dict[str, Any]

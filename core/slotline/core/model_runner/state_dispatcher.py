@@ -32,7 +32,7 @@ Int = npt.NDArray[np.int64]
 class StateGroup:
     """State layers of one kind and the backend that was built for them.
 
-    `plugin` is the backend's name and who brings it.
+    `plugin` is the backend's name and package.
     """
 
     name: str

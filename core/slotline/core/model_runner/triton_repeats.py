@@ -1,4 +1,4 @@
-"""The inputs of the next step of the same requests in Triton, where those of the step before lie."""
+"""Inputs of the next step of the same requests in Triton, in place of those of the previous step."""
 
 # mypy: ignore-errors
 

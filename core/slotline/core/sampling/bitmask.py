@@ -1,4 +1,4 @@
-"""Banning tokens by a bitmask: one bit for each token of the vocabulary, 1 where it may come next."""
+"""Ban of tokens by a bitmask: one bit for each token of the vocabulary, 1 if it may come next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AT_A_TIME = 2**16
 """Logits."""
 _MINUS_INFINITY = np.float32(-np.inf).view(np.int32)
 _KEPT_BITS: Int32 = -((np.arange(256)[:, None] >> np.arange(8)) & 1).astype(np.int32)
-"""[256, 8] for each byte of a mask: all bits of a number whose token is allowed, none of the others'."""
+"""[256, 8] for each byte of a mask: all bits of a number whose token is allowed, no bit of the others."""
 
 
 class TokenBitmask:

@@ -41,7 +41,7 @@ class GrammarBitmasks:
     filling: Future[None] | None = None
 
     def fill(self, backend: StructuredOutput) -> None:
-        """Write all masks. Raises whatever the plugin does."""
+        """Write all masks. Raises any exception of the plugin."""
         backend.fill(self.states, self.drafts, self.firsts.tolist(), self.bitmask.words)
 
     def wait(self, backend: StructuredOutput, name: str, plugins: BuiltPlugins) -> dict[int, str]:

@@ -1,7 +1,7 @@
 """The logits-processor pipeline: built plugins in order, each shown only the rows that it has work for.
 
 What a processor does wrong ends the requests that it does it to, and no other. The step pays for that only when
-something changed the logits: one look at their largest number, whose result travels with the tokens.
+something changed the logits: their largest number is checked, and the result is sent with the tokens.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ FAILED, NOT_FINITE, NONE_LEFT = -1, -2, -3
 class ProcessorSlot:
     """A built processor and the rows that it has work for, [max_requests] bool, and how many those are.
 
-    `source` is who brings the plugin.
+    `source` is the package of the plugin.
     """
 
     name: str
@@ -149,7 +149,7 @@ class ProcessorPipeline:
         """Let every processor check the request, and refuse parameters that no processor handles.
 
         Raises:
-            RequestError: naming the parameter, its value and what is allowed.
+            RequestError: naming the parameter, its value and the allowed values.
             PluginError: if a processor fails in another way.
         """
         params = request.params.as_mapping()

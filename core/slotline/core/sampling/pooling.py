@@ -64,7 +64,7 @@ class Pooling:
         """Return a request's parameters, completed with the model's choices.
 
         Raises:
-            RequestError: if the model cannot do what they ask.
+            RequestError: if the model cannot serve them.
         """
         return self._pooler.adjust(params)
 
@@ -127,7 +127,7 @@ class _Kept:
     def update(self, inputs: ModelInputs, merge: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Keep the result of `merge` for the step's requests. Return that of the completed ones [n, hidden_size].
 
-        `merge` gets what was kept [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
+        `merge` gets the kept states [num_requests, hidden_size] and whether each had begun [num_requests, 1]. A request
         that starts over after preemption has not begun: the states of its first attempt, or of another request, do not
         count.
         """
@@ -189,7 +189,7 @@ def params_by_task(
 
     Args:
         params: the request's.
-        pooling: the engine's, None where it generates.
+        pooling: of the engine, None if it generates.
         tasks: the model's tasks. An engine runs one of them.
 
     Raises:

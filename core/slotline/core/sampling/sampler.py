@@ -33,7 +33,7 @@ def sample(
 
     Args:
         logits: [n, vocab_size] float32, after the logits processors. They are not changed.
-        params: `batch.packed()` on the device, or None where all rows are greedy.
+        params: `batch.packed()` on the device, or None if all rows are greedy.
         keep_final: whether the logits that are drawn from are wanted.
 
     Returns:

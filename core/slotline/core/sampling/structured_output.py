@@ -79,7 +79,7 @@ class StructuredOutputs:
         self._filling: Future[None] | None = None
 
     def validate(self, request: Request) -> None:
-        """Refuse what the plugin cannot do, as far as that can be seen at once.
+        """Refuse constraints that the plugin cannot serve, as far as this is known at once.
 
         Raises:
             RequestError: with the position of the error.

@@ -25,7 +25,7 @@ def _best_of_parts(logits, row_stride, found, size, block: tl.constexpr):
     The grid is (rows, parts).
     """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    each = tl.cdiv(tl.cdiv(size, parts), block) * block  # so that a part begins where a wide load may
+    each = tl.cdiv(tl.cdiv(size, parts), block) * block  # aligns each part for wide loads
     start = part * each
     end = tl.minimum(start + each, size)
     best = tl.full([block], -float("inf"), tl.float32)

@@ -100,7 +100,7 @@ def draw_rows(
         bound = floor
         looked_at = 0
         if limited | (top_p < 1) | (floor > -float("inf")):
-            # a pivot that no kept logit lies below: at least k groups have a logit at or above it
+            # no kept logit is below the pivot: at least k groups have a logit at or above it
             wanted = tl.where(limited, top_k, tl.where(floor > -float("inf"), width + 1, tile // 2))
             bound = tl.maximum(_pivot(peaks, most, wanted, tl.maximum(wanted, tile)), floor)
             looked_at = _choose(peaks, bound, groups, chosen)
@@ -111,12 +111,12 @@ def draw_rows(
                     bound, whole = _kth_largest(
                         logits, packed, chosen, looked_at, vocab_size, most, bound, top_k, group, tile
                     )
-                elif count == top_k:  # the pivot may be minus infinity, where masked logits lie
+                elif count == top_k:  # the pivot may be minus infinity, like masked logits
                     bound = smallest
             elif floor == -float("inf"):
                 all_mass = tl.sum(masses.to(tl.float64), 0)
                 if whole < top_p.to(tl.float64) * all_mass:  # a flat row: the pivot was too high
-                    # all tokens below this one together have less than what the nucleus leaves out
+                    # all tokens below this one together weigh less than the share outside of the nucleus
                     rest = (1 - top_p) * all_mass.to(tl.float32) / vocab_size
                     bound = most + tl.log(rest) - 0.01
                     looked_at = _choose(peaks, bound, groups, chosen)
@@ -300,7 +300,7 @@ def _weights(y, most):
 def _tile(logits, packed, chosen, start, looked_at, vocab_size, group: tl.constexpr, tile: tl.constexpr):
     """Load the scaled logits of the chosen groups from `start` on, [tile, group]."""
     places = start + tl.arange(0, tile)
-    groups = tl.load(chosen + places, places < looked_at, 2**26)  # the default lies outside any vocabulary
+    groups = tl.load(chosen + places, places < looked_at, 2**26)  # the default is outside any vocabulary
     return _scaled(logits, packed, groups, 2**26, vocab_size, group)
 
 

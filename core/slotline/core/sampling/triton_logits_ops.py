@@ -16,7 +16,7 @@ _MARK_WARPS = 16
 
 
 def rehearse(vocab_size: int, device: str) -> None:
-    """Launch, for one row, what only steps with grammars or logits processors do."""
+    """Launch, for one row, the kernels that only steps with grammars or logits processors use."""
     logits, tokens = torch.zeros(1, vocab_size, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     places = torch.zeros(1, dtype=torch.int32, device=device)
     ban_by_bitmask(logits, torch.zeros(1, triton.cdiv(vocab_size, 32), dtype=torch.int32, device=device), places)

@@ -6,7 +6,7 @@ group's softmax mass. The second, one program for each row, looks again only at 
 * top-k: at least k logits reach the k-th largest group maximum, so no kept one lies in a group whose maximum is below
   it. k groups hold them all, however large the vocabulary.
 * top-p: the groups with the 128 largest maxima, if their logits above the smallest of these hold the share. If not, all
-  groups with a logit above one below which the whole vocabulary would hold less than what the nucleus leaves out.
+  groups with a logit above one below which the whole vocabulary would hold less than the share outside of the nucleus.
 * the floor: the groups whose maximum reaches the floor.
 
 Among those the threshold is found by bisection over the float32 numbers themselves, 32 steps at most, so that equal

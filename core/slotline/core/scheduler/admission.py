@@ -54,7 +54,7 @@ def check_salt(cache_salt: str) -> None:
 
 
 def check_request(request: Request, limits: EngineLimits, *, has_tokenizer: bool) -> None:
-    """Refuse what cannot run.
+    """Refuse a request that cannot run.
 
     Raises:
         RequestError: with the value and the fix.

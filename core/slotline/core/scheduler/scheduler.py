@@ -26,7 +26,7 @@ from slotline.registry.contracts import CacheBlock
 
 Int = npt.NDArray[np.int64]
 EARLY = 4
-"""Steps whose blocks running requests are given together, where there are plenty: most steps change no table then."""
+"""Steps whose blocks running requests get together if there are plenty, so that most steps change no table."""
 PLENTY = 8
 """Blocks for each of them that stay free then."""
 
@@ -86,7 +86,7 @@ class Scheduler:
         admitted: list[Request] = []
         if self._waiting and not preempted:
             admitted, more = self._admit(self.max_batched_tokens - int(counts.sum()))
-            some = np.array(more, np.int64) > 0  # one of a pair may have nothing to compute before the other is there
+            some = np.array(more, np.int64) > 0  # before its partner runs, one of a pair may have no work
             rows = np.concatenate([rows, np.array([r.row for r in admitted], np.int64)[some]])
             counts = np.concatenate([counts, np.array(more, np.int64)[some]])
         schedule = self._in_batch_order(rows, counts, admitted, preempted)
@@ -117,7 +117,7 @@ class Scheduler:
         request.status = Status.FINISHED if ended else Status.WAITING
 
     def restore(self, waiting: Sequence[Request]) -> None:
-        """Give back all blocks and queue the unfinished requests again, whatever a step was doing.
+        """Give back all blocks and queue the unfinished requests again, at any point of a step.
 
         The rows must have been restored.
 
@@ -179,8 +179,8 @@ class Scheduler:
     def _grow_early(self, rows: Int, ahead: Int) -> bool:
         """Give running rows their blocks for `ahead` [n] tokens, and with them those of the next steps.
 
-        False, and nothing taken, where less than a quarter of the pool would be left, or less than `PLENTY` blocks for
-        each of them: then a block that is given too early may cost another request its own.
+        Return False, and take nothing, if less than a quarter of the pool would be left, or less than `PLENTY` blocks
+        for each of them: then a block that is given too early may cost another request its own.
         """
         most = np.minimum(self.rows.length_limit[rows], self.rows.max_model_len) - 1  # a last token is not computed
         later = np.maximum(ahead, np.minimum(ahead + EARLY, most))
